@@ -1,0 +1,39 @@
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= 2.15.0
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test lint setup test-torch clean help
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(STAMP)  ## create the environment (.venv) and install the package in it
+
+$(STAMP): pyproject.toml constraints-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints-dev.txt "torch==$$(sed -n 's/^torch==//p' constraints-dev.txt)"
+	$(BIN)/pip install --quiet -c constraints-dev.txt -e '.[test,lint]'
+	touch $@
+
+demo: $(STAMP)  ## train a small MoE transformer, sharded over four local processes
+	$(BIN)/ragged-fsdp demo
+
+test: $(STAMP)  ## run the unit and multi-process tests
+	$(BIN)/python -m pytest -q
+
+lint: $(STAMP)  ## ruff, mypy and the layering contract
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.15.0
+	$(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/pip install --quiet "torch==$(TORCH)"
+	.venv-torch-$(TORCH)/bin/pip install --quiet -e '.[test]' "torch==$(TORCH)"
+	.venv-torch-$(TORCH)/bin/python -m pytest -q
+
+clean:  ## remove environments and caches
+	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,46 @@
+"""ragged_fsdp: fully sharded data parallelism on ragged, block-aligned DTensors.
+
+The public names are loaded on first use, so that ``ragged_fsdp.planner`` works without torch.
+Where torch is already loaded, the DTensor support is installed at import, so that checkpoints
+holding ragged tensors can be read after a plain ``import ragged_fsdp``.
+"""
+
+import sys
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "RaggedShard": "ragged_fsdp.dtensor",
+    "StridedRaggedShard": "ragged_fsdp.dtensor",
+    "distribute_tensor": "ragged_fsdp.dtensor",
+    "DBuffer": "ragged_fsdp.dbuffer",
+    "Elements": "ragged_fsdp.policy",
+    "Rows": "ragged_fsdp.policy",
+    "Whole": "ragged_fsdp.policy",
+    "fully_shard": "ragged_fsdp.api",
+    "FSDPModule": "ragged_fsdp.api",
+    "UnshardHandle": "ragged_fsdp.api",
+    "MixedPrecisionPolicy": "ragged_fsdp.api",
+    "OffloadPolicy": "ragged_fsdp.api",
+    "CPUOffloadPolicy": "ragged_fsdp.api",
+    "DataParallelMeshDims": "ragged_fsdp.api",
+    "register_fsdp_forward_method": "ragged_fsdp.api",
+    "share_comm_ctx": "ragged_fsdp.api",
+}
+
+__all__ = list(_HOMES)  # noqa: PLE0605
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'ragged_fsdp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])
+
+
+if "torch" in sys.modules:
+    import_module("ragged_fsdp.dtensor")

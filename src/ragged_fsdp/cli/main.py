@@ -1,0 +1,41 @@
+"""``ragged-fsdp``: finds the subcommand, and imports only the module that holds it."""
+
+import importlib
+
+import click
+import typer
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "plan": "lay a model's parameters out over FSDP ranks and show the padding",
+    "train": "train a model, sharded over the processes of this machine, torchrun or SLURM",
+    "demo": "the two-minute tour: train, checkpoint, resume at another size, export",
+    "export": "write a checkpoint as safetensors",
+    "inspect": "show what a checkpoint holds without loading it",
+    "report": "draw the curves of a run into one page",
+    "bench": "run the benchmarks",
+}
+
+
+class _LazyGroup(click.Group):
+    """Subcommands live in ``ragged_fsdp.cli.<name>`` as a typer app or click command named ``command``."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        found = importlib.import_module(f"ragged_fsdp.cli.{name}").command
+        return typer.main.get_command(found) if isinstance(found, typer.Typer) else found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
+
+
+@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="ragged-fsdp")
+def main() -> None:
+    """Fully sharded data parallelism on ragged, block-aligned DTensors."""

@@ -1,0 +1,58 @@
+"""Granularity of a parameter: how much of it must stay together on one rank.
+
+A policy answers one question: how many elements make one block of a tensor of a given shape.
+It is torch-free and hashable, so that every rank computes the same plan from it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Elements", "Granularity", "Rows", "Whole"]
+
+
+def _positive(kind: str, count: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{kind}: count must be an int, got {count!r}.")
+    if count < 1:
+        raise ValueError(f"{kind}: count must be at least 1, got {count}.")
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Blocks of ``count`` consecutive elements of the flattened tensor."""
+
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("Elements", self.count)
+
+    def block_numel(self, shape: Sequence[int]) -> int:
+        """Elements in one block of a tensor of ``shape``."""
+        return self.count
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Blocks of ``count`` consecutive rows; a row is one index of all dims but the last."""
+
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _positive("Rows", self.count)
+
+    def block_numel(self, shape: Sequence[int]) -> int:
+        """Elements in one block of a tensor of ``shape``."""
+        return self.count * (shape[-1] if len(shape) > 1 else 1)
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The whole tensor is one block: it lives on a single rank."""
+
+    def block_numel(self, shape: Sequence[int]) -> int:
+        """Elements in one block of a tensor of ``shape``."""
+        return max(1, math.prod(shape))
+
+
+Granularity = Elements | Rows | Whole

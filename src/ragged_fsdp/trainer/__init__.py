@@ -1,0 +1,1 @@
+"""The training job behind ``ragged-fsdp train``."""

@@ -1,0 +1,190 @@
+"""Runs test functions on a pool of real ranks that is started once per test run.
+
+A test is a function whose first argument is a :class:`Rank`; ``@spmd(1, 2, 4)`` makes it a pytest
+test, once per world size, that runs on every rank of a pool of that size::
+
+    @spmd(2, 3)
+    def test_sum(rank):
+        mesh = rank.mesh()
+        ...
+
+Other arguments come from ``pytest.mark.parametrize`` as usual and must be picklable. A rank that
+fails reports its traceback; a rank that hangs is killed with its pool, and the next test gets a
+new one. ``RAGGED_FSDP_TEST_DEVICE=cuda`` runs the same tests over NCCL, several ranks sharing
+one device if there are fewer devices than ranks.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import inspect
+import multiprocessing as mp
+import os
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+__all__ = ["DEVICE", "Rank", "shutdown_pools", "spmd"]
+
+DEVICE = os.environ.get("RAGGED_FSDP_TEST_DEVICE", "cpu")
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+_POOLS: dict[int, _Pool] = {}
+_DEFAULT_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a test function knows about the rank it runs on."""
+
+    rank: int
+    world_size: int
+    shared_dir: Path
+    """An empty folder common to the ranks, new for each test."""
+
+    @property
+    def device(self) -> str:
+        """The device type of this run: ``cpu`` or ``cuda``."""
+        return DEVICE
+
+    def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> Any:
+        """A device mesh over all ranks; 1-D without ``sizes``."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(DEVICE, sizes or (self.world_size,), mesh_dim_names=names)
+
+
+def spmd(*world_sizes: int, timeout: float = _DEFAULT_TIMEOUT_S) -> Callable[[Callable], Callable]:
+    """Turn ``fn(rank, **params)`` into a pytest test that runs on pools of these sizes."""
+
+    def decorate(fn: Callable) -> Callable:
+        @functools.wraps(fn)
+        def test(world_size: int, tmp_path: Path, **params: Any) -> None:
+            _pool(world_size).run(fn.__module__, fn.__qualname__, params, tmp_path, timeout)
+
+        own = [p for p in inspect.signature(fn).parameters.values()][1:]
+        extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("world_size", "tmp_path")]
+        keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty) for p in own]
+        test.__signature__ = inspect.Signature(keyword + extra)
+        test.on_rank = fn
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
+
+
+def shutdown_pools() -> None:
+    """Stop every pool; called once at the end of the test run."""
+    for pool in _POOLS.values():
+        pool.stop()
+    _POOLS.clear()
+
+
+def _pool(world_size: int) -> _Pool:
+    pool = _POOLS.get(world_size)
+    if pool is None or not pool.healthy:
+        pool = _POOLS[world_size] = _Pool(world_size)
+    return pool
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class _Pool:
+    def __init__(self, world_size: int) -> None:
+        self.healthy = True
+        self._pipes, self._processes = [], []
+        port = _free_port()
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(rank, world_size, port, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, module: str, qualname: str, params: dict, shared_dir: Path, timeout: float) -> None:
+        for pipe in self._pipes:
+            pipe.send((module, qualname, params, str(shared_dir)))
+        deadline = time.monotonic() + timeout
+        failures, silent = [], []
+        for rank, pipe in enumerate(self._pipes):
+            # After a first failure the others may wait for it in a collective: give them little time.
+            wait = 10.0 if failures else max(0.0, deadline - time.monotonic())
+            try:
+                answer = pipe.recv() if pipe.poll(wait) else None
+            except EOFError:
+                answer = "the process died"
+            if answer is None:
+                silent.append(rank)
+            elif answer != "ok":
+                failures.append(f"rank {rank}: {answer}")
+        if silent or failures:
+            self.stop()
+            hung = f"no answer from ranks {silent} (hang?)\n" if silent else ""
+            pytest.fail(hung + "\n".join(failures), pytrace=False)
+
+    def stop(self) -> None:
+        self.healthy = False
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(0.2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
+    """The life of one rank: join the process group, then run what is sent until the pipe closes."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        NCCL_HOSTID=f"rank{rank}",  # several NCCL ranks may share one device only if they look like several hosts
+        TORCHINDUCTOR_CACHE_DIR=tempfile.mkdtemp(prefix="inductor-"),
+    )
+    faulthandler.enable()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=100))
+    while True:
+        try:
+            module, qualname, params, shared_dir = pipe.recv()
+        except EOFError:
+            break
+        pipe.send(_run_one(module, qualname, params, Rank(rank, world_size, Path(shared_dir))))
+    os._exit(0)  # a destroy would wait for ranks that were killed
+
+
+def _run_one(module: str, qualname: str, params: dict, rank: Rank) -> str:
+    import torch
+
+    torch.manual_seed(0)
+    try:
+        fn = getattr(importlib.import_module(module), qualname)
+        getattr(fn, "on_rank", fn)(rank, **params)
+        if DEVICE == "cuda":
+            torch.cuda.synchronize()
+    except BaseException:
+        return traceback.format_exc()
+    return "ok"
