@@ -1,0 +1,48 @@
+"""Named orders of the tensors of a group, and the registry where others plug in theirs."""
+
+from collections.abc import Callable, Sequence
+
+from ragged_fsdp.planner.problem import Kind
+
+__all__ = ["ORDERS", "Order", "by_block", "by_numel", "default", "ordered", "register_order"]
+
+Order = Callable[[Sequence[Kind]], Sequence[int]]
+"""Takes the ``(numel, block_numel)`` of the tensors, returns their indices in buffer order."""
+
+
+def default(kinds: Sequence[Kind]) -> list[int]:
+    """The order in which the tensors came."""
+    return list(range(len(kinds)))
+
+
+def by_block(kinds: Sequence[Kind]) -> list[int]:
+    """Largest blocks first, then larger tensors, then as they came."""
+    return sorted(range(len(kinds)), key=lambda i: (-kinds[i][1], -kinds[i][0], i))
+
+
+def by_numel(kinds: Sequence[Kind]) -> list[int]:
+    """Largest tensors first, then larger blocks, then as they came."""
+    return sorted(range(len(kinds)), key=lambda i: (-kinds[i][0], -kinds[i][1], i))
+
+
+ORDERS: dict[str, Order] = {"default": default, "block": by_block, "numel": by_numel}
+
+
+def register_order(name: str, order: Order) -> None:
+    """Make ``order`` available by name; it must be deterministic, since every rank calls it."""
+    if name == "best" or name in ORDERS:
+        raise ValueError(f"register_order: the name {name!r} is taken.")
+    ORDERS[name] = order
+
+
+def ordered(order: str | Order, kinds: Sequence[Kind]) -> list[int]:
+    """The indices of ``kinds`` in the order asked for, checked to be a permutation."""
+    if isinstance(order, str):
+        if order not in ORDERS:
+            known = ", ".join(["best", *ORDERS])
+            raise ValueError(f"order must be one of {known} or a function, got {order!r}.")
+        order = ORDERS[order]
+    indices = list(order(kinds))
+    if sorted(indices) != list(range(len(kinds))):
+        raise ValueError(f"order must return each index below {len(kinds)} once, got {indices!r:.200}.")
+    return indices
