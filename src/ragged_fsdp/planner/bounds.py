@@ -1,13 +1,77 @@
-"""Shard sizes no layout can go under."""
+"""Shard sizes no layout can go under, by counting.
+
+Three necessary conditions, each per LCM class (see ``classes``), so that a violation at one member of
+a class rules out all smaller members:
+
+* volume: all tensors, rounded to the alignment, fit in the buffer;
+* length: a tensor whose block does not divide the class lies in two shards at most;
+* waste: take the tensors with the largest blocks, and ``q`` the GCD of their head units and aligned
+  lengths. A shard that holds only parts of them holds a multiple of ``q``, and loses ``S mod q``. Each
+  other tensor can spare only the shards it reaches.
+"""
+
+import math
+from collections.abc import Iterator
 
 from ragged_fsdp.planner.classes import class_floor, lcm_classes
-from ragged_fsdp.planner.problem import Problem, align_up
+from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
-__all__ = ["lower_bound"]
+__all__ = ["class_floors"]
 
 
-def lower_bound(problem: Problem, most: int) -> int:
-    """The smallest shard size that passes every necessary condition; at most ``most``, a feasible one."""
-    numel = sum(align_up(numel, problem.align) for numel, _ in problem.kinds)
-    volume = align_up(-(-numel // problem.ranks), problem.step)
-    return min(class_floor(problem, divisor, volume) for divisor in lcm_classes(problem, volume, most))
+def class_floors(problem: Problem, most: int) -> dict[int, int]:
+    """For each LCM class with a member below ``most``, a member no layout of the class goes under."""
+    volume = align_up(-(-_aligned_numel(problem) // problem.ranks), problem.step)
+    floors: dict[int, int] = {}
+    cuts = list(_coarse_cuts(problem))
+    for divisor in lcm_classes(problem, volume, most):
+        floor = class_floor(problem, divisor, volume)
+        for quantum, fine in cuts:
+            floor = _waste_floor(problem, divisor, floor, most, quantum, fine)
+        floors[divisor] = floor
+    return floors
+
+
+def _aligned_numel(problem: Problem) -> int:
+    return sum(align_up(numel, problem.align) for numel, _ in problem.kinds)
+
+
+def _coarse_cuts(problem: Problem) -> Iterator[tuple[int, dict[Kind, int]]]:
+    """Ways to call the largest blocks coarse: their quantum, and the kinds left as fine."""
+    fine = dict(problem.counts)
+    quantum = 0
+    for block in sorted({block for _, block in fine}, reverse=True):
+        for kind in [kind for kind in fine if kind[1] == block]:
+            head_unit = math.lcm(block, problem.align)
+            quantum = math.gcd(quantum, head_unit, align_up(kind[0], problem.align))
+            del fine[kind]
+        if quantum <= problem.align:
+            return
+        yield quantum, dict(fine)
+
+
+def _waste_floor(
+    problem: Problem, divisor: int, floor: int, most: int, quantum: int, fine: dict[Kind, int]
+) -> int:
+    """Raise ``floor`` past the largest member found to waste too much.
+
+    The waste is worst just below a multiple of ``quantum``, so those members are tried, by bisection;
+    any violation found is a proof, whether or not it is the largest one.
+    """
+    low, high = floor // quantum + 1, most // quantum
+    while low <= high:
+        middle = (low + high) // 2
+        member = (middle * quantum - 1) // divisor * divisor
+        if member >= floor and _wastes(problem, member, quantum, fine):
+            floor, low = member + divisor, middle + 1
+        else:
+            high = middle - 1
+    while floor < most and _wastes(problem, floor, quantum, fine):
+        floor = max(floor + divisor, align_up(floor // quantum * quantum + quantum, divisor))
+    return floor
+
+
+def _wastes(problem: Problem, shard: int, quantum: int, fine: dict[Kind, int]) -> bool:
+    spared = sum(count * (max(0, numel - 2) // shard + 2) for (numel, _), count in fine.items())
+    lost = max(0, problem.ranks - spared) * (shard % quantum)
+    return _aligned_numel(problem) + lost > problem.ranks * shard

@@ -1,14 +1,14 @@
 """The two entry points: ``plan`` on plain integers, ``plan_group`` on named specs."""
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import lru_cache
 
 from ragged_fsdp.layout import GroupLayout, TensorSpec
-from ragged_fsdp.planner.bounds import lower_bound
 from ragged_fsdp.planner.earliest import place_in_order
-from ragged_fsdp.planner.fixed_order import best_for_order
-from ragged_fsdp.planner.orders import ORDERS, Order, ordered
-from ragged_fsdp.planner.problem import Problem
+from ragged_fsdp.planner.orders import Order, ordered
+from ragged_fsdp.planner.problem import Kind, Problem
+from ragged_fsdp.planner.search import best_layout, order_layout
 
 __all__ = ["plan", "plan_group"]
 
@@ -45,24 +45,22 @@ def plan_group(
 
 @lru_cache(maxsize=4096)
 def _plan_kinds(
-    kinds: tuple[tuple[int, int], ...], ranks: int, unit: int, align: int, order: str | Order
+    kinds: tuple[Kind, ...], ranks: int, unit: int, align: int, order: str | Order
 ) -> tuple[int, tuple[int, ...], int]:
+    """Shard size, offsets and lower bound of a group that was validated; equal groups are planned once."""
     problem = Problem.build([k[0] for k in kinds], [k[1] for k in kinds], ranks, unit, align)
     problem.check_int64()
-    offsets = [0] * len(kinds)
     if not problem.kinds:
-        return 0, tuple(offsets), 0
-    filled = [i for i, (numel, _) in enumerate(kinds) if numel]
-    best, chosen = problem.largest_shard, list(range(len(problem.kinds)))
-    bound = lower_bound(problem, best)
-    for name in ORDERS if order == "best" else [order]:
-        indices = ordered(name, problem.kinds)
-        found = best_for_order(problem, [problem.kinds[i] for i in indices], bound, best)
-        if found is not None and (found < best or order != "best"):
-            best, chosen = found, indices
-    starts = place_in_order([problem.kinds[i] for i in chosen], ranks, best, align)
+        return 0, (0,) * len(kinds), 0
+    if order == "best":
+        outcome = best_layout(problem)
+    else:
+        outcome = order_layout(problem, [problem.kinds[i] for i in ordered(order, problem.kinds)])
+    starts = place_in_order(outcome.order, ranks, outcome.shard, align)
     if starts is None:
-        raise RuntimeError(f"planner: no layout at shard size {best}; this is a bug.")
-    for i, start in zip(chosen, starts):
-        offsets[filled[i]] = start
-    return best, tuple(offsets), bound
+        raise RuntimeError(f"planner: no layout at shard size {outcome.shard}; this is a bug.")
+    free: dict[Kind, deque[int]] = defaultdict(deque)
+    for kind, start in zip(outcome.order, starts):
+        free[kind].append(start)
+    offsets = tuple(free[kind].popleft() if kind[0] else 0 for kind in kinds)
+    return outcome.shard, offsets, outcome.lower_bound

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from ragged_fsdp.planner.problem import Kind
+from ragged_fsdp.planner.problem import Kind, Problem
 
-__all__ = ["ORDERS", "Order", "by_block", "by_numel", "default", "ordered", "register_order"]
+__all__ = ["ORDERS", "Order", "by_block", "by_numel", "cheap_orders", "default", "ordered", "register_order"]
 
 Order = Callable[[Sequence[Kind]], Sequence[int]]
 """Takes the ``(numel, block_numel)`` of the tensors, returns their indices in buffer order."""
@@ -46,3 +46,24 @@ def ordered(order: str | Order, kinds: Sequence[Kind]) -> list[int]:
     if sorted(indices) != list(range(len(kinds))):
         raise ValueError(f"order must return each index below {len(kinds)} once, got {indices!r:.200}.")
     return indices
+
+
+def cheap_orders(problem: Problem) -> list[list[Kind]]:
+    """The orders tried before any search: the paper's three, and the kinds mixed in proportion."""
+    kinds = problem.kinds
+    orders = [[kinds[i] for i in order(kinds)] for order in (by_numel, by_block, default)]
+    orders.append(_mixed(problem))
+    return orders
+
+
+def _mixed(problem: Problem) -> list[Kind]:
+    """All kinds spread evenly over the buffer, those without a block to keep together at the end."""
+    spread: list[tuple[int, int, Kind]] = []
+    scale = len(problem.kinds)
+    free: list[Kind] = []
+    for rank, (kind, count) in enumerate(problem.counts.items()):
+        if problem.align % kind[1] == 0:
+            free += [kind] * count
+        else:
+            spread += [((2 * i + 1) * scale * 1000 // (2 * count), rank, kind) for i in range(count)]
+    return [kind for _, _, kind in sorted(spread)] + free

@@ -1,0 +1,193 @@
+"""The best order of all, for a fixed shard size: a dynamic programme over multisets of tensors.
+
+For a fixed shard size the earliest end of a *multiset* of tensors is enough state: whatever order they
+came in, an earlier end is never worse. So the states are counts, one per kind, and the cost is the
+product of the counts instead of a factorial. Level ``t`` holds all ways to have placed ``t`` tensors, as
+one array over the counts of all kinds but one (the last count is what is missing to ``t``)::
+
+    level 3, kinds a (up to 2) and b (the implied one):   count of a    0     1     2
+                                                          count of b    3     2     1
+                                                          end          ...   ...   ...
+
+Kinds that would make the product too large are *chained*: they are placed in one fixed relative order,
+freely interleaved with the others, and take one axis together. A band keeps the first axis within some
+distance of proportional mixing. Without chain and band the programme is exact over all orders.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ragged_fsdp.planner.problem import Kind, Problem, align_up
+
+__all__ = ["Mix", "best_mix"]
+
+_Array = npt.NDArray[np.int64]
+_UNREACHED = np.int64(2**62)
+
+
+@dataclass(frozen=True)
+class Mix:
+    """The kinds a programme runs over: counted ones by multiplicity, chained ones in order."""
+
+    counted: tuple[tuple[Kind, int], ...]
+    chain: tuple[Kind, ...] = ()
+    band: int | None = None
+
+    @property
+    def tensor_count(self) -> int:
+        return sum(count for _, count in self.counted) + len(self.chain)
+
+    @property
+    def cells(self) -> int:
+        """States of one level, after the band."""
+        axes = [count + 1 for _, count in self.counted]
+        axes.remove(max(axes, default=1)) if axes else None
+        if axes and self.band is not None:
+            largest = max(axes)
+            axes.remove(largest)
+            axes.append(min(largest, 2 * self.band + 1))
+        return math.prod(axes) * (len(self.chain) + 1)
+
+    @property
+    def work(self) -> int:
+        """Cost of one run in array elements, with a constant per array operation."""
+        return (self.tensor_count + 1) * (len(self.counted) + bool(self.chain)) * (self.cells + 1500)
+
+
+def best_mix(problem: Problem, mix: Mix, shard: int, divisor: int) -> list[Kind] | None:
+    """An order of the tensors of ``mix`` that fits at ``shard``, or None if the programme finds none."""
+    return _Programme(problem, mix, shard, divisor).run()
+
+
+class _Programme:
+    """Arrays of one run. Axis 0 is the count of the second most frequent kind, the last axis the chain."""
+
+    def __init__(self, problem: Problem, mix: Mix, shard: int, divisor: int) -> None:
+        self.align, self.shard, self.divisor = problem.align, shard, divisor
+        counted = sorted(mix.counted, key=lambda item: (-item[1], item[0]))
+        (self.implied, self.implied_count), axes = counted[0], counted[1:]
+        self.axes = [kind for kind, _ in axes]
+        self.chain = mix.chain
+        self.levels = mix.tensor_count
+        shape = [count + 1 for _, count in axes] + [len(self.chain) + 1]
+        self.rows = shape[0]
+        self.row_cells = math.prod(shape[1:])
+        self.band = mix.band if axes else None
+        self.strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        index = np.indices(shape, dtype=np.int64).reshape(len(shape), -1)
+        self.index = index
+        self.placed = index.sum(axis=0)
+        self._measure(problem, mix)
+
+    def _measure(self, problem: Problem, mix: Mix) -> None:
+        """Volume of each cell beyond ``level * implied numel``, and the padding the shard size leaves."""
+        numel = [align_up(kind[0], self.align) for kind in self.axes]
+        implied = align_up(self.implied[0], self.align)
+        chained = np.cumsum([0] + [align_up(kind[0], self.align) for kind in self.chain], dtype=np.int64)
+        self.volume: _Array = chained[self.index[-1]] - implied * self.index[-1]
+        for axis, length in enumerate(numel):
+            self.volume += (length - implied) * self.index[axis]
+        total = implied * self.implied_count + int(chained[-1])
+        total += sum(length * count for length, count in zip(numel, (n - 1 for n in self._axis_sizes())))
+        self.slack = problem.ranks * self.shard - total
+        self.implied_numel = implied
+
+    def _axis_sizes(self) -> list[int]:
+        return [int(self.index[axis, -1]) + 1 for axis in range(len(self.axes))]
+
+    def _window(self, level: int) -> tuple[int, int]:
+        """First and last row that can be reached, and matter, at a level."""
+        others = self.levels - self.implied_count - (self.rows - 1)
+        low = max(0, level - self.implied_count - others)
+        high = min(self.rows - 1, level)
+        if self.band is not None:
+            centre = level * (self.rows - 1) // self.levels
+            low, high = max(low, centre - self.band), min(high, centre + self.band)
+        return low, high
+
+    def run(self) -> list[Kind] | None:
+        if self.slack < 0:
+            return None
+        cells = len(self.volume)
+        ends = np.full(cells, _UNREACHED)
+        ends[0] = 0
+        choices = np.zeros((self.levels, cells), dtype=np.int8)
+        for level in range(1, self.levels + 1):
+            low, high = self._window(level)
+            first, last = low * self.row_cells, (high + 1) * self.row_cells
+            ends = self._step(ends, first, last, choices[level - 1])
+            cut = ends[first:last] > self.volume[first:last] + (self.slack + level * self.implied_numel)
+            if level > self.implied_count:
+                cut |= self.placed[first:last] < level - self.implied_count
+            ends[first:last][cut] = _UNREACHED
+            if cut.all():
+                return None
+        return self._trace(choices)
+
+    def _step(self, ends: _Array, first: int, last: int, choice: npt.NDArray[np.int8]) -> _Array:
+        """Ends one tensor later, for the cells in ``[first, last)``; all others are unreached."""
+        grown = np.full(len(ends), _UNREACHED)
+        grown[first:last] = self._place(ends[first:last], self.implied)
+        for axis, stride in enumerate(self.strides):
+            source = max(0, first - stride)
+            if source + stride >= last:
+                continue
+            if axis < len(self.axes):
+                candidate = self._place(ends[source : last - stride], self.axes[axis])
+            elif self.chain:
+                candidate = self._place_chain(ends, source, last - stride)
+            else:
+                continue
+            target = slice(source + stride, last)
+            better = (candidate < grown[target]) & (self.index[axis, target] > 0)
+            np.copyto(grown[target], candidate, where=better)
+            choice[target][better] = axis + 1
+        return grown
+
+    def _place(self, ends: _Array, kind: Kind) -> _Array:
+        """Ends after one more tensor of ``kind``: the closed form of ``earliest``, on arrays."""
+        numel, block = kind
+        length = align_up(numel, self.align)
+        head_unit = math.lcm(block, self.align)
+        whole = self.divisor % block == 0
+        if head_unit == self.align and whole:
+            return np.minimum(ends + length, _UNREACHED)
+        room = self.shard - ends % self.shard
+        if not whole and numel > 2 * self.shard:
+            return np.full(len(ends), _UNREACHED)
+        gap = room % head_unit
+        if not whole:
+            head_most = self.shard // head_unit * head_unit
+            late = room + (self.shard - head_most) if numel - head_most <= self.shard else _UNREACHED
+            gap = np.where(numel - room + gap <= self.shard, gap, late)
+        gap[numel <= room] = 0
+        return np.minimum(ends + gap + length, _UNREACHED)
+
+    def _place_chain(self, ends: _Array, first: int, last: int) -> _Array:
+        """The next chained tensor depends on the cell's place along the chain."""
+        placed = np.full(last - first, _UNREACHED)
+        width = len(self.chain) + 1
+        for place, kind in enumerate(self.chain):
+            offset = (place - first) % width
+            placed[offset::width] = self._place(ends[first + offset : last : width], kind)
+        return placed
+
+    def _trace(self, choices: npt.NDArray[np.int8]) -> list[Kind]:
+        order: list[Kind] = []
+        cell = choices.shape[1] - 1
+        for level in range(self.levels - 1, -1, -1):
+            axis = int(choices[level, cell]) - 1
+            if axis < 0:
+                order.append(self.implied)
+            elif axis < len(self.axes):
+                order.append(self.axes[axis])
+                cell -= self.strides[axis]
+            else:
+                order.append(self.chain[int(self.index[axis, cell]) - 1])
+                cell -= 1
+        order.reverse()
+        return order

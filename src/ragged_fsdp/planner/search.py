@@ -1,0 +1,148 @@
+"""The search for the smallest shard: cheap orders first, then the programme over multisets, then a proof.
+
+Every decision depends on integers only, the effort is counted in array elements and not in seconds:
+all ranks take the same path to the same layout.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ragged_fsdp.planner.bounds import class_floors
+from ragged_fsdp.planner.earliest import place_in_order
+from ragged_fsdp.planner.mixing import best_mix
+from ragged_fsdp.planner.mixtures import full_mixes, relaxed_mix
+from ragged_fsdp.planner.orders import cheap_orders
+from ragged_fsdp.planner.problem import Kind, Problem
+
+__all__ = ["EFFORT", "Outcome", "best_layout", "order_layout"]
+
+EFFORT = 40_000_000
+"""Array elements the programme may touch per group; about a second on a slow core."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The best shard size found, the tensors in buffer order, and a size no layout goes under."""
+
+    shard: int
+    order: tuple[Kind, ...]
+    lower_bound: int
+
+
+def best_layout(problem: Problem, effort: int = EFFORT) -> Outcome:
+    """The smallest shard the search finds over all orders and classes."""
+    return _Search(problem, effort).run()
+
+
+def order_layout(problem: Problem, order: Sequence[Kind]) -> Outcome:
+    """The smallest shard for one given order: exact, by one bisection per class."""
+    search = _Search(problem, 0)
+    search.best, search.order = problem.largest_shard, tuple(order)
+    search.floors = class_floors(problem, search.best)
+    bound = search.bound
+    for divisor, floor in search.floors.items():
+        search._bisect_order(order, divisor, floor)
+    return Outcome(search.best, search.order, bound)
+
+
+@dataclass
+class _Search:
+    problem: Problem
+    effort: int
+    best: int = 0
+    order: tuple[Kind, ...] = ()
+    floors: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> Outcome:
+        self.best, self.order = self.problem.largest_shard, self.problem.kinds
+        self.floors = class_floors(self.problem, self.best)
+        self._try_cheap_orders()
+        if not self._done():
+            for divisor in sorted(self.floors, key=lambda d: (self.floors[d], d)):
+                self._search_class(divisor)
+            for divisor in sorted(self.floors, key=lambda d: (self.floors[d], d)):
+                self._prove_class(divisor)
+        return Outcome(self.best, self.order, self.bound)
+
+    @property
+    def bound(self) -> int:
+        return min([*self.floors.values(), self.best])
+
+    def _done(self) -> bool:
+        return self.best <= self.bound
+
+    def _top(self, divisor: int) -> int:
+        """The largest member of a class that would be an improvement."""
+        return (self.best - 1) // divisor * divisor
+
+    def _keep(self, shard: int, order: Iterable[Kind]) -> None:
+        self.best, self.order = shard, tuple(order)
+
+    def _try_cheap_orders(self) -> None:
+        orders = cheap_orders(self.problem)
+        for order in orders:
+            if self._fits(order, self.bound, self.bound):
+                self._keep(self.bound, order)
+                return
+        for order in orders:
+            for divisor, floor in self.floors.items():
+                self._bisect_order(order, divisor, floor)
+            if self._done():
+                return
+
+    def _fits(self, order: Sequence[Kind], shard: int, divisor: int) -> bool:
+        return place_in_order(order, self.problem.ranks, shard, self.problem.align, divisor) is not None
+
+    def _bisect_order(self, order: Sequence[Kind], divisor: int, floor: int) -> None:
+        low, high = floor // divisor, self._top(divisor) // divisor
+        if low > high or not self._fits(order, high * divisor, divisor):
+            return
+        while low < high:
+            middle = (low + high) // 2
+            if self._fits(order, middle * divisor, divisor):
+                high = middle
+            else:
+                low = middle + 1
+        self._keep(high * divisor, order)
+
+    def _search_class(self, divisor: int) -> None:
+        """Bisection over the members of a class, with the best order the programme finds at each."""
+        low, high = self.floors[divisor] // divisor, self._top(divisor) // divisor
+        first = True
+        while low <= high:
+            middle = low if first else (low + high) // 2
+            first = False
+            verdict = self._mix_fits(middle * divisor, divisor)
+            if verdict is None:
+                return
+            if verdict:
+                high = middle - 1
+            else:
+                low = middle + 1
+
+    def _mix_fits(self, shard: int, divisor: int) -> bool | None:
+        """Whether some order fits, kept if so; None where the effort is spent."""
+        for mix in full_mixes(self.problem, shard):
+            if mix.work > self.effort:
+                return None
+            self.effort -= mix.work
+            order = best_mix(self.problem, mix, shard, divisor)
+            if order is not None:
+                self._keep(shard, order)
+                return True
+            if not mix.chain and mix.band is None:
+                self.floors[divisor] = max(self.floors[divisor], shard + divisor)
+                return False
+        return False
+
+    def _prove_class(self, divisor: int) -> None:
+        """If even some of the tensors do not fit in the largest member below the best, none does."""
+        top = self._top(divisor)
+        if top < self.floors[divisor]:
+            return
+        mix = relaxed_mix(self.problem, top)
+        if mix is None or mix.work > self.effort:
+            return
+        self.effort -= mix.work
+        if best_mix(self.problem, mix, top, divisor) is None:
+            self.floors[divisor] = top + divisor
