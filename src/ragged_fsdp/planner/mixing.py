@@ -15,7 +15,6 @@ distance of proportional mixing. Without chain and band the programme is exact o
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,19 +22,32 @@ import numpy.typing as npt
 
 from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
-__all__ = ["Mix", "best_mix"]
+__all__ = ["Mix", "Piece", "best_mix"]
 
 _Array = npt.NDArray[np.int64]
 _UNREACHED = np.int64(2**62)
 
 
 @dataclass(frozen=True)
+class Piece:
+    """One link of a chain: a tensor, or several that may be cut anywhere, laid end to end."""
+
+    kind: Kind
+    parts: tuple[Kind, ...]
+
+
+@dataclass(frozen=True)
 class Mix:
-    """The kinds a programme runs over: counted ones by multiplicity, chained ones in order."""
+    """The kinds a programme runs over: counted ones by multiplicity, chained pieces in order."""
 
     counted: tuple[tuple[Kind, int], ...]
-    chain: tuple[Kind, ...] = ()
+    chain: tuple[Piece, ...] = ()
     band: int | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the programme covers all orders of its tensors."""
+        return not self.chain and self.band is None
 
     @property
     def tensor_count(self) -> int:
@@ -45,7 +57,8 @@ class Mix:
     def cells(self) -> int:
         """States of one level, after the band."""
         axes = [count + 1 for _, count in self.counted]
-        axes.remove(max(axes, default=1)) if axes else None
+        if axes:
+            axes.remove(max(axes))
         if axes and self.band is not None:
             largest = max(axes)
             axes.remove(largest)
@@ -53,14 +66,21 @@ class Mix:
         return math.prod(axes) * (len(self.chain) + 1)
 
     @property
+    def level_work(self) -> int:
+        """Cost of one level in array elements, with a constant per array operation."""
+        return (len(self.counted) + bool(self.chain)) * (self.cells + 1500)
+
+    @property
     def work(self) -> int:
-        """Cost of one run in array elements, with a constant per array operation."""
-        return (self.tensor_count + 1) * (len(self.counted) + bool(self.chain)) * (self.cells + 1500)
+        """Cost of a run that reaches the last level."""
+        return (self.tensor_count + 1) * self.level_work
 
 
-def best_mix(problem: Problem, mix: Mix, shard: int, divisor: int) -> list[Kind] | None:
-    """An order of the tensors of ``mix`` that fits at ``shard``, or None if the programme finds none."""
-    return _Programme(problem, mix, shard, divisor).run()
+def best_mix(problem: Problem, mix: Mix, shard: int, divisor: int) -> tuple[list[Kind] | None, int]:
+    """An order of the tensors of ``mix`` that fits at ``shard``, if the programme finds one, and its cost."""
+    programme = _Programme(problem, mix, shard, divisor)
+    order = programme.run()
+    return order, (programme.levels_run + 1) * mix.level_work
 
 
 class _Programme:
@@ -71,7 +91,9 @@ class _Programme:
         counted = sorted(mix.counted, key=lambda item: (-item[1], item[0]))
         (self.implied, self.implied_count), axes = counted[0], counted[1:]
         self.axes = [kind for kind, _ in axes]
-        self.chain = mix.chain
+        self.pieces = mix.chain
+        self.chain = [piece.kind for piece in mix.chain]
+        self.levels_run = 0
         self.levels = mix.tensor_count
         shape = [count + 1 for _, count in axes] + [len(self.chain) + 1]
         self.rows = shape[0]
@@ -81,9 +103,11 @@ class _Programme:
         index = np.indices(shape, dtype=np.int64).reshape(len(shape), -1)
         self.index = index
         self.placed = index.sum(axis=0)
-        self._measure(problem, mix)
+        self._measure(problem)
+        if self.chain:
+            self._chain_tables()
 
-    def _measure(self, problem: Problem, mix: Mix) -> None:
+    def _measure(self, problem: Problem) -> None:
         """Volume of each cell beyond ``level * implied numel``, and the padding the shard size leaves."""
         numel = [align_up(kind[0], self.align) for kind in self.axes]
         implied = align_up(self.implied[0], self.align)
@@ -117,6 +141,7 @@ class _Programme:
         ends[0] = 0
         choices = np.zeros((self.levels, cells), dtype=np.int8)
         for level in range(1, self.levels + 1):
+            self.levels_run = level
             low, high = self._window(level)
             first, last = low * self.row_cells, (high + 1) * self.row_cells
             ends = self._step(ends, first, last, choices[level - 1])
@@ -157,8 +182,6 @@ class _Programme:
         if head_unit == self.align and whole:
             return np.minimum(ends + length, _UNREACHED)
         room = self.shard - ends % self.shard
-        if not whole and numel > 2 * self.shard:
-            return np.full(len(ends), _UNREACHED)
         gap = room % head_unit
         if not whole:
             head_most = self.shard // head_unit * head_unit
@@ -167,14 +190,33 @@ class _Programme:
         gap[numel <= room] = 0
         return np.minimum(ends + gap + length, _UNREACHED)
 
+    def _chain_tables(self) -> None:
+        """The next chained tensor depends on the cell's place along the chain: one value per cell."""
+        kinds = [*self.chain, self.chain[-1]]
+        lengths = [align_up(numel, self.align) for numel, _ in kinds]
+        head_units = [math.lcm(block, self.align) for _, block in kinds]
+        lates = []
+        for (numel, block), head_unit in zip(kinds, head_units):
+            head_most = self.shard // head_unit * head_unit
+            fits = numel - head_most <= self.shard
+            lates.append(self.shard - head_most if fits else int(_UNREACHED))
+        place = self.index[-1]
+        self.next_length: _Array = np.array(lengths, dtype=np.int64)[place]
+        self.next_numel: _Array = np.array([numel for numel, _ in kinds], dtype=np.int64)[place]
+        self.next_head: _Array = np.array(head_units, dtype=np.int64)[place]
+        self.next_late: _Array = np.array(lates, dtype=np.int64)[place]
+        self.next_whole = np.array([self.divisor % block == 0 for _, block in kinds])[place]
+
     def _place_chain(self, ends: _Array, first: int, last: int) -> _Array:
-        """The next chained tensor depends on the cell's place along the chain."""
-        placed = np.full(last - first, _UNREACHED)
-        width = len(self.chain) + 1
-        for place, kind in enumerate(self.chain):
-            offset = (place - first) % width
-            placed[offset::width] = self._place(ends[first + offset : last : width], kind)
-        return placed
+        """Ends after the next chained tensor of each cell."""
+        cells = slice(first, last)
+        ends, numel = ends[cells], self.next_numel[cells]
+        room = self.shard - ends % self.shard
+        gap = room % self.next_head[cells]
+        late = ~self.next_whole[cells] & (numel - room + gap > self.shard)
+        gap = np.where(late, room + self.next_late[cells], gap)
+        gap[numel <= room] = 0
+        return np.minimum(ends + gap + self.next_length[cells], _UNREACHED)
 
     def _trace(self, choices: npt.NDArray[np.int8]) -> list[Kind]:
         order: list[Kind] = []
@@ -187,7 +229,7 @@ class _Programme:
                 order.append(self.axes[axis])
                 cell -= self.strides[axis]
             else:
-                order.append(self.chain[int(self.index[axis, cell]) - 1])
+                order.extend(reversed(self.pieces[int(self.index[axis, cell]) - 1].parts))
                 cell -= 1
         order.reverse()
         return order

@@ -2,45 +2,75 @@
 
 from collections.abc import Iterator
 
-from ragged_fsdp.planner.mixing import Mix
-from ragged_fsdp.planner.problem import Kind, Problem
+from ragged_fsdp.planner.mixing import Mix, Piece
+from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
 __all__ = ["full_mixes", "relaxed_mix"]
 
 _EXACT_WORK = 6_000_000
-_MIX_WORK = 12_000_000
-_PIECES = 4
+_MIX_WORK = 6_000_000
+_PROOF_WORK = 16_000_000
+_BANDS = (None, 64, 16)
+_CHAIN_LENGTHS = (64, 32, 16, 8, 4, 1)
 
 
-def full_mixes(problem: Problem, shard: int) -> Iterator[Mix]:
+def full_mixes(problem: Problem) -> Iterator[Mix]:
     """Programmes over all tensors, best first; a single one where it is exact."""
     counts = problem.counts
     exact = Mix(tuple(counts.items()))
     if exact.work <= _EXACT_WORK:
         yield exact
         return
-    by_count = sorted(counts, key=lambda kind: (-counts[kind], -kind[0], -kind[1]))
-    for main in (2, 3, 1):
-        counted = tuple((kind, counts[kind]) for kind in by_count[:main])
-        chain = tuple(
-            kind
-            for kind in sorted(by_count[main:], key=lambda k: (-k[1], -k[0]))
-            for _ in range(counts[kind])
-        )
-        for band in (None, 64, 16):
-            mix = Mix(counted, chain, band)
+    free = [kind for kind in counts if problem.align % kind[1] == 0]
+    coarse = sorted(
+        (kind for kind in counts if kind not in free), key=lambda k: (-counts[k], -k[0] * counts[k], k)
+    )
+    for counted in range(len(coarse), 0, -1):
+        mix = _mix(problem, coarse[:counted], coarse[counted:], free)
+        if mix is not None:
+            yield mix
+            return
+
+
+def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind]) -> Mix | None:
+    """The widest affordable programme that counts ``counted`` and chains the rest, None if none is."""
+    counts = problem.counts
+    bars = tuple((kind, counts[kind]) for kind in counted)
+    links = [
+        Piece(kind, (kind,))
+        for kind in sorted(odd, key=lambda k: (-k[1], -k[0]))
+        for _ in range(counts[kind])
+    ]
+    for length in _CHAIN_LENGTHS:
+        chain = (*links, *_pieces(problem, free, length))
+        for band in _BANDS:
+            mix = Mix(bars, chain, band)
             if mix.work <= _MIX_WORK:
-                yield mix
-                break
+                return mix
+    return None
 
 
-def relaxed_mix(problem: Problem, shard: int) -> Mix | None:
+def _pieces(problem: Problem, free: list[Kind], most: int) -> list[Piece]:
+    """Tensors that may be cut anywhere, joined to at most ``most`` pieces, longest first."""
+    tensors = [kind for kind in free for _ in range(problem.counts[kind])]
+    tensors.sort(key=lambda kind: (-kind[0], kind[1]))
+    groups: list[list[Kind]] = [[kind] for kind in tensors[:most]]
+    for place, kind in enumerate(tensors[most:]):
+        groups[-1 - place % len(groups)].append(kind)
+    pieces = []
+    for group in groups:
+        length = sum(align_up(numel, problem.align) for numel, _ in group)
+        pieces.append(Piece((length, 1), tuple(group)))
+    return sorted(pieces, key=lambda piece: (-piece.kind[0], piece.parts))
+
+
+def relaxed_mix(problem: Problem) -> Mix | None:
     """An exact programme over the tensors that matter most: what does not fit without the rest never fits."""
     counts = problem.counts
     weight = sorted(counts, key=lambda kind: (-kind[0] * counts[kind], -kind[1], -kind[0]))
     chosen: list[tuple[Kind, int]] = []
     for kind in weight:
-        grown = Mix(tuple([*chosen, (kind, counts[kind])]))
-        if grown.work <= _MIX_WORK:
+        grown = Mix((*chosen, (kind, counts[kind])))
+        if grown.work <= _PROOF_WORK:
             chosen.append((kind, counts[kind]))
     return Mix(tuple(chosen)) if chosen else None

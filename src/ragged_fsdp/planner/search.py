@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ragged_fsdp.planner.bounds import class_floors
 from ragged_fsdp.planner.earliest import place_in_order
-from ragged_fsdp.planner.mixing import best_mix
+from ragged_fsdp.planner.mixing import Mix, best_mix
 from ragged_fsdp.planner.mixtures import full_mixes, relaxed_mix
 from ragged_fsdp.planner.orders import cheap_orders
 from ragged_fsdp.planner.problem import Kind, Problem
@@ -57,11 +57,11 @@ class _Search:
         self.best, self.order = self.problem.largest_shard, self.problem.kinds
         self.floors = class_floors(self.problem, self.best)
         self._try_cheap_orders()
-        if not self._done():
+        for stage in (self._try_floor, self._prove_class, self._search_class, self._prove_class):
             for divisor in sorted(self.floors, key=lambda d: (self.floors[d], d)):
-                self._search_class(divisor)
-            for divisor in sorted(self.floors, key=lambda d: (self.floors[d], d)):
-                self._prove_class(divisor)
+                if self._done():
+                    break
+                stage(divisor)
         return Outcome(self.best, self.order, self.bound)
 
     @property
@@ -105,44 +105,48 @@ class _Search:
                 low = middle + 1
         self._keep(high * divisor, order)
 
+    def _try_floor(self, divisor: int) -> None:
+        """The smallest member not ruled out is often the answer."""
+        if self.floors[divisor] < self.best:
+            self._mix_fits(self.floors[divisor], divisor)
+
     def _search_class(self, divisor: int) -> None:
         """Bisection over the members of a class, with the best order the programme finds at each."""
         low, high = self.floors[divisor] // divisor, self._top(divisor) // divisor
-        first = True
         while low <= high:
-            middle = low if first else (low + high) // 2
-            first = False
-            verdict = self._mix_fits(middle * divisor, divisor)
-            if verdict is None:
+            middle = (low + high) // 2
+            fits = self._mix_fits(middle * divisor, divisor)
+            if fits is None:
                 return
-            if verdict:
+            if fits:
                 high = middle - 1
             else:
                 low = middle + 1
 
     def _mix_fits(self, shard: int, divisor: int) -> bool | None:
         """Whether some order fits, kept if so; None where the effort is spent."""
-        for mix in full_mixes(self.problem, shard):
-            if mix.work > self.effort:
-                return None
-            self.effort -= mix.work
-            order = best_mix(self.problem, mix, shard, divisor)
-            if order is not None:
+        for mix in full_mixes(self.problem):
+            order = self._run(mix, shard, divisor)
+            if order:
                 self._keep(shard, order)
                 return True
-            if not mix.chain and mix.band is None:
+            if order is None:
+                return None
+            if mix.exact:
                 self.floors[divisor] = max(self.floors[divisor], shard + divisor)
-                return False
         return False
+
+    def _run(self, mix: Mix, shard: int, divisor: int) -> list[Kind] | None:
+        """The programme's order, empty if it found none; None where the effort is spent."""
+        if mix.work > self.effort:
+            return None
+        order, work = best_mix(self.problem, mix, shard, divisor)
+        self.effort -= work
+        return order or []
 
     def _prove_class(self, divisor: int) -> None:
         """If even some of the tensors do not fit in the largest member below the best, none does."""
         top = self._top(divisor)
-        if top < self.floors[divisor]:
-            return
-        mix = relaxed_mix(self.problem, top)
-        if mix is None or mix.work > self.effort:
-            return
-        self.effort -= mix.work
-        if best_mix(self.problem, mix, top, divisor) is None:
+        mix = relaxed_mix(self.problem)
+        if top >= self.floors[divisor] and mix is not None and self._run(mix, top, divisor) == []:
             self.floors[divisor] = top + divisor
