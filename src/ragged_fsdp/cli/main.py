@@ -18,6 +18,19 @@ _COMMANDS = {
 }
 
 
+def _typer_command(app: typer.Typer, name: str) -> click.Command:
+    """Hands the arguments to ``app``: typer may carry a click of its own, whose exits this one would miss."""
+    settings = {"ignore_unknown_options": True, "help_option_names": []}
+
+    @click.command(name, context_settings=settings, help=_COMMANDS[name])
+    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    @click.pass_context
+    def run(context: click.Context, arguments: tuple[str, ...]) -> None:
+        app(args=list(arguments), prog_name=context.command_path)
+
+    return run
+
+
 class _LazyGroup(click.Group):
     """Subcommands live in ``ragged_fsdp.cli.<name>`` as a typer app or click command named ``command``."""
 
@@ -28,7 +41,7 @@ class _LazyGroup(click.Group):
         if name not in _COMMANDS:
             return None
         found = importlib.import_module(f"ragged_fsdp.cli.{name}").command
-        return typer.main.get_command(found) if isinstance(found, typer.Typer) else found
+        return _typer_command(found, name) if isinstance(found, typer.Typer) else found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -1,0 +1,1 @@
+"""The step benchmark: one rank of N, all but the network real, each implementation in its own process."""

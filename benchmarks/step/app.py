@@ -1,0 +1,126 @@
+"""The commands of ``ragged-fsdp bench``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from .case import REDUCE_DTYPES, Case
+from .shapes import MODELS
+from .wire import PAYLOADS
+
+__all__ = ["app"]
+
+app = typer.Typer(help="Measure ragged_fsdp and its peers.", no_args_is_help=True)
+_ALL = "none,ours,fsdp2,fsdp1,megatron,deepspeed"
+_CONSOLE = Console(width=170)
+
+
+def _wires(text: str) -> tuple[float | None, ...]:
+    try:
+        return tuple(None if part == "free" else float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"expected 'free' or GB/s, separated by commas, got {text!r}") from None
+
+
+def _options(pairs: list[str]) -> tuple[tuple[str, Any], ...]:
+    """``name=value`` pairs; numbers, true, false and none are converted, anything else stays text."""
+    words = {"true": True, "false": False, "none": None}
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, sign, value = pair.partition("=")
+        if not sign:
+            raise typer.BadParameter(f"expected name=value, got {pair!r}")
+        try:
+            found[name] = words[value] if value in words else int(value)
+        except ValueError:
+            found[name] = value
+    return tuple(sorted(found.items()))
+
+
+def _need_cuda() -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("this benchmark needs a CUDA device, and torch sees none")
+
+
+@app.command()
+def step(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt-oss-120b",
+    layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
+    tokens: Annotated[int, typer.Option(help="Tokens of this rank: whole sequences.")] = 8192,
+    ranks: Annotated[str, typer.Option(help="Ranks to be rank 0 of; several separated by commas.")] = "64",
+    wire: Annotated[str, typer.Option(help="'free' or GB/s; several separated by commas.")] = "free,400",
+    implementations: Annotated[str, typer.Option(help="Which to run, in this order.")] = _ALL,
+    reduce_dtype: Annotated[str, typer.Option(help=f"Reduction: {' or '.join(REDUCE_DTYPES)}.")] = "fp32",
+    payload: Annotated[str, typer.Option(help=f"What gathers deliver: {' or '.join(PAYLOADS)}.")] = "repeat",
+    warmup: Annotated[int, typer.Option(help="Steps before the timed ones.")] = 3,
+    iterations: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 8,
+    limit: Annotated[float, typer.Option(help="Seconds one implementation may take.")] = 120.0,
+    option: Annotated[list[str], typer.Option(help="name=value for our fully_shard; repeatable.")] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
+    traces: Annotated[Path | None, typer.Option(help="Keep the profiler's traces in this folder.")] = None,
+) -> None:
+    """Time and memory of training steps on rank 0 of N, for each implementation in its own process."""
+    from .implementations import IMPLEMENTATIONS
+    from .report import copy_table, step_table
+    from .runner import run_case, save
+
+    names = implementations.split(",")
+    if unknown := set(names) - set(IMPLEMENTATIONS):
+        raise typer.BadParameter(
+            f"implementations: got {sorted(unknown)}, expected any of {', '.join(IMPLEMENTATIONS)}"
+        )
+    try:
+        cases = [
+            Case(
+                model,
+                layers,
+                tokens,
+                int(n),
+                _wires(wire),
+                reduce_dtype,
+                payload,
+                warmup,
+                iterations,
+                _options(option),
+            )
+            for n in ranks.split(",")
+        ]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    _need_cuda()
+    results = []
+    for case in cases:
+        results.append(run_case(case, names, _CONSOLE.out, limit_s=limit, trace_dir=traces))
+        _CONSOLE.print(step_table(results[-1]))
+        if out is not None:
+            save(out, results)
+    if any(None not in case.wires or len(case.wires) > 1 for case in cases):
+        _CONSOLE.print(copy_table(results))
+
+
+@app.command()
+def show(
+    results: Annotated[list[Path], typer.Argument(help="JSON files written by the other commands.")],
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables for a document.")] = False,
+    plots: Annotated[Path | None, typer.Option(help="Draw figures into this folder.")] = None,
+) -> None:
+    """Show saved results as tables, and draw them."""
+    from . import report
+
+    loaded = report.load(results)
+    for result in loaded:
+        if markdown:
+            print(report.markdown(result))
+        else:
+            _CONSOLE.print(report.step_table(result))
+    if plots is not None:
+        from .plots import draw
+
+        for path in draw(loaded, plots):
+            _CONSOLE.out(f"wrote {path}")

@@ -1,0 +1,79 @@
+"""What is measured: one case, and the bounds that follow from its shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .shapes import MODELS, LayerShape, layer_numel
+from .wire import PAYLOADS
+
+__all__ = ["REDUCE_DTYPES", "Case"]
+
+REDUCE_DTYPES = ("fp32", "bf16")
+_GIB = 1 << 30
+_COMPUTE_BYTES = 2
+_REDUCE_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on rank 0 of ``ranks``; ``wires`` are bandwidths in GB/s, None being the free wire."""
+
+    model: str
+    layers: int
+    tokens: int
+    ranks: int
+    wires: tuple[float | None, ...] = (None,)
+    reduce_dtype: str = "fp32"
+    payload: str = "repeat"
+    warmup: int = 3
+    iterations: int = 8
+    options: tuple[tuple[str, Any], ...] = ()
+    """Arguments only our implementation understands, as sorted pairs."""
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"model: expected one of {sorted(MODELS)}, got {self.model!r}")
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(f"reduce dtype: expected one of {REDUCE_DTYPES}, got {self.reduce_dtype!r}")
+        if self.payload not in PAYLOADS:
+            raise ValueError(f"payload: expected one of {PAYLOADS}, got {self.payload!r}")
+        for name in ("layers", "tokens", "ranks", "iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.warmup < 1:
+            raise ValueError(
+                f"warmup: expected at least 1, since the first step allocates, got {self.warmup}"
+            )
+        if self.tokens % self.shape.sequence:
+            raise ValueError(f"tokens: expected a multiple of {self.shape.sequence}, got {self.tokens}")
+
+    @property
+    def shape(self) -> LayerShape:
+        return MODELS[self.model]
+
+    @property
+    def batch(self) -> int:
+        return self.tokens // self.shape.sequence
+
+    @property
+    def numel(self) -> int:
+        return self.layers * layer_numel(self.shape)
+
+    @property
+    def least_wire_gib(self) -> float:
+        """Bytes no sharded step can do without: gather each layer twice (the last once), reduce each once.
+
+        No padding, bf16 gathers, reductions in ``reduce_dtype``.
+        """
+        per_layer = layer_numel(self.shape)
+        gathered = (2 * self.layers - 1) * per_layer * _COMPUTE_BYTES
+        return (gathered + self.numel * _REDUCE_BYTES[self.reduce_dtype]) / _GIB
+
+    def wire_ms(self, bandwidth_gb_s: float | None) -> float:
+        """The time of :attr:`least_wire_gib` on the modelled link; 0 on the free wire."""
+        return 0.0 if bandwidth_gb_s is None else self.least_wire_gib * _GIB / bandwidth_gb_s / 1e6
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {"least_wire_gib": round(self.least_wire_gib, 3), "numel": self.numel}

@@ -1,0 +1,206 @@
+"""The implementations under test: how each builds the same layers, and how each runs one step.
+
+A builder gets a :class:`Case` and a device and returns a :class:`Trainer`. Each uses the settings its
+documentation recommends: bf16 compute, gradients reduced in the case's dtype, fp32 main weights, one
+unit per layer, AdamW.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .case import Case
+from .layers import Layer, Stack
+
+__all__ = ["IMPLEMENTATIONS", "Trainer", "missing"]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Trainer:
+    """One step, in two parts that are timed apart; ``update`` includes dropping the gradients."""
+
+    forward_backward: Callable[[torch.Tensor], torch.Tensor]
+    update: Callable[[], None] | None
+    stack: Stack
+    """The plain layers, to bind positions and routing to."""
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=torch.cuda.is_available())
+
+
+def _plain_step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss = model(x)
+    loss.backward()
+    return loss
+
+
+def _trainer(model: nn.Module, stack: Stack, optimizer: torch.optim.Optimizer | None) -> Trainer:
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Trainer(partial(_plain_step, model), update if optimizer else None, stack)
+
+
+def _dense_stack(case: Case, device: torch.device, dtype: torch.dtype) -> Stack:
+    """All weights of all layers on the device, initialised."""
+    with device:
+        stack = Stack(case.shape, case.layers).to(dtype)
+    for layer in stack.layers:
+        layer.reset_parameters()
+    return stack
+
+
+def _none(case: Case, device: torch.device) -> Trainer:
+    """No sharding: bf16 weights and gradients, no optimizer. The compute floor."""
+    stack = _dense_stack(case, device, torch.bfloat16)
+
+    def forward_backward(x: torch.Tensor) -> torch.Tensor:
+        stack.zero_grad(set_to_none=True)
+        return _plain_step(stack, x)
+
+    return Trainer(forward_backward, None, stack)
+
+
+def _per_layer(
+    case: Case, device: torch.device, shard: Callable[..., Any], policy: Any, **kwargs: Any
+) -> Trainer:
+    """FSDP2's calling convention: shard on meta, allocate, initialise the parts that are here."""
+    mesh = dist.device_mesh.init_device_mesh(device.type, (case.ranks,))
+    with torch.device("meta"):
+        stack = Stack(case.shape, case.layers)
+    for layer in stack.layers:
+        shard(layer, mesh=mesh, mp_policy=policy, **kwargs)
+    shard(stack, mesh=mesh, mp_policy=policy, **kwargs)
+    stack.to_empty(device=device)
+    for layer in stack.layers:
+        layer.reset_parameters()
+    return _trainer(stack, stack, _adamw(stack.parameters()))
+
+
+def _fsdp2(case: Case, device: torch.device, shard_dim: int = 0) -> Trainer:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype])
+    extra: dict[str, Any] = {}
+    if shard_dim:
+        extra["shard_placement_fn"] = lambda p: Shard(shard_dim) if p.ndim > shard_dim else Shard(0)
+    return _per_layer(case, device, fully_shard, policy, **extra)
+
+
+def _ours(case: Case, device: torch.device) -> Trainer:
+    from ragged_fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype])
+    return _per_layer(case, device, fully_shard, policy, **dict(case.options))
+
+
+def _fsdp1(case: Case, device: torch.device) -> Trainer:
+    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    @torch.no_grad()
+    def initialise(module: nn.Module) -> None:
+        module.to_empty(device=device, recurse=False)
+        for parameter in module.parameters(recurse=False):
+            parameter.normal_(std=0.02)
+
+    with torch.device("meta"):
+        stack = Stack(case.shape, case.layers)
+    model = FullyShardedDataParallel(
+        stack,
+        auto_wrap_policy=ModuleWrapPolicy({Layer}),
+        mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype]),
+        device_id=device if device.type == "cuda" else None,
+        param_init_fn=initialise,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=True,
+        limit_all_gathers=True,
+        use_orig_params=True,
+    )
+    return _trainer(model, stack, _adamw(model.parameters()))
+
+
+def _megatron(case: Case, device: torch.device) -> Trainer:
+    from megatron_fsdp import MixedPrecisionPolicy, fully_shard
+
+    stack = _dense_stack(case, device, torch.bfloat16)
+    model, optimizer = fully_shard(
+        stack,
+        _adamw(stack.parameters()),
+        fsdp_unit_modules=[Layer],
+        zero_dp_strategy=3,
+        device=device,
+        mixed_precision_policy=MixedPrecisionPolicy(
+            main_params_dtype=torch.float32,
+            main_grads_dtype=torch.float32,
+            grad_comm_dtype=_DTYPES[case.reduce_dtype],
+        ),
+        preproc_state_dict_for_dcp_ckpt=False,
+    )
+    return _trainer(model, stack, optimizer)
+
+
+def _deepspeed(case: Case, device: torch.device) -> Trainer:
+    os.environ.update(
+        RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29400"
+    )
+    import deepspeed
+
+    stack = _dense_stack(case, device, torch.bfloat16)
+    engine, _, _, _ = deepspeed.initialize(
+        model=stack,
+        optimizer=_adamw(stack.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": case.batch,
+            "train_batch_size": case.batch * case.ranks,
+            "bf16": {"enabled": True},
+            "communication_data_type": case.reduce_dtype,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+            "steps_per_print": 1_000_000,
+        },
+    )
+
+    def forward_backward(x: torch.Tensor) -> torch.Tensor:
+        loss = engine(x)
+        engine.backward(loss)
+        return loss
+
+    return Trainer(forward_backward, engine.step, stack)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Case, torch.device], Trainer]] = {
+    "none": _none,
+    "ours": _ours,
+    "fsdp2": _fsdp2,
+    "fsdp2-shard1": partial(_fsdp2, shard_dim=1),
+    "fsdp1": _fsdp1,
+    "megatron": _megatron,
+    "deepspeed": _deepspeed,
+}
+_NEEDS = {"ours": "ragged_fsdp.api", "megatron": "megatron_fsdp", "deepspeed": "deepspeed"}
+
+
+def missing(name: str) -> str | None:
+    """The module this implementation needs and that is not installed, if so."""
+    module = _NEEDS.get(name)
+    if module is None:
+        return None
+    try:
+        return None if importlib.util.find_spec(module) is not None else module
+    except ModuleNotFoundError:
+        return module

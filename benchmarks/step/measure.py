@@ -1,0 +1,161 @@
+"""Measures one implementation on one case, in the process that calls it."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .case import Case
+from .implementations import IMPLEMENTATIONS, Trainer
+from .kernels import read_trace, summarise
+from .wire import Wire, join
+
+__all__ = ["measure"]
+
+_GIB = 1 << 30
+_HOST_STEPS = 3
+_MAX_SPIN_ERROR = 0.05
+_Events = tuple[torch.cuda.Event, ...]
+
+
+def measure(case: Case, name: str, trace_dir: Path | None = None) -> list[dict[str, Any]]:
+    """Rows of results for implementation ``name``: one for each wire of the case."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    wire = Wire(payload=case.payload)
+    join(case.ranks, wire)
+    if any(w is not None for w in case.wires):
+        _check_spin()
+    trainer = IMPLEMENTATIONS[name](case, device)
+    trainer.stack.bind(case.tokens, device, torch.bfloat16)
+    x = torch.randn(case.batch, case.shape.sequence, case.shape.width, device=device, dtype=torch.bfloat16)
+    x.requires_grad_()
+    rows = []
+    for bandwidth in case.wires if name != "none" else (None,):
+        wire.bandwidth_gb_s = bandwidth
+        row = {"implementation": name, "bandwidth_gb_s": bandwidth, **_timed(case, trainer, x, wire)}
+        file = f"{case.model}-{case.ranks}-{name}-{bandwidth or 'free'}.json"
+        trace = trace_dir / file if trace_dir else None
+        rows.append(row | _profiled(trainer, x, wire, trace))
+    if name == "none" and case.payload == "repeat":
+        _repeat_weights(trainer, case.ranks)
+        rows[0]["repeated_weights"] = _timed(case, trainer, x, wire)
+    return rows
+
+
+def _check_spin() -> None:
+    from .spin import spin_error
+
+    error = spin_error()
+    if error > _MAX_SPIN_ERROR:
+        raise RuntimeError(
+            f"the modelled wire is off by {error:.1%}; at most {_MAX_SPIN_ERROR:.0%} is allowed"
+        )
+
+
+def _timed(case: Case, trainer: Trainer, x: torch.Tensor, wire: Wire) -> dict[str, Any]:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(case.warmup):
+        wire.reset_counts()
+        loss = _step(trainer, x, wire)
+    times = [_events() for _ in range(case.iterations)]
+    for events in times:
+        loss = _step(trainer, x, wire, events)
+    torch.cuda.synchronize()
+    peak = {
+        "peak_allocated_gib": (torch.cuda.max_memory_allocated() - wire.pool_bytes) / _GIB,
+        "peak_reserved_gib": (torch.cuda.max_memory_reserved() - wire.pool_bytes) / _GIB,
+    }
+    step_counts = {k: v // (case.iterations + 1) for k, v in wire.calls.items()}
+    step_bytes = {k: v / (case.iterations + 1) / _GIB for k, v in wire.moved_bytes.items()}
+    host = [_host_ms(trainer, x, wire) for _ in range(_HOST_STEPS)]
+    forward_backward = [start.elapsed_time(middle) for start, middle, _ in times]
+    return {
+        "forward_backward_ms": round(statistics.median(forward_backward), 3),
+        "forward_backward_all_ms": [round(t, 2) for t in forward_backward],
+        "step_ms": round(statistics.median(start.elapsed_time(end) for start, _, end in times), 3),
+        "host_ms": round(statistics.median(host), 3),
+        "host_ms_per_layer": round(statistics.median(host) / case.layers, 4),
+        **{key: round(value, 3) for key, value in peak.items()},
+        "alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
+        "moved_gib": {k: round(v, 3) for k, v in step_bytes.items()},
+        "collectives": step_counts,
+        "loss": float(loss.detach()),
+    }
+
+
+def _events() -> _Events:
+    return tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))
+
+
+def _step(trainer: Trainer, x: torch.Tensor, wire: Wire, events: _Events | None = None) -> torch.Tensor:
+    """One step; the time of forward and backward ends when the wire is empty again."""
+    if events:
+        events[0].record()
+    loss = trainer.forward_backward(x)
+    wire.drain()
+    if events:
+        events[1].record()
+    if trainer.update is not None:
+        trainer.update()
+    x.grad = None
+    if events:
+        events[2].record()
+    return loss
+
+
+def _host_ms(trainer: Trainer, x: torch.Tensor, wire: Wire) -> float:
+    """How long the host needs to launch forward and backward, the device being idle at the start."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    trainer.forward_backward(x)
+    elapsed = time.perf_counter() - start
+    wire.drain()
+    if trainer.update is not None:
+        trainer.update()
+    x.grad = None
+    return elapsed * 1e3
+
+
+def _profiled(trainer: Trainer, x: torch.Tensor, wire: Wire, trace: Path | None) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity, profile
+
+    from .spin import spin_ns
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if trace else [])) as profiler:
+        with torch.cuda.stream(wire.stream):
+            spin_ns(1000)  # marks the wire's stream
+        trainer.forward_backward(x)
+        wire.drain()
+        torch.cuda.synchronize()
+    if trainer.update is not None:
+        trainer.update()
+    x.grad = None
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or Path(folder) / "trace.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(path))
+        return {"kernels": summarise(read_trace(path))}
+
+
+@torch.no_grad()
+def _repeat_weights(trainer: Trainer, ranks: int) -> None:
+    """Give the floor the weights the sharded runs see under the ``repeat`` payload: one part, repeated."""
+    for layer in trainer.stack.layers:
+        for parameter in layer.parameters():
+            flat = parameter.view(-1)
+            part = max(1, flat.numel() // ranks)
+            for start in range(part, flat.numel(), part):
+                chunk = flat[start : start + part]
+                chunk.copy_(flat[: chunk.numel()])

@@ -1,0 +1,146 @@
+"""Results as tables: ratios to the compute floor and to the bound, and copies beside collectives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from .case import Case
+
+__all__ = ["LABELS", "bound_ms", "copy_table", "floor_ms", "load", "markdown", "step_table"]
+
+LABELS = {
+    "none": "no sharding",
+    "ours": "ragged_fsdp",
+    "fsdp2": "FSDP2",
+    "fsdp2-shard1": "FSDP2, Shard(1)",
+    "fsdp1": "FSDP1",
+    "megatron": "Megatron-FSDP",
+    "deepspeed": "DeepSpeed ZeRO-3",
+}
+_COLUMNS = (
+    "implementation", "wire GB/s", "fwd+bwd ms", "/ floor", "/ bound", "step ms", "host ms", "alloc GiB",
+    "reserved GiB", "res/alloc", "moved GiB",
+)  # fmt: skip
+
+
+def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The results of several files, in order."""
+    return [result for path in paths for result in json.loads(path.read_text())["results"]]
+
+
+def floor_ms(result: dict[str, Any]) -> float | None:
+    """Forward and backward of the unsharded layers in this run, if it was measured."""
+    for row in result["rows"]:
+        if row["implementation"] == "none" and "forward_backward_ms" in row:
+            return row["forward_backward_ms"]
+    return None
+
+
+def bound_ms(result: dict[str, Any], bandwidth_gb_s: float | None) -> float | None:
+    """``max(floor, wire)``: neither the arithmetic nor the bytes can be skipped."""
+    floor = floor_ms(result)
+    wire = _case(result).wire_ms(bandwidth_gb_s)
+    return None if floor is None else max(floor, wire)
+
+
+def _case(result: dict[str, Any]) -> Case:
+    known = {k: v for k, v in result["case"].items() if k in Case.__dataclass_fields__}
+    known["wires"] = tuple(known["wires"])
+    known["options"] = tuple(tuple(pair) for pair in known["options"])
+    return Case(**known)
+
+
+def title(result: dict[str, Any]) -> str:
+    """The case in words."""
+    case = _case(result)
+    return (
+        f"{case.shape.name} x{case.layers} layers, {case.tokens} tokens, rank 0 of {case.ranks}, "
+        f"{case.reduce_dtype} reduction, {case.payload} payload"
+    )
+
+
+def _cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    floor = floor_ms(result)
+    cells = []
+    for row in result["rows"]:
+        label = LABELS.get(row["implementation"], row["implementation"])
+        if "forward_backward_ms" not in row:
+            why = (
+                "skipped: " + row["skipped"]
+                if "skipped" in row
+                else "failed: " + row["error"].strip().splitlines()[-1]
+            )
+            cells.append((label, why[:90], *("",) * (len(_COLUMNS) - 2)))
+            continue
+        time, bound = row["forward_backward_ms"], bound_ms(result, row["bandwidth_gb_s"])
+        cells.append(
+            (
+                label,
+                "free" if row["bandwidth_gb_s"] is None else f"{row['bandwidth_gb_s']:g}",
+                f"{time:.1f}",
+                f"{time / floor:.2f}" if floor else "",
+                f"{time / bound:.2f}" if bound else "",
+                f"{row['step_ms']:.1f}",
+                f"{row['host_ms']:.1f}",
+                f"{row['peak_allocated_gib']:.1f}",
+                f"{row['peak_reserved_gib']:.1f}",
+                f"{row['peak_reserved_gib'] / max(row['peak_allocated_gib'], 1e-9):.2f}",
+                f"{sum(row['moved_gib'].values()):.1f}",
+            )
+        )
+    return cells
+
+
+def step_table(result: dict[str, Any]) -> Table:
+    """One case for the terminal."""
+    table = Table(title=title(result))
+    for i, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for cells in _cells(result):
+        table.add_row(*cells)
+    return table
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One case for a document."""
+    head = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
+    return f"**{title(result)}**\n\n{head}" + "".join(
+        f"| {' | '.join(cells)} |\n" for cells in _cells(result)
+    )
+
+
+def copy_table(results: Iterable[dict[str, Any]]) -> Table:
+    """Copies beside the collective they serve, as in the paper's Table 1; the wire is the modelled one."""
+    table = Table(title="copies around the collectives, ms per step")
+    columns = ("case", "implementation", "gather wire", "copy-out", "reduce wire", "copy-in", "other copies")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i < 2 else "right")
+    for result in results:
+        for row in result["rows"]:
+            if row.get("bandwidth_gb_s") and row["implementation"] != "none":
+                cells = [f"{value:.2f}" for value in copies_ms(row)]
+                table.add_row(title(result), LABELS.get(row["implementation"], ""), *cells)
+    return table
+
+
+def copies_ms(row: dict[str, Any]) -> tuple[float, float, float, float, float]:
+    """Wire and copy time of the gather path, of the reduction path, and copies of neither name."""
+    gib_ms = (1 << 30) / row["bandwidth_gb_s"] / 1e6
+    moved = row["moved_gib"]
+    gather = moved.get("all_gather", 0.0) * gib_ms
+    reduce = sum(moved.get(k, 0.0) for k in ("reduce_scatter", "all_to_all", "all_reduce")) * gib_ms
+    out = into = other = 0.0
+    for kernel in row["kernels"]["longest"]:
+        if kernel["kind"] == "interleaved copy":
+            if "split_with_sizes" in kernel["name"]:
+                out += kernel["ms"]
+            else:
+                into += kernel["ms"]
+        elif kernel["kind"] == "copy or cast":
+            other += kernel["ms"]
+    return gather, out, reduce, into, other

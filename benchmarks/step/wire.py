@@ -1,0 +1,262 @@
+"""A process group of N ranks that only this process is part of, with the wire free or modelled.
+
+Each collective runs on one stream that all groups share, the *wire*: it waits for the stream that
+called it, holds the wire for ``bytes / bandwidth`` (a kernel of one thread that watches the clock of
+the device), then writes plausible data where the other ranks' data would arrive. ``Work.wait`` makes
+the caller's stream wait for it, and the work keeps its tensors alive until then, as NCCL's does.
+Nothing here knows which implementation is calling, so all of them see the same wire.
+
+What a collective of buffer ``B`` (the full buffer, all ranks' parts together) costs:
+
+=================  ==========  ====================================================================
+collective         wire bytes  memory traffic on this device
+=================  ==========  ====================================================================
+all-gather         B           read and write ``B`` once (a ring forwards what it receives)
+reduce-scatter     B           this rank's part is copied; the sum itself is free
+all-to-all         B           read and write ``B`` once
+all-reduce         2 B         none
+others             B           none
+=================  ==========  ====================================================================
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["BACKEND", "PAYLOADS", "Wire", "WireGroup", "join"]
+
+BACKEND = "wire"
+PAYLOADS = ("repeat", "distinct")
+_POOL_BYTES = 1 << 30
+_INIT_STD = 0.02
+
+
+@dataclass
+class Wire:
+    """The one link of this process: its bandwidth, what went over it, and its stream.
+
+    ``payload`` says what a gather delivers for the other ranks: ``repeat`` copies this rank's part
+    (what torch's fake process group does), ``distinct`` delivers random numbers of the size of freshly
+    initialised weights. Matrix products on repeated data draw less power, and so run at higher clocks.
+    """
+
+    bandwidth_gb_s: float | None = None
+    """None: the wire is free. Otherwise 1e9 bytes per second."""
+    payload: str = "repeat"
+    moved_bytes: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    _stream: torch.cuda.Stream | None = None
+    _pools: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.payload not in PAYLOADS:
+            raise ValueError(f"payload: expected one of {PAYLOADS}, got {self.payload!r}")
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        return self._stream
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory held for ``distinct`` payloads; not the implementation's, so reports subtract it."""
+        return sum(pool.nbytes for pool in self._pools.values())
+
+    def reset_counts(self) -> None:
+        self.moved_bytes.clear()
+        self.calls.clear()
+
+    def drain(self) -> None:
+        """Make the current stream wait for all that is on the wire."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+
+    def count(self, kind: str, nbytes: int) -> None:
+        self.moved_bytes[kind] += nbytes
+        self.calls[kind] += 1
+
+    def hold(self, nbytes: int) -> None:
+        """Occupy the current stream for the time ``nbytes`` take on the modelled link."""
+        if self.bandwidth_gb_s is not None and nbytes:
+            from .spin import spin_ns
+
+            spin_ns(round(nbytes / self.bandwidth_gb_s))
+
+    def deliver(self, output: torch.Tensor, part: torch.Tensor, rank: int) -> None:
+        """Fill ``output``, one part per rank, as an all-gather of ``part`` would."""
+        ranks = output.numel() // max(part.numel(), 1)
+        if not ranks:
+            return
+        flat = output.view(-1)
+        own = flat.narrow(0, rank * part.numel(), part.numel())
+        in_place = own.data_ptr() == part.data_ptr()
+        if self.payload == "distinct":
+            kept = part.clone() if in_place else part
+            self._fill_from_pool(flat)
+            own.copy_(kept.view(-1))
+            return
+        if not in_place:
+            own.copy_(part.view(-1))
+        _repeat(flat, part.numel(), rank)
+
+    def _fill_from_pool(self, flat: torch.Tensor) -> None:
+        pool = self._pools.get(flat.dtype)
+        if pool is None:
+            numel = _POOL_BYTES // flat.element_size() if flat.is_cuda else 4096
+            pool = torch.empty(numel, dtype=flat.dtype, device=flat.device)
+            pool = self._pools[flat.dtype] = pool.normal_(std=_INIT_STD)
+        for start in range(0, flat.numel(), pool.numel()):
+            chunk = flat[start : start + pool.numel()]
+            chunk.copy_(pool[: chunk.numel()])
+
+
+def _repeat(flat: torch.Tensor, part_numel: int, rank: int) -> None:
+    """Copy part ``rank`` over all parts by doubling: few launches, one read and one write per byte."""
+    if rank:
+        flat[:part_numel].copy_(flat.narrow(0, rank * part_numel, part_numel))
+    done = part_numel
+    while done < flat.numel():
+        step = min(done, flat.numel() - done)
+        flat.narrow(0, done, step).copy_(flat.narrow(0, 0, step))
+        done += step
+
+
+class _Delivered(dist.Work):
+    """Finished when the wire reached the event; ``wait`` orders the caller's stream after it."""
+
+    def __init__(self, event: torch.cuda.Event | None, tensors: tuple[torch.Tensor, ...]) -> None:
+        super().__init__()
+        self._event = event
+        self._tensors: tuple[torch.Tensor, ...] | None = (
+            tensors  # freed memory must not be reused under the wire
+        )
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+        self._tensors = None
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
+    def get_future(self) -> torch.futures.Future:
+        future: torch.futures.Future = torch.futures.Future()
+        self.wait()
+        future.set_result(None)
+        return future
+
+
+class WireGroup(dist.ProcessGroup):
+    """Rank ``rank`` of ``size``; the other ranks do not exist."""
+
+    def __init__(self, rank: int, size: int, wire: Wire) -> None:
+        super().__init__(rank, size)
+        self._own_rank, self._own_size, self._wire = rank, size, wire
+
+    def size(self) -> int:
+        return self._own_size
+
+    def getBackendName(self) -> str:
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def _run(self, kind: str, nbytes: int, tensors: tuple[torch.Tensor, ...], fill: Any = None) -> dist.Work:
+        wire = self._wire
+        wire.count(kind, nbytes)
+        if not tensors or not tensors[0].is_cuda:
+            if fill is not None:
+                fill()
+            return _Delivered(None, tensors)
+        stream = wire.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            wire.hold(nbytes)
+            if fill is not None:
+                fill()
+            event = torch.cuda.Event()
+            event.record(stream)
+        return _Delivered(event, tensors)
+
+    def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, opts: Any = None) -> dist.Work:
+        fill = lambda: self._wire.deliver(output, part, self._own_rank)  # noqa: E731
+        return self._run("all_gather", output.nbytes, (output, part), fill)
+
+    def allgather_into_tensor_coalesced(self, outputs: list, parts: list, opts: Any = None) -> dist.Work:
+        def fill() -> None:
+            for output, part in zip(outputs, parts):
+                self._wire.deliver(output, part, self._own_rank)
+
+        return self._run("all_gather", sum(o.nbytes for o in outputs), (*outputs, *parts), fill)
+
+    def allgather(self, outputs: list, parts: list, opts: Any = None) -> dist.Work:
+        def fill() -> None:
+            for output in outputs[0]:
+                output.copy_(parts[0])
+
+        return self._run("all_gather", sum(o.nbytes for o in outputs[0]), (*outputs[0], *parts), fill)
+
+    def _reduce_scatter_base(self, part: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
+        return self.reduce_scatter_tensor_coalesced([part], [source], opts)
+
+    def reduce_scatter_tensor_coalesced(self, parts: list, sources: list, opts: Any = None) -> dist.Work:
+        def fill() -> None:
+            for part, source in zip(parts, sources):
+                own = source.view(-1).narrow(0, self._own_rank * part.numel(), part.numel())
+                if own.data_ptr() != part.data_ptr():
+                    part.view(-1).copy_(own)
+
+        return self._run("reduce_scatter", sum(s.nbytes for s in sources), (*parts, *sources), fill)
+
+    def reduce_scatter(self, parts: list, sources: list, opts: Any = None) -> dist.Work:
+        fill = lambda: parts[0].copy_(sources[0][self._own_rank])  # noqa: E731
+        return self._run("reduce_scatter", sum(s.nbytes for s in sources[0]), (*parts, *sources[0]), fill)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
+    ) -> dist.Work:
+        def fill() -> None:
+            both = min(output.numel(), source.numel())
+            output.view(-1)[:both].copy_(source.view(-1)[:both])
+
+        return self._run("all_to_all", max(output.nbytes, source.nbytes), (output, source), fill)
+
+    def allreduce(self, tensors: list, opts: Any = None) -> dist.Work:
+        return self._run("all_reduce", 2 * sum(t.nbytes for t in tensors), tuple(tensors))
+
+    def allreduce_coalesced(self, tensors: list, opts: Any = None) -> dist.Work:
+        return self.allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list, opts: Any = None) -> dist.Work:
+        return self._run("broadcast", sum(t.nbytes for t in tensors), tuple(tensors))
+
+    def reduce(self, tensors: list, opts: Any = None) -> dist.Work:
+        return self._run("reduce", sum(t.nbytes for t in tensors), tuple(tensors))
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        return _Delivered(None, ())
+
+
+def join(ranks: int, wire: Wire, rank: int = 0) -> None:
+    """Make this process rank ``rank`` of ``ranks`` over ``wire`` (``torch.distributed`` is initialised)."""
+
+    def create(store: Any, group_rank: int, group_size: int, timeout: Any) -> WireGroup:
+        return WireGroup(group_rank, group_size, wire)
+
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])
+    dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=dist.HashStore())
