@@ -192,15 +192,10 @@ IMPLEMENTATIONS: dict[str, Callable[[Case, torch.device], Trainer]] = {
     "megatron": _megatron,
     "deepspeed": _deepspeed,
 }
-_NEEDS = {"ours": "ragged_fsdp.api", "megatron": "megatron_fsdp", "deepspeed": "deepspeed"}
+_NEEDS = {"megatron": "megatron_fsdp", "deepspeed": "deepspeed"}
 
 
 def missing(name: str) -> str | None:
     """The module this implementation needs and that is not installed, if so."""
     module = _NEEDS.get(name)
-    if module is None:
-        return None
-    try:
-        return None if importlib.util.find_spec(module) is not None else module
-    except ModuleNotFoundError:
-        return module
+    return module if module is not None and importlib.util.find_spec(module) is None else None

@@ -1,5 +1,6 @@
 """``ragged-fsdp bench``: the benchmarks of the source tree, which installed packages do not carry."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -33,9 +34,7 @@ def _load() -> typer.Typer | click.Command:
     sys.path.insert(0, str(root))
     # The measuring processes import the benchmarks too.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    from benchmarks.step.app import app
-
-    return app
+    return importlib.import_module("benchmarks.step.app").app
 
 
 command = _load()
