@@ -1,0 +1,81 @@
+"""Making ragged DTensors: ``distribute_tensor`` and the unchecked ``wrap_local``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_fsdp.dtensor.geometry import (
+    ragged_layout,
+    ragged_mesh_dim,
+    ragged_spec,
+    unragged,
+    with_placements,
+)
+from ragged_fsdp.dtensor.internals import DTensorSpec, api_module
+from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
+
+__all__ = ["check_local", "distribute_tensor", "stock_distribute_tensor", "wrap_local"]
+
+# Captured before patches.py replaces the name.
+stock_distribute_tensor: Any = api_module.distribute_tensor
+
+
+def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
+    """A DTensor around ``local``, sharing its memory: no checks, no communication, no autograd."""
+    return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """``torch.distributed.tensor.distribute_tensor`` that also knows ragged placements.
+
+    ``tensor`` is the whole tensor; with ``src_data_rank=None`` each rank keeps its part of its own
+    copy, without communication.
+    """
+    if placements is None or ragged_mesh_dim(placements) is None or isinstance(tensor, DTensor):
+        return stock_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    if not tensor.is_leaf:
+        raise RuntimeError("distribute_tensor: expected a leaf tensor, got the result of an operation.")
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"distribute_tensor: a ragged placement needs a contiguous tensor, got shape "
+            f"{tuple(tensor.shape)} with stride {tensor.stride()}; call contiguous() first."
+        )
+    mesh = device_mesh or api_module._mesh_resources.get_current_mesh()
+    spec = ragged_spec(mesh, placements, tensor.shape, tensor.dtype)  # raises before any collective
+    base = stock_distribute_tensor(
+        tensor.detach(), mesh, unragged(spec.placements), src_data_rank=src_data_rank
+    )
+    local = redistribute_local_tensor(
+        base._local_tensor, base._spec, with_placements(base._spec, spec.placements)
+    )
+    if local.untyped_storage()._cdata == tensor.untyped_storage()._cdata and not tensor.is_meta:
+        local = local.clone()  # as stock: a sharded tensor never shares the memory of its source
+    return DTensor(
+        local.detach().requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad
+    )
+
+
+def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Raise unless ``local`` has the shape that ``spec`` gives this rank."""
+    layout = ragged_layout(spec)
+    if tuple(local.shape) != layout.local_shape:
+        raise ValueError(
+            f"from_local: the local tensor of shape {tuple(spec.shape)} under {spec.placements} has shape "
+            f"{layout.local_shape} on this rank, got {tuple(local.shape)}."
+        )
+    if not local.is_contiguous():
+        raise ValueError(
+            f"from_local: a ragged local tensor must be contiguous, got stride {local.stride()}."
+        )

@@ -1,0 +1,84 @@
+"""Where ops on ragged tensors are decided: called by the C++ dispatcher on a sharding-cache miss."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from ragged_fsdp.dtensor import pointwise, reductions
+from ragged_fsdp.dtensor.direct import run_direct
+from ragged_fsdp.dtensor.errors import refusal
+from ragged_fsdp.dtensor.geometry import is_ragged
+from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, composite_kernel, tracing
+
+__all__ = ["dispatch", "first_ragged", "has_ragged"]
+
+
+def has_ragged(op_info: Any) -> bool:
+    """Whether any operand of the op is ragged."""
+    for spec in op_info.flat_args_schema:
+        if type(spec) is DTensorSpec and is_ragged(spec):
+            return True
+    return any(type(s) is DTensorSpec and is_ragged(s) for s in op_info.schema.kwargs_schema.values())
+
+
+def first_ragged(args: Any, kwargs: Any) -> DTensor:
+    """The first ragged operand."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return next(leaf for leaf in leaves if isinstance(leaf, DTensor) and is_ragged(leaf._spec))
+
+
+def dispatch(
+    propagator: Any,
+    op: torch._ops.OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    schema: OpSchema,
+    try_cache: bool,
+) -> Any:
+    """An ``OutputSharding``, which the C++ dispatcher caches, or the finished result of a rarer op."""
+    rule = _caches.rule if try_cache and not tracing() else _rule
+    sharding = rule(propagator, schema)
+    if sharding is not None:
+        return sharding
+    result = run_direct(op, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    if composite_kernel(op):  # reached only in inference mode
+        result = op.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    raise refusal(op, first_ragged(args, kwargs), "it has no meaning on uneven pieces")
+
+
+def _rule(propagator: Any, schema: OpSchema) -> OutputSharding | None:
+    """The cacheable rule of an op, or None where it must be run by hand."""
+    op = schema.op
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None
+    if pointwise.is_elementwise(op):
+        name = pointwise.op_name(op)
+        rule = pointwise.list_rule if pointwise.is_foreach(name) else pointwise.tensor_rule
+        return rule(propagator, schema)
+    if reductions.is_full_reduction(schema):
+        return reductions.full_rule(propagator, schema)
+    return None
+
+
+class _Caches(threading.local):
+    """Rules by signature, for calls whose signature the C++ cache cannot hold.
+
+    On torch 2.11 those are all ops on lists of tensors; without this, foreach ops would be 30 to 60
+    times slower there.
+    """
+
+    def __init__(self) -> None:
+        self.rule = functools.lru_cache(maxsize=65536)(_rule)
+
+
+_caches = _Caches()

@@ -1,0 +1,252 @@
+"""Where the elements of a ragged DTensor lie: the frozen description of one spec on one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ragged_fsdp.dtensor.compile_support import tag_rank
+from ragged_fsdp.dtensor.internals import DTensorSpec, StridedShard, TensorMeta
+from ragged_fsdp.dtensor.intervals import Box, chunk_bounds, flat_boxes, starts_of
+from ragged_fsdp.placement import RaggedShard
+
+__all__ = [
+    "RaggedLayout",
+    "compute_layout",
+    "contiguous_stride",
+    "is_ragged",
+    "ragged_layout",
+    "ragged_mesh_dim",
+    "ragged_spec",
+    "replicated",
+    "unragged",
+    "with_placements",
+]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RaggedLayout:
+    """One ragged tensor as a rank sees it, in elements.
+
+    The *inner* tensor is what the other placements leave on this rank; the ragged placement splits
+    its flattened elements into one interval per rank of ``mesh_dim``. ``counts`` and ``starts`` are
+    those intervals, ``index`` is this rank's place among them.
+    """
+
+    mesh_dim: int
+    inner_shape: Shape
+    inner_offset: Shape
+    counts: tuple[int, ...]
+    starts: tuple[int, ...]
+    index: int
+    rest: Shape
+
+    @property
+    def numel(self) -> int:
+        """Elements on this rank."""
+        return self.counts[self.index]
+
+    @property
+    def start(self) -> int:
+        """First element of this rank in the flattened inner tensor."""
+        return self.starts[self.index]
+
+    @property
+    def stop(self) -> int:
+        """One past the last element of this rank in the flattened inner tensor."""
+        return self.start + self.numel
+
+    @property
+    def inner_numel(self) -> int:
+        """Elements of the inner tensor."""
+        return math.prod(self.inner_shape)
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank holds as many elements."""
+        return len(set(self.counts)) == 1
+
+    def shape_of(self, index: int) -> Shape:
+        """The shape of the local tensor on the rank ``index`` of the mesh dim."""
+        row = math.prod(self.rest)
+        return (self.counts[index] // row if row else 0, *self.rest)
+
+    @property
+    def local_shape(self) -> Shape:
+        """The shape of the local tensor on this rank."""
+        return self.shape_of(self.index)
+
+    def boxes(self) -> list[Box]:
+        """This rank's elements as boxes of the *global* tensor, in the order of the local tensor."""
+        return [
+            (tuple(o + base for o, base in zip(offsets, self.inner_offset)), sizes)
+            for offsets, sizes in flat_boxes(self.inner_shape, self.start, self.stop)
+        ]
+
+
+def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
+    """The mesh dim that carries the ragged placement, if any."""
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard):
+            return mesh_dim
+    return None
+
+
+def is_ragged(tensor_or_spec: Any) -> bool:
+    """Whether a DTensor or a DTensorSpec has a ragged placement."""
+    spec = tensor_or_spec._spec if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
+    for placement in getattr(spec, "placements", ()):  # noqa: SIM110 - hot: no generator
+        if isinstance(placement, RaggedShard):
+            return True
+    return False
+
+
+def unragged(placements: Sequence[Placement], instead: Placement | None = None) -> tuple[Placement, ...]:
+    """The placements with the ragged one replaced (by Replicate)."""
+    return tuple((instead or Replicate()) if isinstance(p, RaggedShard) else p for p in placements)
+
+
+def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """Replicate on every mesh dim."""
+    return (Replicate(),) * mesh.ndim
+
+
+def contiguous_stride(shape: Sequence[int]) -> Shape:
+    """The stride of a contiguous tensor of this shape."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
+
+
+def ragged_layout(tensor_or_spec: Any) -> RaggedLayout:
+    """The layout of a ragged DTensor or DTensorSpec on this rank."""
+    spec = tensor_or_spec._spec if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
+    # Sizes are SymInts under dynamic shapes; a ragged layout specialises on them.
+    return _cached_layout(tuple(int(s) for s in spec.tensor_meta.shape), spec.mesh, spec.placements)
+
+
+def ragged_spec(
+    mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec of a contiguous ragged tensor; raises where the placements do not fit the shape."""
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+    normal = tuple(Shard(p.dim + len(shape)) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
+    spec = DTensorSpec(mesh, normal, tensor_meta=meta)
+    if is_ragged(spec):
+        ragged_layout(spec)
+    return spec
+
+
+def with_placements(
+    spec: DTensorSpec, placements: Sequence[Placement], dtype: torch.dtype | None = None
+) -> DTensorSpec:
+    """The same tensor under other placements (or of another dtype)."""
+    meta = spec.tensor_meta
+    if dtype is not None:
+        meta = TensorMeta(meta.shape, meta.stride, dtype)
+    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
+
+
+@lru_cache(maxsize=8192)
+def _cached_layout(shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> RaggedLayout:
+    tag_rank()
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in the mesh {mesh}, so it holds no part of {placements}.")
+    return compute_layout(shape, tuple(mesh.size(d) for d in range(mesh.ndim)), tuple(coordinate), placements)
+
+
+def compute_layout(
+    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> RaggedLayout:
+    """The layout on the rank at ``coordinate``; raises where the placements do not fit."""
+    mesh_dim = _checked_ragged_dim(shape, mesh_shape, placements)
+    ragged: RaggedShard = placements[mesh_dim]
+    inner_shape, inner_offset = _inner_tensor(shape, mesh_shape, coordinate, placements)
+    units = ragged.units_of(_outer_index(mesh_shape, coordinate, placements))
+    if len(units) != mesh_shape[mesh_dim]:
+        raise ValueError(
+            f"{ragged}: {len(units)} units for mesh dim {mesh_dim} of {mesh_shape[mesh_dim]} ranks."
+        )
+    counts = _counts(ragged, units, inner_shape)
+    rest = inner_shape[len(ragged.dims) :]
+    row = math.prod(rest)
+    if row and any(count % row for count in counts):
+        raise ValueError(
+            f"{ragged}: pieces of {counts} elements cut through the dims {rest} after dims={ragged.dims} of "
+            f"shape {inner_shape}; make pieces multiples of {row} or add dims."
+        )
+    return RaggedLayout(
+        mesh_dim, inner_shape, inner_offset, counts, starts_of(counts), coordinate[mesh_dim], rest
+    )
+
+
+def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -> int:
+    if len(placements) != len(mesh_shape):
+        raise ValueError(f"{len(placements)} placements {placements} for a mesh of {len(mesh_shape)} dims.")
+    found = [d for d, p in enumerate(placements) if isinstance(p, RaggedShard)]
+    if len(found) != 1:
+        raise ValueError(f"a ragged tensor has exactly one ragged placement, got {placements}.")
+    ragged: RaggedShard = placements[found[0]]
+    if len(ragged.dims) > len(shape) or (shape and not ragged.dims):
+        raise ValueError(f"{ragged}: dims must be a non-empty prefix of the dims of shape {shape}.")
+    for mesh_dim, other in enumerate(placements):
+        if isinstance(other, StridedShard):
+            raise ValueError(f"{ragged} beside {other}: only Shard, Replicate and Partial compose with it.")
+        if not isinstance(other, Shard):
+            continue
+        if not -len(shape) <= other.dim < len(shape):
+            raise ValueError(f"{other} does not fit shape {shape}.")
+        after = mesh_dim > found[0] and other.dim % len(shape) < len(ragged.dims)
+        if after and type(ragged) is RaggedShard:
+            raise ValueError(
+                f"{ragged} before {other} would cut dim {other.dim} twice; use StridedRaggedShard, "
+                "which is applied after it."
+            )
+    return found[0]
+
+
+def _inner_tensor(
+    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> tuple[Shape, Shape]:
+    """Shape and global offset of what the Shard placements leave on the rank at ``coordinate``."""
+    sizes, offsets = list(shape), [0] * len(shape)
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim % len(shape)
+            begin, end = chunk_bounds(sizes[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
+            sizes[dim], offsets[dim] = end - begin, offsets[dim] + begin
+    return tuple(sizes), tuple(offsets)
+
+
+def _outer_index(mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> int:
+    """Which of the outer shards, in mesh order, the rank at ``coordinate`` lies in."""
+    index = 0
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            index = index * mesh_shape[mesh_dim] + coordinate[mesh_dim]
+    return index
+
+
+def _counts(ragged: RaggedShard, units: tuple[int, ...], inner_shape: Shape) -> tuple[int, ...]:
+    numel, total = math.prod(inner_shape), sum(units)
+    if not numel:
+        return (0,) * len(units)
+    if not total or numel % total:
+        raise ValueError(
+            f"{ragged}: the sum {total} of the units does not divide the {numel} elements of shape "
+            f"{inner_shape}."
+        )
+    return tuple(unit * (numel // total) for unit in units)

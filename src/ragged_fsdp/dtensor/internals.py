@@ -1,0 +1,51 @@
+"""Every name of torch that is not public API, imported in one place.
+
+What is *replaced* in torch is listed, with reasons, in :mod:`ragged_fsdp.dtensor.patches`; this
+module only reads. Names that moved between releases are found by feature, never by version number.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed._functional_collectives as functional
+import torch.distributed.tensor._api as api_module
+import torch.distributed.tensor._redistribute as redistribute_module
+import torch.distributed.tensor._utils as utils_module
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
+from torch.distributed.tensor._dispatch import OpDispatcher
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "DTensorSpec",
+    "OpDispatcher",
+    "OpSchema",
+    "OutputSharding",
+    "StridedShard",
+    "TensorMeta",
+    "all_gather",
+    "api_module",
+    "composite_kernel",
+    "functional",
+    "redistribute_module",
+    "reduce_scatter",
+    "return_and_correct_aliasing",
+    "tracing",
+    "utils_module",
+]
+
+tracing = _are_we_tracing
+
+# Renamed in torch 2.13; the old names warn there.
+all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def composite_kernel(op: torch._ops.OpOverload) -> bool:
+    """Whether ``op`` decomposes into others by itself (seen only in inference mode)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    )

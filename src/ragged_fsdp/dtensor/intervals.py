@@ -1,0 +1,114 @@
+"""Arithmetic of flat intervals, boxes and chunks: plain integers, no torch.
+
+An interval ``[start, stop)`` counts elements of a row-major flattened tensor. A box is a pair
+``(offsets, sizes)`` of a rectangular part. A chunk is what ``Shard(d)`` gives a rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+__all__ = ["Box", "Piece", "chunk_bounds", "flat_boxes", "overlap", "shard_pieces", "starts_of"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def starts_of(counts: Sequence[int]) -> tuple[int, ...]:
+    """Where each of the consecutive intervals of these lengths begins."""
+    return tuple(accumulate(counts, initial=0))[:-1]
+
+
+def overlap(start: int, count: int, other_start: int, other_count: int) -> int:
+    """How many elements two intervals share."""
+    return max(0, min(start + count, other_start + other_count) - max(start, other_start))
+
+
+def chunk_bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """The part ``[begin, end)`` of a dim of ``size`` that ``Shard`` gives ``rank`` (torch.chunk)."""
+    length = -(-size // ranks)
+    return min(size, length * rank), min(size, length * (rank + 1))
+
+
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Split the flat interval into boxes, in order, each contiguous in the flat order.
+
+    At most ``2 * len(shape) - 1`` of them: a head inside the first index touched, whole indices,
+    and a tail inside the last one. In a (4, 5) tensor the interval [3, 17) is three boxes::
+
+        . . . h h      h: offsets (0, 3), sizes (1, 2)
+        w w w w w      w: offsets (1, 0), sizes (2, 5)
+        w w w w w
+        t t . . .      t: offsets (3, 0), sizes (1, 2)
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), ())]
+    tail = tuple(shape[1:])
+    inner = math.prod(tail)
+    first, last = start // inner, (stop - 1) // inner
+    begin, end = start - first * inner, stop - last * inner  # where it begins in `first`, ends in `last`
+
+    def within(index: int, lo: int, hi: int) -> list[Box]:
+        return [((index, *offsets), (1, *sizes)) for offsets, sizes in flat_boxes(tail, lo, hi)]
+
+    if first == last and end - begin < inner:
+        return within(first, begin, end)
+    head = within(first, begin, inner) if begin else []
+    rear = within(last, 0, end) if end < inner else []
+    lo, hi = first + bool(head), last + 1 - bool(rear)
+    whole: list[Box] = [((lo, *(0 for _ in tail)), (hi - lo, *tail))] if lo < hi else []
+    return head + whole + rear
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A strided part of an interval: ``rows`` runs of ``run`` elements, ``stride`` apart.
+
+    ``start`` counts from the beginning of the interval.
+    """
+
+    start: int
+    rows: int
+    run: int
+    stride: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in the piece."""
+        return self.rows * self.run
+
+
+def shard_pieces(
+    shape: Sequence[int], dim: int, ranks: int, rank: int, start: int, stop: int
+) -> tuple[Piece, ...]:
+    """The elements of the flat interval that ``Shard(dim)`` gives ``rank``, in row-major order.
+
+    At most three pieces: within a first slab (one index of the dims before ``dim``) that the interval
+    does not begin, whole slabs, and a last one that it does not end.
+    """
+    row = math.prod(shape[dim + 1 :])
+    slab = shape[dim] * row
+    begin, end = (bound * row for bound in chunk_bounds(shape[dim], ranks, rank))
+    if start >= stop or begin >= end:
+        return ()
+    first, last = start // slab, (stop - 1) // slab
+    pieces: list[Piece] = []
+
+    def part_of(index: int) -> None:
+        lo, hi = max(start, index * slab + begin), min(stop, index * slab + end)
+        if lo < hi:
+            pieces.append(Piece(lo - start, 1, hi - lo, hi - lo))
+
+    whole_lo = first if start == first * slab else first + 1
+    whole_hi = last + 1 if stop == (last + 1) * slab else last
+    if first < whole_lo:
+        part_of(first)
+    if whole_lo < whole_hi:
+        pieces.append(Piece(whole_lo * slab + begin - start, whole_hi - whole_lo, end - begin, slab))
+    if whole_hi <= last and (last > first or first >= whole_lo):
+        part_of(last)
+    return tuple(pieces)

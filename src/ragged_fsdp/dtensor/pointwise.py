@@ -1,0 +1,247 @@
+"""Sharding rules of element-wise ops, single tensors and lists (foreach, fused).
+
+A rule says which placements each operand must have so that the op may run on the local pieces, and
+what its results are. It is computed once per signature: the C++ dispatcher caches it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ragged_fsdp.dtensor.errors import refusal
+from ragged_fsdp.dtensor.geometry import is_ragged, ragged_mesh_dim, replicated, with_placements
+from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
+from ragged_fsdp.placement import RaggedShard
+
+__all__ = ["is_elementwise", "is_foreach", "list_rule", "op_name", "tensor_rule"]
+
+aten = torch.ops.aten
+
+# Element-wise in effect, though not tagged so.
+_UNTAGGED = {
+    aten._to_copy.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten.copy.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.equal.default,
+    aten.fill.Scalar,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.full_like.default,
+    aten.lift_fresh.default,
+    aten.masked_fill.Scalar,
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.ones_like.default,
+    aten.view.dtype,
+    aten.zero.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+}
+# May run on pending sums: they commute with the reduction, or overwrite what was there.
+_LINEAR = {
+    "_to_copy",
+    "alias",
+    "clone",
+    "detach",
+    "empty_like",
+    "fill_",
+    "full_like",
+    "neg",
+    "neg_",
+    "ones_like",
+    "zero",
+    "zero_",
+    "zeros_like",
+    "_foreach_neg",
+    "_foreach_neg_",
+    "_foreach_zero_",
+}
+_REDUCING_FOREACH = ("_foreach_max", "_foreach_norm", "_foreach_powsum")
+
+
+def op_name(op: torch._ops.OpOverload) -> str:
+    """The name without namespace and overload: ``add_``."""
+    return op._schema.name.split("::")[1]
+
+
+def is_foreach(name: str) -> bool:
+    """Whether the op takes lists of tensors that correspond element by element."""
+    return name.startswith(("_foreach_", "_fused_ada", "_fused_sgd", "_fused_rms"))
+
+
+def is_elementwise(op: torch._ops.OpOverload) -> bool:
+    """Whether the op treats each element by itself, so that it may run on any matching pieces."""
+    name = op_name(op)
+    if is_foreach(name):
+        return not name.startswith(_REDUCING_FOREACH)
+    return (torch.Tag.pointwise in op.tags or op in _UNTAGGED) and op.namespace == "aten"
+
+
+def tensor_rule(propagator: Any, schema: OpSchema) -> OutputSharding:
+    """The rule of an element-wise op on single tensors."""
+    op = schema.op
+    written = _written_spec(schema)
+    out_meta = propagator._propagate_tensor_meta_non_cached(schema)
+    lead = written or _leading_spec(schema)
+    lead = _settled(schema, lead, written is not None)
+    if op is aten.equal.default:
+        output = None
+    else:
+        for meta in [out_meta] if isinstance(out_meta, TensorMeta) else list(out_meta or ()):
+            if meta is not None and meta.shape != lead.shape:
+                raise refusal(op, lead, f"its result of shape {tuple(meta.shape)} is not laid out like it")
+        output = _specs_of(out_meta, lead)
+    args = tuple(_matched(op, lead, a) if isinstance(a, DTensorSpec) else a for a in schema.args_schema)
+    _check_written(schema, args)
+    _check_keyword_tensors(schema, lead)
+    return _sharding(schema, args, output)
+
+
+def list_rule(propagator: Any, schema: OpSchema) -> OutputSharding:
+    """The rule of a foreach or fused op: tensor ``i`` of each list belongs together."""
+    op, args = schema.op, list(schema.args_schema)
+    lists = [k for k, a in enumerate(args) if isinstance(a, (list, tuple)) and a and _is_spec(a[0])]
+    in_place = op_name(op).endswith("_")
+    leads: list[DTensorSpec] = []
+    for position in range(len(args[lists[0]])):
+        column = [args[k][position] for k in lists if position < len(args[k])]
+        first = column[0] if in_place else next((s for s in column if is_ragged(s)), column[0])
+        leads.append(_settled(schema, first, in_place))
+    for k, arg in enumerate(args):
+        if k in lists:
+            args[k] = type(arg)(_matched(op, lead, s) if _is_spec(s) else s for lead, s in zip(leads, arg))
+        elif _is_spec(arg):
+            args[k] = _replicated_spec(op, arg)
+    _check_written(schema, tuple(args))
+    _check_keyword_tensors(schema, None)
+    metas = None if in_place else propagator._propagate_tensor_meta_non_cached(schema)
+    output = None if metas is None else tuple(_specs_of(m, lead) for m, lead in zip(metas, leads))
+    return _sharding(schema, tuple(args), output)
+
+
+def _is_spec(value: Any) -> bool:
+    return isinstance(value, DTensorSpec)
+
+
+def _sharding(schema: OpSchema, args: tuple[Any, ...], output: Any) -> OutputSharding:
+    if args == tuple(schema.args_schema):
+        return OutputSharding(output, schema)
+    wanted = OpSchema(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
+    return OutputSharding(output, wanted, needs_redistribute=True)
+
+
+def _specs_of(meta: Any, lead: DTensorSpec) -> Any:
+    if meta is None:
+        return None
+    if isinstance(meta, TensorMeta):
+        return DTensorSpec(lead.mesh, lead.placements, tensor_meta=meta)
+    return tuple(_specs_of(m, lead) for m in meta)
+
+
+def _written_spec(schema: OpSchema) -> DTensorSpec | None:
+    """The spec that the result must have because it exists already: ``self`` or ``out=``."""
+    if op_name(schema.op).endswith("_"):
+        return schema.args_schema[0]
+    for argument in schema.op._schema.arguments:
+        if argument.is_out and _is_spec(schema.kwargs_schema.get(argument.name)):
+            return schema.kwargs_schema[argument.name]
+    return None
+
+
+def _leading_spec(schema: OpSchema) -> DTensorSpec:
+    """The largest ragged operand: the result is laid out like it."""
+    ragged = [a for a in schema.args_schema if _is_spec(a) and is_ragged(a)]
+    ragged += [v for v in schema.kwargs_schema.values() if _is_spec(v) and is_ragged(v)]
+    return max(ragged, key=lambda spec: (spec.ndim, spec.shape.numel()))
+
+
+def _settled(schema: OpSchema, lead: DTensorSpec, written: bool) -> DTensorSpec:
+    """``lead`` without pending reductions, unless the op commutes with them."""
+    if not any(p.is_partial() for p in lead.placements) or op_name(schema.op) in _LINEAR:
+        return lead
+    if written:
+        raise refusal(schema.op, lead, "it would be written before its pending reduction")
+    return with_placements(lead, tuple(Replicate() if p.is_partial() else p for p in lead.placements))
+
+
+def _matched(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:
+    """What ``spec`` must be so that its local piece broadcasts against the local piece of ``lead``."""
+    if spec.shape == lead.shape:
+        placements = lead.placements
+    elif spec.shape.numel() == 1:
+        return _replicated_spec(op, spec)
+    else:
+        placements = _broadcast_placements(op, lead, spec)
+    if spec.placements == placements:
+        return spec
+    if spec.mesh != lead.mesh:
+        raise refusal(op, lead, f"another operand lies on another mesh with placements {spec.placements}")
+    return with_placements(spec, placements)
+
+
+def _replicated_spec(op: Any, spec: DTensorSpec) -> DTensorSpec:
+    if all(p.is_replicate() for p in spec.placements):
+        return spec
+    return with_placements(spec, replicated(spec.mesh))
+
+
+def _broadcast_placements(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> tuple[Placement, ...]:
+    """Placements of a smaller operand whose local part broadcasts as the whole one would."""
+    mesh_dim = ragged_mesh_dim(lead.placements)
+    missing = lead.ndim - spec.ndim
+    if mesh_dim is None or missing < 0:
+        raise refusal(op, lead, f"an operand of shape {tuple(spec.shape)} does not match it")
+    prefix = len(lead.placements[mesh_dim].dims)
+    spans_prefix = missing == 0 and tuple(spec.shape[:prefix]) == tuple(lead.shape[:prefix])
+    covered = spec.shape[: max(0, prefix - missing)]  # its sizes along the dims that the pieces cut
+    if not spans_prefix and (any(size != 1 for size in covered) or len(covered) > 1):
+        # the cut dims are one dim of the local tensor: at most one 1 can broadcast against it
+        raise refusal(
+            op, lead, f"an operand of shape {tuple(spec.shape)} does not follow the dims its pieces cut"
+        )
+
+    def follow(placement: Placement) -> Placement:
+        if isinstance(placement, RaggedShard):
+            return placement if spans_prefix else Replicate()
+        if isinstance(placement, Shard):
+            dim = placement.dim - missing
+            spans = dim >= 0 and spec.shape[dim] == lead.shape[placement.dim]
+            return Shard(dim) if spans else Replicate()
+        return placement
+
+    return tuple(follow(p) for p in lead.placements)
+
+
+def _check_written(schema: OpSchema, args: tuple[Any, ...]) -> None:
+    """What the op writes must already be laid out as it needs: a redistributed copy would be lost."""
+    for argument, before, after in zip(schema.op._schema.arguments, schema.args_schema, args):
+        if argument.alias_info is None or not argument.alias_info.is_write or before == after:
+            continue
+        pairs = zip(before, after) if isinstance(before, (list, tuple)) else [(before, after)]
+        for own, needed in pairs:
+            if own != needed:
+                raise refusal(
+                    schema.op,
+                    needed,
+                    f"{argument.name} would be written, but it is laid out as {own.placements}",
+                )
+
+
+def _check_keyword_tensors(schema: OpSchema, lead: DTensorSpec | None) -> None:
+    """Keyword tensors are never redistributed by the dispatcher: they must fit as they are."""
+    outs = {argument.name for argument in schema.op._schema.arguments if argument.is_out}
+    for name, spec in schema.kwargs_schema.items():
+        if not _is_spec(spec) or all(p.is_replicate() for p in spec.placements):
+            continue
+        fits = lead is not None and spec.shape == lead.shape and spec.placements == lead.placements
+        if not fits:
+            what = "out=" if name in outs else f"{name}="
+            raise refusal(schema.op, lead or spec, f"{what} is laid out as {spec.placements}")

@@ -1,0 +1,186 @@
+"""Views of the flat order: they stay ragged and alias; every other view is refused.
+
+A gather would give a result, but writes into it would be lost: other people's matrix optimizers must
+fail early rather than train wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Shard
+
+from ragged_fsdp.dtensor.construct import wrap_local
+from ragged_fsdp.dtensor.errors import refusal
+from ragged_fsdp.dtensor.geometry import RaggedLayout, contiguous_stride, ragged_layout
+from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta, return_and_correct_aliasing
+from ragged_fsdp.dtensor.intervals import overlap
+from ragged_fsdp.placement import RaggedShard, ragged_dims
+
+__all__ = ["HANDLERS"]
+
+aten = torch.ops.aten
+Shape = tuple[int, ...]
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The same elements in another shape."""
+    tensor: DTensor = args[0]
+    shape = _NEW_SHAPE[op](tuple(tensor.shape), *args[1:], **kwargs)
+    spec, layout = tensor._spec, ragged_layout(tensor)
+    if math.prod(shape) != tensor.numel():
+        raise ValueError(f"{op}: shape {shape} is invalid for a tensor of {tensor.numel()} elements.")
+    if shape == tuple(tensor.shape):
+        out = wrap_local(tensor._local_tensor.view(layout.local_shape), spec)
+        return return_and_correct_aliasing(op, args, kwargs, out)
+    _refuse_other_shards(op, tensor)
+    out = _sub_tensor(op, tensor, layout, shape, 0, tensor.numel())
+    return return_and_correct_aliasing(op, args, kwargs, out)
+
+
+def _expand(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Repeat dims of size 1 after those that the pieces cut; the repeats share memory, as always."""
+    tensor: DTensor = args[0]
+    layout = ragged_layout(tensor)
+    prefix = len(tensor.placements[layout.mesh_dim].dims)
+    old = tuple(tensor.shape)
+    new = tuple(o if n == -1 else n for n, o in zip(args[1], old)) if len(args[1]) == len(old) else ()
+    if not new or new[:prefix] != old[:prefix]:
+        raise refusal(op, tensor, f"expanding to {tuple(args[1])} repeats it along the dims its pieces cut")
+    sharded = {p.dim for p in tensor.placements if isinstance(p, Shard)}
+    if any(new[d] != old[d] for d in sharded):
+        raise refusal(op, tensor, f"expanding to {new} repeats it along a sharded dim")
+    local_sizes = [-1, *(n if n != o else -1 for n, o in zip(new[prefix:], old[prefix:]))]
+    stride = tuple(0 if n != o else s for n, o, s in zip(new, old, tensor.stride()))
+    meta = TensorMeta(torch.Size(new), stride, tensor.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+    out = wrap_local(tensor._local_tensor.expand(local_sizes), spec)
+    return return_and_correct_aliasing(op, args, kwargs, out)
+
+
+def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim, index = args
+    size = _checked_first_dim(op, tensor, dim)
+    if not -size <= index < size:
+        raise IndexError(f"{op}: index {index} is out of range for dim 0 of size {size}.")
+    return return_and_correct_aliasing(op, args, kwargs, _rows(op, tensor, index % size, 1, squeeze=True))
+
+
+def _slice(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+    size = _checked_first_dim(op, tensor, dim)
+    lo, hi, _ = slice(start, stop).indices(size)
+    if step != 1 and hi - lo > 1:
+        raise refusal(op, tensor, f"a slice with step {step} is not one run of its flat order")
+    return return_and_correct_aliasing(op, args, kwargs, _rows(op, tensor, lo, max(0, hi - lo)))
+
+
+def _split(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, sizes, dim = (*args, 0) if len(args) == 2 else args
+    length = _checked_first_dim(op, tensor, dim)
+    if isinstance(sizes, int):
+        sizes = [min(sizes, length - lo) for lo in range(0, length, max(1, sizes))] or [0]
+    out, lo = [], 0
+    for size in sizes:
+        out.append(_rows(op, tensor, lo, size))
+        lo += size
+    return return_and_correct_aliasing(op, args, kwargs, out)
+
+
+def _unbind(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, dim = (*args, 0) if len(args) == 1 else args
+    size = _checked_first_dim(op, tensor, dim)
+    out = [_rows(op, tensor, index, 1, squeeze=True) for index in range(size)]
+    return return_and_correct_aliasing(op, args, kwargs, out)
+
+
+def _rows(op: Any, tensor: DTensor, lo: int, size: int, *, squeeze: bool = False) -> DTensor:
+    """The indices ``[lo, lo + size)`` of dim 0: a run of the flat order."""
+    shape, row = tuple(tensor.shape), math.prod(tensor.shape[1:])
+    new_shape = shape[1:] if squeeze else (size, *shape[1:])
+    return _sub_tensor(op, tensor, ragged_layout(tensor), new_shape, lo * row, (lo + size) * row)
+
+
+def _sub_tensor(
+    op: Any, tensor: DTensor, layout: RaggedLayout, shape: Shape, start: int, stop: int
+) -> DTensor:
+    """The elements ``[start, stop)`` of the flat order as a ragged tensor of ``shape``."""
+    own = tensor._local_tensor
+    if not own.is_contiguous():
+        raise refusal(op, tensor, "its local piece is not contiguous, so this view of it does not exist")
+    counts = [overlap(start, stop - start, s, n) for s, n in zip(layout.starts, layout.counts)]
+    units: Sequence[int] = counts if sum(counts) else [1] * len(counts)
+    dims = ragged_dims(shape, math.gcd(*units)) if sum(counts) else ragged_dims(shape, 0)
+    placements = tuple(
+        RaggedShard(dims, units) if isinstance(p, RaggedShard) else p for p in tensor.placements
+    )
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), tensor.dtype)
+    spec = DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)
+    begin = max(start, layout.start) - layout.start if counts[layout.index] else 0
+    piece = own.view(-1)[begin : begin + counts[layout.index]]
+    return wrap_local(piece.view(ragged_layout(spec).local_shape), spec)
+
+
+def _checked_first_dim(op: Any, tensor: DTensor, dim: int) -> int:
+    _refuse_other_shards(op, tensor)
+    if not tensor.ndim or dim % tensor.ndim:
+        raise refusal(op, tensor, f"a part of dim {dim} is not one run of its flat order")
+    return tensor.shape[0]
+
+
+def _refuse_other_shards(op: Any, tensor: DTensor) -> None:
+    if any(isinstance(p, Shard) for p in tensor.placements):
+        raise refusal(op, tensor, "beside a Shard placement the new shape is not one run of the flat order")
+
+
+def _viewed(shape: Shape, size: Sequence[int]) -> Shape:
+    if list(size).count(-1) != 1:
+        return tuple(size)
+    known = math.prod(s for s in size if s != -1)
+    return tuple((math.prod(shape) // known if known else 0) if s == -1 else s for s in size)
+
+
+def _unsqueezed(shape: Shape, dim: int) -> Shape:
+    at = dim % (len(shape) + 1)
+    return (*shape[:at], 1, *shape[at:])
+
+
+def _squeezed(shape: Shape, dim: int | Sequence[int] | None = None) -> Shape:
+    if dim is None:
+        return tuple(s for s in shape if s != 1)
+    dims = {d % max(1, len(shape)) for d in ((dim,) if isinstance(dim, int) else dim)}
+    return tuple(s for d, s in enumerate(shape) if not (d in dims and s == 1))
+
+
+def _flattened(shape: Shape, start_dim: int = 0, end_dim: int = -1) -> Shape:
+    if not shape:
+        return (1,)
+    lo, hi = start_dim % len(shape), end_dim % len(shape)
+    return (*shape[:lo], math.prod(shape[lo : hi + 1]), *shape[hi + 1 :])
+
+
+_NEW_SHAPE: dict[Any, Callable[..., Shape]] = {
+    aten.view.default: _viewed,
+    aten._unsafe_view.default: _viewed,
+    aten.reshape.default: _viewed,
+    aten.unsqueeze.default: _unsqueezed,
+    aten.squeeze.default: _squeezed,
+    aten.squeeze.dim: _squeezed,
+    aten.squeeze.dims: _squeezed,
+    aten.flatten.using_ints: _flattened,
+}
+
+HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(_NEW_SHAPE, _reshape),
+    aten.expand.default: _expand,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    aten.split.Tensor: _split,
+    aten.split_with_sizes.default: _split,
+    aten.unbind.int: _unbind,
+}

@@ -1,0 +1,304 @@
+"""RaggedShard and StridedRaggedShard: placements that cut a tensor into uneven, block-aligned pieces.
+
+A ragged placement splits the row-major flattened tensor into one contiguous interval per rank of
+its mesh dim. It is applied last, to the local tensor that the other placements of the DTensor
+leave (the *inner* tensor), so an interval never mixes with their cuts::
+
+    shape (6, 4), RaggedShard(dims=(0,), local_units=(1, 0, 3, 2)) on 4 ranks; one unit is one row
+
+        row 0   | a a a a |  rank 0: 1 row
+        row 1   | c c c c |  rank 2: 3 rows      rank 1 holds an empty (0, 4) tensor
+        row 2   | c c c c |
+        row 3   | c c c c |
+        row 4   | d d d d |  rank 3: 2 rows
+        row 5   | d d d d |
+
+Transitions along one mesh dim, the other placements fixed (N elements in the inner tensor, m ranks,
+n and n' what a rank holds before and after, "bytes" what a rank receives):
+
+    ===================  ===================  ==================================  ====================
+    from                 to                   operation                           elements received
+    ===================  ===================  ==================================  ====================
+    ragged               the same intervals   none (a view)                       0
+    ragged               other ragged         all-to-all, uneven splits           n' - what it held
+    ragged, even         Replicate            all-gather                          N - n
+    ragged, uneven       Replicate            all-gather of padded pieces         m * max(n) - max(n)
+    ragged, very uneven  Replicate            all-to-all, uneven splits           N - n
+    ragged on one rank   Replicate            broadcast                           N
+    ragged               Shard(d)             all-to-all, uneven splits           n' - what it held
+    Shard(d)             ragged               all-to-all, uneven splits           n' - what it held
+    Replicate            ragged               none (own slice, copied)            0
+    Partial sum/avg/...  ragged, even         reduce-scatter                      N - n'
+    Partial sum/avg/...  ragged, uneven       reduce-scatter of padded pieces     m * max(n') - max(n')
+    Partial sum/avg/...  ragged, very uneven  all-reduce, own slice               2 * N * (m - 1) / m
+    special Partial      ragged               its own reduction, own slice        that of the reduction
+    ragged               Partial sum/avg      none (zeros elsewhere; backward)    0
+    ragged               other Partial        raises                              -
+    anything             anything, other mesh raises                              -
+    ===================  ===================  ==================================  ====================
+
+"Very uneven" means that padding would more than double the traffic: m * max(n) > 2 * N. Where
+placements of several mesh dims change at once, reductions of the others run on the ragged pieces,
+and a move that leaves the inner tensor's cut goes through Replicate on the ragged mesh dim only.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
+
+if TYPE_CHECKING:
+    from ragged_fsdp.layout import GroupLayout
+
+__all__ = [
+    "RaggedShard",
+    "StridedRaggedShard",
+    "block_numel",
+    "legal_granularity",
+    "placement_from_layout",
+    "ragged_dims",
+]
+
+Units = tuple[int, ...]
+BlockShape = Sequence[int]
+
+_ELEMENTS = Elements(1)
+
+
+class RaggedShard(Placement):
+    """One contiguous interval of the flattened inner tensor per rank of the mesh dim.
+
+    Args:
+        dims: the leading dims ``(0, ..., k-1)`` that the split may cut through. The local tensor has
+            shape ``(-1, *shape[k:])``: rows stay rows for ``dims=(0,)``, and it is flat when
+            ``dims`` covers all dims.
+        local_units: how many units each rank of the mesh dim holds, in rank order, 0 allowed. One
+            unit is ``numel / sum(local_units)`` elements of the inner tensor. Units are relative, so
+            they are divided by their gcd: equal layouts compare equal.
+
+    ``RaggedShard`` may not stand before a ``Shard(d)`` with ``d < len(dims)``: there the order of
+    application would matter; use :class:`StridedRaggedShard`.
+    """
+
+    dims: tuple[int, ...]
+    local_units: tuple[Any, ...]
+
+    def __init__(self, dims: int | Iterable[int], local_units: Iterable[Any]) -> None:
+        super().__init__()  # the pybind base is unusable without it
+        self.dims = _checked_dims(type(self).__name__, dims)
+        self.local_units = self._checked_units(local_units)
+        self._key = (type(self).__name__, self.dims, self.local_units)
+        self._hash = hash(self._key)
+
+    def _checked_units(self, local_units: Iterable[Any]) -> tuple[Any, ...]:
+        units = _checked_tuple(type(self).__name__, local_units)
+        if not sum(units):
+            raise ValueError(f"{type(self).__name__}: local_units must not all be 0, got {units}.")
+        return _reduced(units)
+
+    def units_of(self, outer_index: int) -> Units:
+        """The units within the ``outer_index``-th shard that the other placements leave."""
+        return self.local_units
+
+    @classmethod
+    def even(
+        cls, shape: Sequence[int], ranks: int, granularity: Granularity | BlockShape = _ELEMENTS
+    ) -> RaggedShard:
+        """Blocks of ``granularity`` spread over ``ranks`` as evenly as whole blocks allow."""
+        return cls.by_weights(shape, (1,) * _at_least_one("ranks", ranks), granularity)
+
+    @classmethod
+    def by_weights(
+        cls,
+        shape: Sequence[int],
+        weights: Sequence[float],
+        granularity: Granularity | BlockShape = _ELEMENTS,
+    ) -> RaggedShard:
+        """Whole blocks of ``granularity`` in proportion to ``weights``, one weight per rank."""
+        numel, block = math.prod(shape), block_numel(shape, granularity)
+        return cls(ragged_dims(shape, block), _apportion(numel // block, weights))
+
+    @classmethod
+    def on_one_rank(cls, shape: Sequence[int], ranks: int, root: int) -> RaggedShard:
+        """The whole tensor on rank ``root`` of the mesh dim, in its own shape; nothing elsewhere."""
+        if not 0 <= root < _at_least_one("ranks", ranks):
+            raise ValueError(f"{cls.__name__}: root must be in [0, {ranks}), got {root}.")
+        return cls(ragged_dims(shape, math.prod(shape)), (int(r == root) for r in range(ranks)))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (type(other) is type(self) and self._key == other._key)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # pybind objects have no pickle of their own
+        return type(self), (self.dims, self.local_units)
+
+    def __copy__(self) -> RaggedShard:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
+        return self
+
+    def __repr__(self) -> str:
+        # no address: it enters compile cache keys
+        return f"{type(self).__name__}(dims={self.dims}, local_units={self.local_units})"
+
+    __str__ = __repr__
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        """How generated graph code rebuilds the placement."""
+        return repr(self), {type(self).__name__: type(self)}
+
+
+class StridedRaggedShard(RaggedShard):
+    """A ragged placement applied after the ``Shard`` placements to its right (TP or EP first).
+
+    ``local_units`` is one tuple for all outer shards, or one tuple per outer shard, in mesh order,
+    where an uneven ``Shard`` makes them differ: 5 rows over ``Shard(0)`` on 2 ranks leave 3 and 2
+    rows, and ``((1, 2), (2, 0))`` splits the first 1 + 2 and the second 2 + 0. A tuple of zeros
+    belongs to an empty outer shard.
+    """
+
+    def _checked_units(self, local_units: Iterable[Any]) -> tuple[Any, ...]:
+        rows = tuple(local_units)
+        if not rows or not all(isinstance(row, (tuple, list)) for row in rows):
+            return super()._checked_units(rows)
+        per_outer = tuple(_reduced(_checked_tuple("StridedRaggedShard", row)) for row in rows)
+        if len({len(row) for row in per_outer}) != 1:
+            raise ValueError(f"StridedRaggedShard: one tuple per outer shard, all as long, got {per_outer}.")
+        if not any(sum(row) for row in per_outer):
+            raise ValueError(f"StridedRaggedShard: local_units must not all be 0, got {per_outer}.")
+        return per_outer[0] if len(set(per_outer)) == 1 else per_outer
+
+    def units_of(self, outer_index: int) -> Units:
+        """The units within the ``outer_index``-th shard that the other placements leave."""
+        if not isinstance(self.local_units[0], tuple):
+            return self.local_units
+        if outer_index >= len(self.local_units):
+            raise ValueError(
+                f"{self}: units for {len(self.local_units)} outer shards, asked for {outer_index}."
+            )
+        return self.local_units[outer_index]
+
+
+def block_numel(shape: Sequence[int], granularity: Granularity | BlockShape) -> int:
+    """Elements in one block of a tensor of ``shape``; raises unless whole blocks make up the tensor.
+
+    A block shape is completed to whole rows, so that the block is contiguous: ``(32, 32)`` in a
+    matrix of 128 columns means 32 rows, 4096 elements. Its leading 1s keep it inside one index.
+    """
+    if isinstance(granularity, (Elements, Rows, Whole)):
+        block = granularity.block_numel(shape)
+    else:
+        block = _block_shape_numel(tuple(shape), tuple(operator.index(b) for b in granularity))
+    numel = math.prod(shape)
+    if numel % block:
+        raise ValueError(
+            f"granularity {granularity} of {block} elements does not divide the {numel} elements of shape "
+            f"{tuple(shape)}; use a divisor or pad the tensor."
+        )
+    return block
+
+
+def legal_granularity(
+    shape: Sequence[int], granularity: Granularity | BlockShape, placements: Iterable[Placement]
+) -> int:
+    """Elements of the smallest legal block not finer than ``granularity`` beside other placements.
+
+    A ``Shard(d)`` applied after the ragged split must not be cut into: the block is raised to the LCM
+    with the stride that one index before ``d`` has, so whole dim-``d`` fibres stay together.
+    """
+    block = block_numel(shape, granularity)
+    for placement in placements:
+        dim = getattr(placement, "dim", None)
+        if dim is not None:
+            block = math.lcm(block, max(1, math.prod(shape[dim % len(shape) :])))
+    return block
+
+
+def ragged_dims(shape: Sequence[int], block: int) -> tuple[int, ...]:
+    """The shortest prefix of dims that pieces of ``block`` elements may cut: keeps rows as rows."""
+    for k in range(1, len(shape) + 1):
+        rest = math.prod(shape[k:])
+        if rest == 0 or block % rest == 0:
+            return tuple(range(k))
+    return ()
+
+
+def placement_from_layout(
+    layout: GroupLayout, index: int, shape: Sequence[int], *, strided: bool = False
+) -> RaggedShard:
+    """The placement of tensor ``index`` of a planned group; ``shape`` is that of the inner tensor."""
+    spec = layout.specs[index]
+    if math.prod(shape) != spec.numel:
+        raise ValueError(
+            f"{spec.name}: shape {tuple(shape)} has {math.prod(shape)} elements, layout has {spec.numel}."
+        )
+    counts = tuple(layout.local_range(index, rank).numel for rank in range(layout.ranks))
+    kind = StridedRaggedShard if strided else RaggedShard
+    if not sum(counts):  # an empty tensor lies nowhere; any units describe it
+        counts = (1,) * layout.ranks
+    return kind(ragged_dims(shape, math.gcd(spec.block_numel, *counts)), counts)
+
+
+def _block_shape_numel(shape: tuple[int, ...], block: tuple[int, ...]) -> int:
+    if len(block) != len(shape) or any(b < 1 for b in block):
+        raise ValueError(f"block shape {block} must have one positive size per dim of shape {shape}.")
+    first = next((d for d, b in enumerate(block) if b > 1), max(len(block) - 1, 0))
+    if block and shape[first] % block[first]:
+        raise ValueError(f"block shape {block}: {block[first]} does not divide dim {first} of shape {shape}.")
+    return block[first] * math.prod(shape[first + 1 :]) if block else 1
+
+
+def _apportion(blocks: int, weights: Sequence[float]) -> Units:
+    """Whole blocks per rank in proportion to the weights; remainders to the largest fractions."""
+    total = math.fsum(weights)
+    if not weights or any(w < 0 for w in weights) or not math.isfinite(total) or total <= 0:
+        raise ValueError(f"weights must be non-negative and not all 0, got {tuple(weights)}.")
+    if not blocks:
+        return tuple(int(w > 0) for w in weights)
+    exact = [blocks * (w / total) for w in weights]
+    units = [math.floor(e) for e in exact]
+    by_remainder = sorted(range(len(units)), key=lambda r: units[r] - exact[r])
+    for rank in by_remainder[: blocks - sum(units)]:
+        units[rank] += 1
+    return tuple(units)
+
+
+def _checked_dims(kind: str, dims: int | Iterable[int]) -> tuple[int, ...]:
+    given = (dims,) if isinstance(dims, int) else tuple(dims)
+    if any(isinstance(d, bool) or not isinstance(d, int) for d in given):
+        raise TypeError(f"{kind}: dims must be ints, got {given!r}.")
+    if given != tuple(range(len(given))):
+        raise ValueError(f"{kind}: dims must be a prefix (0, 1, ...) of the tensor's dims, got {given}.")
+    return given
+
+
+def _checked_tuple(kind: str, units: Iterable[Any]) -> Units:
+    given = tuple(units)
+    if any(isinstance(u, bool) or not hasattr(u, "__index__") for u in given):
+        raise TypeError(f"{kind}: local_units must be integers, one per rank, got {given!r}.")
+    if not given:
+        raise ValueError(f"{kind}: local_units needs one integer per rank of the mesh dim, got none.")
+    if any(u < 0 for u in given):
+        raise ValueError(f"{kind}: local_units must not be negative, got {given}.")
+    return tuple(operator.index(u) for u in given)
+
+
+def _reduced(units: Units) -> Units:
+    divisor = math.gcd(*units) or 1
+    return tuple(u // divisor for u in units)
+
+
+def _at_least_one(name: str, value: int) -> int:
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
+    return value

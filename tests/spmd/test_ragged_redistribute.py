@@ -1,0 +1,190 @@
+"""Moves between ragged and other placements: values, collectives, bytes, gradients."""
+
+import itertools
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from ragged_cases import assert_same, numbers, world_units
+from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor, ragged_layout
+from rank_pool import spmd
+
+
+@spmd(1, 2, 3, 4)
+def test_every_pair_keeps_the_values(rank):
+    mesh, world = rank.mesh(), rank.world_size
+    for shape in ((8, 6), (7, 5), (3, 4, 5)):
+        full = numbers(1, *shape, device=rank.device)
+        rows, numel = shape[0], full.numel()
+        places = [
+            RaggedShard((0,), world_units(rows, world)),
+            RaggedShard(range(full.ndim), world_units(numel, world, seed=1)),
+            RaggedShard.on_one_rank(shape, world, world - 1),
+            RaggedShard.even(shape, world)
+            if numel % world == 0
+            else RaggedShard((0,), [rows] + [0] * (world - 1)),
+            Replicate(),
+            *(Shard(d) for d in range(full.ndim)),
+        ]
+        for before, after in itertools.product([*places, Partial()], places):
+            for async_op in (False, True):
+                if isinstance(before, Partial):
+                    start = DTensor.from_local(full / world, mesh, [before], run_check=False)
+                else:
+                    start = distribute_tensor(full, mesh, [before])
+                end = start.redistribute(placements=[after], async_op=async_op)
+                note = f"{shape} {before} -> {after} async={async_op}"
+                assert end.placements == (after,), note
+                expected = distribute_tensor(full, mesh, [after]).to_local()
+                assert_same(end.to_local() + 0, expected, note, exact=not isinstance(before, Partial))
+
+
+@spmd(4)
+def test_each_transition_uses_its_collective(rank):
+    """The collectives of the transition table, and none where nothing moves."""
+    mesh = rank.mesh()
+    full = numbers(1, 8, 8, device=rank.device)
+    even, rows = RaggedShard((0,), (1, 1, 1, 1)), RaggedShard((0,), (1, 0, 4, 3))
+    one, skewed = RaggedShard((0,), (0, 0, 1, 0)), RaggedShard((0,), (7, 0, 0, 1))
+    table = [
+        (rows, RaggedShard((0, 1), (1, 0, 4, 3)), None),
+        (even, Shard(0), None),
+        (Shard(0), even, None),
+        (Replicate(), rows, None),
+        (rows, even, "all_to_all_single"),
+        (rows, one, "all_to_all_single"),
+        (one, rows, "all_to_all_single"),
+        (rows, Shard(0), "all_to_all_single"),
+        (rows, Shard(1), "all_to_all_single"),
+        (Shard(1), rows, "all_to_all_single"),
+        (Shard(0), rows, "all_to_all_single"),
+        (even, Replicate(), "all_gather_into_tensor"),
+        (rows, Replicate(), "all_gather_into_tensor"),
+        (skewed, Replicate(), "all_to_all_single"),
+        (one, Replicate(), "broadcast"),
+        (Partial(), even, "reduce_scatter_tensor"),
+        (Partial(), rows, "reduce_scatter_tensor"),
+        (Partial(), one, "all_reduce"),
+    ]
+    for before, after, collective in table:
+        if isinstance(before, Partial):
+            start = DTensor.from_local(full / 4, mesh, [before], run_check=False)
+        else:
+            start = distribute_tensor(full, mesh, [before])
+        with CommDebugMode() as comm:
+            end = start.redistribute(placements=[after])
+        seen = {op.__name__.split(".")[-1]: n for op, n in comm.get_comm_counts().items() if n}
+        assert seen == ({collective: 1} if collective else {}), (before, after, seen)
+        assert_same(end, full)
+
+
+@spmd(2, 4)
+def test_gradients_return_to_the_source_layout(rank):
+    mesh, world = rank.mesh(), rank.world_size
+    full = numbers(1, 8, 6, device=rank.device)
+    factor = numbers(2, 8, 6, device=rank.device)
+    source = RaggedShard((0,), world_units(8, world))
+    for target in (Replicate(), Shard(1), RaggedShard.on_one_rank((8, 6), world, 0)):
+        param = distribute_tensor(full, mesh, [source]).requires_grad_()
+        weight = distribute_tensor(factor, mesh, [target])
+        (param.redistribute(placements=[target]) * weight).sum().backward()
+        assert param.grad.placements == (source,)
+        assert param.grad.stride() == param.stride()
+        assert_same(param.grad, factor)
+    param = distribute_tensor(full, mesh, [source]).requires_grad_()
+    (param.full_tensor(grad_placements=[Partial()]) * (rank.rank + 1)).sum().backward()
+    assert param.grad.placements == (source,)
+    assert_same(param.grad, torch.full_like(full, world * (world + 1) / 2))
+    local = full.clone().requires_grad_()
+    pending = DTensor.from_local(local, mesh, [Partial()], run_check=False)
+    loss = (pending.redistribute(placements=[source]) * distribute_tensor(factor, mesh, [source])).sum()
+    with CommDebugMode() as comm:
+        loss.backward()
+    assert "all_reduce" not in str({k for k, n in comm.get_comm_counts().items() if n}), (
+        comm.get_comm_counts()
+    )
+    assert_same(local.grad, factor)
+
+
+@spmd(4)
+def test_two_dim_meshes(rank):
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    cases = [
+        ((8, 6), (StridedRaggedShard((0,), (3, 1)), Shard(0))),
+        ((5, 6), (StridedRaggedShard((0,), ((1, 2), (2, 0))), Shard(0))),
+        ((5, 6), (StridedRaggedShard((0, 1), ((7, 11), (12, 0))), Shard(0))),
+        ((1, 6), (StridedRaggedShard((0,), ((0, 1), (0, 0))), Shard(0))),
+        ((8, 6), (RaggedShard((0,), (3, 5)), Shard(1))),
+        ((8, 5), (RaggedShard((0,), (3, 5)), Shard(1))),
+        ((8, 6), (StridedRaggedShard((0, 1), (23, 1)), Shard(1))),
+        ((8, 6), (Replicate(), RaggedShard((0,), (3, 5)))),
+        ((8, 6), (RaggedShard((0,), (3, 5)), Replicate())),
+        ((8, 6), (Shard(0), RaggedShard((0,), (3, 1)))),
+    ]
+    others = [(Shard(0), Replicate()), (Shard(0), Shard(1)), (Shard(1), Shard(0)), (Replicate(), Replicate())]
+    for shape, placements in cases:
+        full = numbers(1, *shape, device=rank.device)
+        tensor = distribute_tensor(full, mesh, placements)
+        numel = full.numel()
+        for other in [
+            *others,
+            (Replicate(), RaggedShard((0, 1), (numel - 1, 1))),
+            (RaggedShard((0, 1), (1, numel - 1)), Replicate()),
+        ]:
+            moved = tensor.redistribute(placements=other)
+            assert_same(moved, full, f"{placements} -> {other}", exact=True)
+            back = moved.redistribute(placements=placements)
+            assert_same(back.to_local(), tensor.to_local(), f"{other} -> {placements}", exact=True)
+        assert_same((tensor * 2 + tensor), full * 3)
+
+
+@spmd(4)
+def test_pending_sums_of_other_dims_are_reduced_on_the_pieces(rank):
+    """Hybrid sharding: reduce-scatter inside, then all-reduce of the small piece."""
+    mesh = rank.mesh(2, 2, names=("replica", "shard"))
+    full = numbers(1, 8, 6, device=rank.device)
+    placement = RaggedShard((0,), (1, 3))
+    pending = DTensor.from_local(full / 4, mesh, [Partial(), Partial()], run_check=False)
+    with CommDebugMode() as comm:
+        reduced = pending.redistribute(placements=[Replicate(), placement])
+    assert comm.get_total_counts() == 2
+    assert_same(reduced, full)
+    local = reduced.to_local()
+    half = DTensor.from_local(local / 2, mesh, [Partial(), placement], shape=full.shape, stride=full.stride())
+    assert_same(half.redistribute(placements=[Replicate(), placement]).to_local(), local)
+    assert_same(half.redistribute(placements=[Replicate(), Replicate()]), full)
+    assert_same(half.redistribute(placements=[Replicate(), Shard(0)]), full)
+
+
+@spmd(4)
+def test_asynchronous_moves_overlap(rank):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    mesh = rank.mesh()
+    full = numbers(2, 8, 6, device=rank.device)
+    tensor = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 0, 5, 2))])
+    for target in (Replicate(), RaggedShard((0,), (0, 0, 8, 0)), Shard(0), Shard(1)):
+        moved = tensor.redistribute(placements=[target], async_op=True)
+        assert isinstance(moved._local_tensor, AsyncCollectiveTensor), target
+        assert_same(moved * 2, full * 2)
+
+
+@spmd(2)
+def test_bytes_of_the_moves(rank):
+    """What travels is what changes owner: nothing else is sent."""
+    mesh = rank.mesh()
+    full = numbers(1, 8, 6, device=rank.device)
+    sent = []
+
+    from ragged_fsdp.dtensor.internals import functional
+
+    original = functional.all_to_all_single
+    functional.all_to_all_single = lambda t, r, s, g: (sent.append((r, s)), original(t, r, s, g))[1]
+    try:
+        tensor = distribute_tensor(full, mesh, [RaggedShard((0,), (5, 3))])
+        moved = tensor.redistribute(placements=[RaggedShard((0,), (6, 2))])
+    finally:
+        functional.all_to_all_single = original
+    assert sent == [[([30, 6], [30, 0])], [([0, 12], [6, 12])]][rank.rank]
+    assert ragged_layout(moved).counts == (36, 12)
