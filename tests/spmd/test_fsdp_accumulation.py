@@ -1,0 +1,142 @@
+"""Gradient accumulation with and without communication."""
+
+import pytest
+import torch
+
+from fsdp_cases import (
+    Transformer,
+    assert_same,
+    average_gradients,
+    build,
+    count,
+    is_sharded,
+    shard_blocks,
+    tokens,
+)
+from rank_pool import spmd
+
+MICROBATCHES = 3
+GROUPS = 3  # two layers and the root
+
+
+def _accumulate(model, reference, rank, before):
+    """Backward of each microbatch on both models; ``before(index)`` runs first. Returns the counts."""
+    seen = []
+    for index in range(MICROBATCHES):
+        before(index)
+        loss = model(tokens(rank, index))
+        seen.append(count(loss.backward)[1])
+        reference(tokens(rank, index)).backward()
+    average_gradients(reference)
+    return seen
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@spmd(1, 3)
+def test_without_communication_until_the_last_microbatch(rank, set_to_none):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    for _ in range(2):  # the second iteration meets gradients that were zeroed or freed
+        seen = _accumulate(
+            model, reference, rank, lambda i: model.set_requires_gradient_sync(i == MICROBATCHES - 1)
+        )
+        expected = [0, 0, GROUPS] if rank.world_size > 1 else [0, 0, 0]
+        assert [c.get("reduce_scatter", 0) for c in seen] == expected
+        assert_same(model, reference, tolerance=1e-6, grads=True)
+        for module in (model, reference):
+            module.zero_grad(set_to_none=set_to_none)
+
+
+@spmd(2)
+def test_gradients_are_absent_while_communication_is_off(rank):
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model)
+    model.set_requires_gradient_sync(False)
+    model(tokens(rank, 0)).backward()
+    model.set_requires_gradient_sync(True)
+    for parameter in model.parameters():
+        assert parameter.grad is None or parameter.grad.to_local().abs().sum() == 0
+
+
+@spmd(2)
+def test_sync_can_be_switched_for_one_module_only(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    layer = model.layers[0]
+    seen = _accumulate(
+        model,
+        reference,
+        rank,
+        lambda i: layer.set_requires_gradient_sync(i == MICROBATCHES - 1, recurse=False),
+    )
+    assert [c["reduce_scatter"] for c in seen] == [GROUPS - 1, GROUPS - 1, GROUPS]
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+
+
+@spmd(2)
+def test_parameters_may_stay_unsharded_between_backwards(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model, reshard_after_forward=False)
+
+    def before(index):
+        model.set_is_last_backward(index == MICROBATCHES - 1)
+        model.set_reshard_after_backward(index == MICROBATCHES - 1)
+        model.set_requires_gradient_sync(index == MICROBATCHES - 1)
+
+    gathers = []
+    for index in range(MICROBATCHES):
+        before(index)
+        loss, seen = count(lambda index=index: model(tokens(rank, index)))
+        gathers.append(seen.get("gather", 0))
+        loss.backward()
+        assert is_sharded(model.parameters()) == (index == MICROBATCHES - 1)
+        reference(tokens(rank, index)).backward()
+    assert gathers == [GROUPS, 0, 0]
+    average_gradients(reference)
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+
+
+@pytest.mark.parametrize("reduce_scatter_each", [True, False])
+@spmd(4)
+def test_hsdp_defers_the_all_reduce(rank, reduce_scatter_each):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model, mesh=rank.mesh(2, 2, names=("replicate", "shard")))
+
+    def before(index):
+        last = index == MICROBATCHES - 1
+        if reduce_scatter_each:
+            model.set_requires_all_reduce(last)
+        else:
+            model.set_requires_gradient_sync(last)
+
+    for _ in range(2):
+        seen = _accumulate(model, reference, rank, before)
+        scatters = [GROUPS] * MICROBATCHES if reduce_scatter_each else [0, 0, GROUPS]
+        assert [c.get("reduce_scatter", 0) for c in seen] == scatters
+        assert [c.get("all_reduce", 0) for c in seen] == [0, 0, GROUPS]
+        assert_same(model, reference, tolerance=2e-6, grads=True)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@spmd(2)
+def test_mixed_precision_accumulates_in_the_reduce_dtype(rank):
+    """bf16 gradients summed in float32: the sum equals the float32 sum of the bf16 gradients."""
+    from fsdp_cases import fsdp
+
+    model, reference = build(Transformer, rank.device)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_blocks(model, mp_policy=policy)
+    low = {name: p.detach().bfloat16().requires_grad_() for name, p in reference.named_parameters()}
+    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in low.items()}
+    for index in range(MICROBATCHES):
+        model.set_requires_gradient_sync(index == MICROBATCHES - 1)
+        model(tokens(rank, index)).backward()
+        torch.func.functional_call(reference, low, (tokens(rank, index),)).backward()
+        for name, p in low.items():
+            total[name] += p.grad.float()
+            p.grad = None
+    for name, parameter in reference.named_parameters():
+        parameter.grad = total[name]
+    average_gradients(reference)
+    assert_same(model, reference, tolerance=1e-6, grads=True)

@@ -1,0 +1,178 @@
+"""Frozen, tied and unused parameters."""
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_cases import (
+    DIM,
+    FeedForward,
+    Transformer,
+    assert_same,
+    average_gradients,
+    build,
+    count,
+    fully_shard,
+    rows,
+    shard_blocks,
+    tokens,
+)
+from rank_pool import spmd
+
+
+def _step(model, reference, rank, step=0, make=tokens):
+    loss, expected = model(make(rank, step)), reference(make(rank, step))
+    assert torch.equal(loss, expected)
+    loss.sum().backward()
+    expected.sum().backward()
+    average_gradients(reference)
+
+
+def _freeze(module, *names):
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+
+
+@spmd(1, 3)
+def test_frozen_and_trainable_in_one_group(rank):
+    model, reference = build(Transformer, rank.device)
+    for module in (model, reference):
+        _freeze(module, "embed.weight", "layers.0.attention.qkv.weight", "layers.1.mlp.up.bias")
+    shard_blocks(model)
+    _step(model, reference, rank)
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+    assert not model.embed.weight.requires_grad
+
+
+@spmd(2)
+def test_a_group_that_is_all_frozen_reduces_nothing(rank):
+    model, reference = build(Transformer, rank.device)
+    for module in (model, reference):
+        module.layers[0].requires_grad_(False)
+        module.embed.requires_grad_(False)
+    shard_blocks(model)
+    loss = model(tokens(rank, 0))
+    reference(tokens(rank, 0)).backward()
+    average_gradients(reference)
+    _, seen = count(loss.backward)
+    assert seen["reduce_scatter"] == 2  # the second layer and the root
+    assert_same(model, reference, grads=True)
+
+
+@spmd(2)
+def test_requires_grad_changes_between_steps(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    for step, frozen in enumerate([False, True, False]):
+        for module in (model, reference):
+            module.layers[1].mlp.requires_grad_(not frozen)
+            module.zero_grad()
+        _step(model, reference, rank, step)
+        assert_same(model, reference, grads=True)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@spmd(1, 2, 3)
+def test_tied_embedding_and_head(rank, blocks):
+    model, reference = build(lambda: Transformer(tied=True), rank.device)
+    shard_blocks(model) if blocks else fully_shard(model)
+    assert model.head.weight is model.embed.weight
+    for step in range(2):
+        _step(model, reference, rank, step)
+        model.zero_grad() if step == 0 else None
+        reference.zero_grad() if step == 0 else None
+    assert model.head.weight is model.embed.weight
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+
+
+@spmd(2)
+def test_tying_across_groups_is_refused(rank):
+    model, _ = build(lambda: Transformer(tied=True), rank.device)
+    fully_shard(model.head)
+    fully_shard(model)
+    with pytest.raises(ValueError, match="already managed by another"):
+        model(tokens(rank, 0))
+
+
+class _Partly(nn.Module):
+    """Uses only the module that is named in the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleDict({"a": FeedForward(), "b": FeedForward()})
+        self.spare = nn.Parameter(torch.ones(DIM))
+
+    def forward(self, x, which="a"):
+        return self.branches[which](x)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@spmd(2)
+def test_unused_parameters_have_no_gradient(rank, nested):
+    model, reference = build(_Partly, rank.device)
+    if nested:
+        for branch in model.branches.values():
+            fully_shard(branch)
+    fully_shard(model)
+    _step(model, reference, rank, make=rows)
+    assert_same(model, reference, grads=True)
+    assert model.spare.grad is None
+    model.zero_grad()
+    reference.zero_grad()
+    model(rows(rank, 1), "b").sum().backward()  # what was unused before is used now
+    reference(rows(rank, 1), "b").sum().backward()
+    average_gradients(reference)
+    assert_same(model, reference, grads=True)
+
+
+@spmd(2)
+def test_zero_gradients_for_unused_parameters_on_request(rank):
+    """Ranks that use different parameters reduce together once this is set."""
+    model, reference = build(_Partly, rank.device)
+    fully_shard(model)
+    model.set_reduce_scatter_unused_params(True)
+    which = "ab"[rank.rank % 2]
+    model(rows(rank, 0), which).sum().backward()
+    reference(rows(rank, 0), which).sum().backward()
+    for parameter in reference.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    average_gradients(reference)
+    assert_same(model, reference, grads=True)
+
+
+@spmd(2)
+def test_an_unused_output_does_not_hang(rank):
+    class TwoOutputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = FeedForward(), FeedForward()
+
+        def forward(self, x):
+            return self.left(x), self.right(x)
+
+    model, reference = build(TwoOutputs, rank.device)
+    fully_shard(model.left)
+    fully_shard(model.right)
+    fully_shard(model)
+    model(rows(rank, 0))[0].sum().backward()
+    reference(rows(rank, 0))[0].sum().backward()
+    average_gradients(reference)
+    assert_same(model, reference, grads=True)
+
+
+@spmd(2)
+def test_integer_parameters_are_gathered_untouched(rank):
+    class WithCodes(FeedForward):
+        def __init__(self) -> None:
+            super().__init__()
+            codes = torch.arange(7, dtype=torch.uint8)
+            self.codes = nn.Parameter(codes, requires_grad=False)
+
+        def forward(self, x):
+            assert torch.equal(self.codes.cpu(), torch.arange(7, dtype=torch.uint8))
+            return super().forward(x)
+
+    model, reference = build(WithCodes, rank.device)
+    fully_shard(model)
+    _step(model, reference, rank, make=rows)
+    assert_same(model, reference, grads=True)

@@ -1,0 +1,212 @@
+"""Parameters that are DTensors already: tensor, expert and 3-D parallelism."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_cases import DIM, RAGGED, FeedForward, build, fsdp, full, fully_shard, relative_error, rows
+from rank_pool import spmd
+
+PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+class _Stack(nn.Module):
+    def __init__(self, hidden=20) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FeedForward(hidden=hidden) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def _average(model, group):
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad.div_(dist.get_world_size(group))
+
+
+class _DataRank:
+    """The coordinate along data parallelism: ranks of one TP group see the same batch."""
+
+    def __init__(self, rank, index):
+        self.rank, self.device = index, rank.device
+
+
+def _check(model, reference, rank, dp_group, dp_index, tolerance=1e-6):
+    data = _DataRank(rank, dp_index)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    for step in range(3):
+        loss, expected = (m(rows(data, step)).square().sum() for m in (model, reference))
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+        loss.backward()
+        expected.backward()
+        _average(reference, dp_group)
+        for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+            assert p.grad.placements == p.placements, name
+            assert relative_error(full(p.grad), q.grad) < tolerance, f"{name}.grad at step {step}"
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+        assert relative_error(full(p), q.detach()) < 1e-4, name
+
+
+@pytest.mark.parametrize("hidden", [20, 22], ids=["even", "uneven"])
+@spmd(4)
+def test_fsdp_with_tensor_parallelism(rank, hidden):
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    model, reference = build(lambda: _Stack(hidden), rank.device)
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], PLAN)
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    for name, p in model.named_parameters():
+        assert isinstance(p, DTensor), name
+        if p.device_mesh.ndim == 2:  # biases that TP replicates keep the parent mesh too
+            assert p.device_mesh.mesh_dim_names == ("dp", "tp"), name
+    _check(model, reference, rank, mesh["dp"].get_group(), mesh["dp"].get_local_rank())
+
+
+@spmd(4)
+def test_hsdp_with_tensor_parallelism_on_three_dimensions(rank):
+    mesh = rank.mesh(2, 1, 2, names=("replicate", "shard", "tp"))
+    model, reference = build(_Stack, rank.device)
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], PLAN)
+        fully_shard(layer, mesh=mesh["replicate", "shard"])
+    fully_shard(model, mesh=mesh["replicate", "shard"])
+    weight = model.layers[0].up.weight
+    assert weight.device_mesh.mesh_dim_names == ("replicate", "shard", "tp")
+    assert weight.placements[0] == Replicate()
+    _check(model, reference, rank, mesh["replicate"].get_group(), mesh["replicate"].get_local_rank())
+
+
+@spmd(4)
+def test_clipping_with_tensor_parallelism(rank):
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    model, reference = build(_Stack, rank.device)
+    for layer in model.layers:
+        parallelize_module(layer, mesh["tp"], PLAN)
+    fully_shard(model, mesh=mesh["dp"])
+    data = _DataRank(rank, mesh["dp"].get_local_rank())
+    for module in (model, reference):
+        module(rows(data, 0)).square().sum().backward()
+    _average(reference, mesh["dp"].get_group())
+    norm = torch.nn.utils.clip_grad_norm_(
+        [p for p in model.parameters() if p.grad.device_mesh.ndim == 2], 1e9
+    )
+    names = [n for n, p in model.named_parameters() if p.grad.device_mesh.ndim == 2]
+    expected = torch.stack([reference.get_parameter(n).grad.norm() for n in names]).norm()
+    torch.testing.assert_close(norm.full_tensor(), expected, rtol=1e-5, atol=0)
+
+
+class _ExpertLayer(nn.Module):
+    """Four experts whose results are summed over the expert-parallel group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(DIM, DIM)
+        self.experts = nn.Parameter(torch.randn(4, DIM, DIM) / DIM**0.5)
+
+    def forward(self, x):
+        experts = self.experts
+        if isinstance(experts, DTensor):
+            partial = torch.einsum("bd,edh->bh", self.dense(x), experts.to_local())
+            return DTensor.from_local(partial, experts.device_mesh, [Partial()]).full_tensor()
+        return torch.einsum("bd,edh->bh", self.dense(x), experts)
+
+
+@spmd(4)
+def test_expert_parallelism(rank):
+    """Experts sharded over ``ep`` by their first dimension, and by FSDP over ``dp``."""
+    mesh = rank.mesh(2, 2, names=("dp", "ep"))
+    model, _ = build(_ExpertLayer, rank.device)
+    torch.manual_seed(0)
+    reference = _ExpertLayer().to(rank.device)
+    local = distribute_tensor(model.experts.detach(), mesh["ep"], [Shard(0)])
+    model.experts = nn.Parameter(local)
+    fully_shard(model, mesh=mesh["dp"])
+    assert model.experts.device_mesh.mesh_dim_names == ("dp", "ep")
+    assert model.experts.shape == reference.experts.shape
+    assert torch.equal(full(model.experts), reference.experts.detach())
+    data = _DataRank(rank, mesh["dp"].get_local_rank())
+    for module in (model, reference):
+        module(rows(data, 0)).square().sum().backward()
+    _average(reference, mesh["dp"].get_group())
+    assert relative_error(full(model.experts.grad), reference.experts.grad) < 1e-6
+
+
+@spmd(4)
+def test_parameters_of_one_module_on_two_meshes(rank):
+    """Experts are sharded over two ranks and the rest over four, in one call."""
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("this torch has no ShardPlacementResult")
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    whole, pair = rank.mesh(4, names=("dp",)), rank.mesh(2, 2, names=("outer", "edp"))["edp"]
+    model, reference = build(_ExpertLayer, rank.device)
+
+    infos = {mesh: FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0) for mesh in (whole, pair)}
+
+    def place(parameter):
+        mesh = pair if parameter.ndim == 3 else whole
+        return ShardPlacementResult(placement=Shard(0), mesh_info=infos[mesh])
+
+    fully_shard(model, mesh=whole, shard_placement_fn=place)
+    assert model.experts.device_mesh.size() == 2
+    assert model.dense.weight.device_mesh.size() == 4
+    for module in (model, reference):
+        module(rows(rank, 0)).square().sum().backward()
+    for name, q in reference.named_parameters():
+        group = pair.get_group() if q.ndim == 3 else None
+        dist.all_reduce(q.grad, group=group)
+        q.grad.div_(dist.get_world_size(group))
+        assert relative_error(full(model.get_parameter(name).grad), q.grad) < 1e-6, name
+
+
+@spmd(4)
+def test_data_parallel_dims_of_a_full_mesh(rank):
+    """``dp_mesh_dims``: parameters live on the whole mesh, FSDP takes its named dims."""
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        pytest.skip("this torch has no DataParallelMeshDims")
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    model, reference = build(lambda: nn.Linear(DIM, 8, bias=False), rank.device)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    dims = fsdp.DataParallelMeshDims(shard="dp")
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    assert model.weight.device_mesh.mesh_dim_names == ("dp", "tp")
+    data = _DataRank(rank, mesh["dp"].get_local_rank())
+    x = distribute_tensor(rows(data, 0), mesh["tp"], [Replicate()])
+    x = DTensor.from_local(x.to_local(), mesh, [Replicate(), Replicate()], run_check=False)
+    model(x).square().sum().backward()
+    reference(rows(data, 0)).square().sum().backward()
+    _average(reference, mesh["dp"].get_group())
+    assert relative_error(full(model.weight.grad), reference.weight.grad) < 1e-6
+    with pytest.raises(ValueError, match=r"not found in mesh\.mesh_dim_names"):
+        fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="nope"))
+
+
+@pytest.mark.skipif(not RAGGED, reason="tests what stock FSDP2 does not have")
+@spmd(4)
+def test_tensor_parallel_parameters_are_ragged_on_the_parent_mesh(rank):
+    from ragged_fsdp import RaggedShard, StridedRaggedShard
+    from ragged_fsdp.dtensor import is_ragged
+
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    model, _ = build(_Stack, rank.device)
+    parallelize_module(model.layers[0], mesh["tp"], PLAN)
+    fully_shard(model, mesh=mesh["dp"])
+    column, row = model.layers[0].up.weight, model.layers[0].down.weight
+    assert is_ragged(column) and is_ragged(row)
+    for parameter, dim in ((column, 0), (row, 1)):
+        assert isinstance(parameter.placements[0], RaggedShard | StridedRaggedShard)
+        assert parameter.placements[1] == Shard(dim)
+        local = distribute_tensor(full(parameter), parameter.device_mesh, parameter.placements).to_local()
+        assert torch.equal(local, parameter.to_local())

@@ -1,0 +1,209 @@
+"""Modules called several times, several forwards, no-grad forwards, partial runs, exceptions."""
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_cases import (
+    DIM,
+    FeedForward,
+    Transformer,
+    assert_same,
+    average_gradients,
+    build,
+    fully_shard,
+    is_sharded,
+    ragged_only,
+    rows,
+    shard_blocks,
+    tokens,
+)
+from rank_pool import spmd
+
+
+class _Loop(nn.Module):
+    """Runs one block three times in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.last = FeedForward(), nn.Linear(DIM, DIM)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.block(x)
+        return self.last(x)
+
+
+def _finish(model, reference, tolerance=1e-6):
+    average_gradients(reference)
+    assert_same(model, reference, tolerance=tolerance, grads=True)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@spmd(2)
+def test_a_module_reused_within_a_forward(rank, reshard):
+    model, reference = build(_Loop, rank.device)
+    fully_shard(model.block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    for step in range(2):
+        for module in (model, reference):
+            module.zero_grad()
+            module(rows(rank, step)).square().sum().backward()
+        _finish(model, reference)
+
+
+@pytest.mark.parametrize("reshard", [True, False, None])
+@spmd(1, 2)
+def test_several_forwards_before_one_backward(rank, reshard):
+    """As in preference optimisation: chosen and rejected, plus a reference pass without gradients."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model, reshard_after_forward=reshard)
+    for step in range(2):
+        for module in (model, reference):
+            module.zero_grad()
+            chosen = module(tokens(rank, 10 * step))
+            with torch.no_grad():
+                module(tokens(rank, 10 * step + 1))
+            rejected = module(tokens(rank, 10 * step + 2))
+            (2 * chosen - rejected).backward()
+        _finish(model, reference)
+
+
+@spmd(2)
+def test_forward_backward_interleaved_out_of_order(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    for module in (model, reference):
+        first, second = module(tokens(rank, 0)), module(tokens(rank, 1))
+        first.backward()
+        second.backward()
+    _finish(model, reference)
+
+
+def _evaluate_and_train(rank, no_gradients):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    for step in range(2):
+        model.eval()
+        with no_gradients():
+            assert torch.equal(model(tokens(rank, step)), reference(tokens(rank, step)))
+        model.train()
+        for module in (model, reference):
+            module(tokens(rank, step)).backward()
+    _finish(model, reference)
+
+
+@spmd(2)
+def test_evaluation_between_training_steps(rank):
+    _evaluate_and_train(rank, torch.no_grad)
+
+
+@ragged_only
+@spmd(2)
+def test_inference_mode_before_training(rank):
+    """Stock FSDP2 cannot train after a first forward under ``torch.inference_mode``."""
+    _evaluate_and_train(rank, torch.inference_mode)
+
+
+@spmd(2)
+def test_eval_as_the_very_first_call(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    with torch.no_grad():
+        assert torch.equal(model(tokens(rank, 0)), reference(tokens(rank, 0)))
+    assert is_sharded(model.layers.parameters())
+
+
+@spmd(2)
+def test_a_submodule_called_by_itself(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    x = torch.randn(2, 3, DIM, device=rank.device)
+    model(tokens(rank, 0)).backward()
+    reference(tokens(rank, 0)).backward()
+    for module in (model, reference):
+        module.layers[1](x).square().sum().backward()
+    _finish(model, reference)
+
+
+@spmd(2)
+def test_a_backward_that_reaches_only_some_layers(rank):
+    """The graph is cut below the last layer."""
+
+    class Cut(Transformer):
+        def forward(self, batch):
+            x = self.layers[0](self.embed(batch[:, :-1])).detach()
+            return self.head(self.norm(self.layers[1](x))).square().mean()
+
+    model, reference = build(Cut, rank.device)
+    shard_blocks(model)
+    for step in range(2):
+        for module in (model, reference):
+            module(tokens(rank, step)).backward()
+    _finish(model, reference)
+    assert model.layers[0].norm1.weight.grad is None
+
+
+@spmd(2)
+def test_a_forward_that_raises_can_be_repeated(rank):
+    class Fragile(FeedForward):
+        fail = False
+
+        def forward(self, x):
+            if self.fail:
+                raise RuntimeError("planted")
+            return super().forward(x)
+
+    model, reference = build(lambda: nn.Sequential(FeedForward(), Fragile(), FeedForward()), rank.device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        model[1].fail = True
+        with pytest.raises(RuntimeError, match="planted"):
+            model(rows(rank, 0))
+        model[1].fail = False
+        if hasattr(model, "reset_iter_state"):
+            model.reset_iter_state()
+        for module in (model, reference):
+            module.zero_grad()
+            module(rows(rank, 1)).square().sum().backward()
+        _finish(model, reference)
+
+
+@spmd(2)
+def test_gradient_with_respect_to_the_input(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    grads = []
+    for module in (model, reference):
+        x = torch.ones(1, 4, DIM, device=rank.device, requires_grad=True)
+        out = module.layers[0](x)
+        grads.append(torch.autograd.grad(out.square().sum(), x)[0])
+    assert torch.equal(*grads)
+
+
+@spmd(2)
+def test_grouped_modules_run_apart(rank):
+    """``fully_shard([norm, head])``: the body's forward runs the norm, the head is called per chunk."""
+
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.norm = FeedForward(), nn.LayerNorm(DIM)
+            self.head = nn.Linear(DIM, DIM, bias=False)
+
+        def forward(self, x):
+            return self.norm(self.body(x))
+
+    model, reference = build(Chunked, rank.device)
+    fully_shard(model.body)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    for module in (model, reference):
+        hidden = module(rows(rank, 0, batch=4))
+        leaf = hidden.detach().requires_grad_()
+        for chunk in leaf.chunk(2):
+            module.head(chunk).square().sum().backward()
+        hidden.backward(leaf.grad)
+    _finish(model, reference)

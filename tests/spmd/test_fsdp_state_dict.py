@@ -1,0 +1,222 @@
+"""``state_dict``, ``load_state_dict`` and torch's distributed state-dict functions."""
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from fsdp_cases import (
+    Transformer,
+    assert_same,
+    average_gradients,
+    build,
+    fsdp,
+    full,
+    fully_shard,
+    is_sharded,
+    ragged_only,
+    shard_blocks,
+    tokens,
+)
+from rank_pool import spmd
+
+
+def _storage(tensor):
+    return tensor.to_local().untyped_storage().data_ptr()
+
+
+@spmd(2)
+def test_state_dict_shares_memory_and_keeps_names(rank):
+    model, reference = build(lambda: Transformer(moe=True), rank.device)
+    shard_blocks(model)
+    model(tokens(rank, 0))  # leaves the root unsharded: state_dict reshards first
+    states = model.state_dict()
+    assert list(states) == list(reference.state_dict())
+    assert is_sharded(model.parameters())
+    for name, parameter in model.named_parameters():
+        assert isinstance(states[name], DTensor)
+        assert states[name].shape == parameter.shape
+        assert _storage(states[name]) == _storage(parameter)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@spmd(1, 3)
+def test_load_state_dict_of_another_sharded_model(rank, assign):
+    source, reference = build(Transformer, rank.device, seed=1)
+    target, _ = build(Transformer, rank.device, seed=2)
+    shard_blocks(source)
+    shard_blocks(target)
+    before = {name: _storage(p) for name, p in target.named_parameters()}
+    states = {name: value.clone() for name, value in source.state_dict().items()}
+    target.load_state_dict(states, assign=assign)
+    assert_same(target, reference)
+    if not assign:
+        assert before == {name: _storage(p) for name, p in target.named_parameters()}
+    for module in (target, reference):  # the values loaded are the ones that train
+        module(tokens(rank, 0)).backward()
+    average_gradients(reference)
+    assert_same(target, reference, tolerance=1e-6, grads=True)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(1.0)
+        for parameter in reference.parameters():
+            parameter.add_(1.0)
+    torch.testing.assert_close(target(tokens(rank, 1)), reference(tokens(rank, 1)), rtol=1e-6, atol=0)
+
+
+@spmd(2)
+def test_load_reports_missing_and_unexpected_keys(rank):
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model)
+    states = model.state_dict()
+    states["extra"] = states.pop("norm.weight")
+    with pytest.raises(RuntimeError, match=r"norm\.weight(.|\n)*extra"):
+        model.load_state_dict(states)
+    result = model.load_state_dict(states, strict=False)
+    assert result.missing_keys == ["norm.weight"]
+    assert result.unexpected_keys == ["extra"]
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@spmd(3)
+def test_full_state_dict_for_rank_zero(rank, offload):
+    model, reference = build(lambda: Transformer(moe=True), rank.device)
+    shard_blocks(model)
+    states = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=offload))
+    if offload and rank.rank != 0:
+        assert states == {}
+        return
+    for name, value in reference.state_dict().items():
+        assert not isinstance(states[name], DTensor)
+        assert torch.equal(states[name].cpu(), value.cpu()), name
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@spmd(3)
+def test_setting_a_full_state_dict(rank, broadcast):
+    """A plain state dict goes in, from each rank or from rank 0 alone."""
+    _, reference = build(lambda: Transformer(moe=True), rank.device, seed=5)
+    model, _ = build(lambda: Transformer(moe=True), rank.device, seed=6)
+    shard_blocks(model)
+    states = reference.state_dict() if rank.rank == 0 or not broadcast else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
+    set_model_state_dict(model, states, options=options)
+    assert_same(model, reference)
+
+
+@spmd(2)
+def test_optimizer_state_round_trip(rank):
+    """The state of a plain optimizer goes into a sharded one and comes back unchanged."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
+    for module, optimizer in ((model, ours), (reference, theirs)):
+        module(tokens(rank, 0)).backward()
+        if module is reference:
+            average_gradients(reference)
+        optimizer.step()
+        optimizer.zero_grad()
+    options = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, ours, options=options)
+    by_name = {name: theirs.state[p] for name, p in reference.named_parameters()}
+    assert set(states["state"]) == set(by_name)
+    for name, expected in by_name.items():
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                states["state"][name][key].to(value.device), value, rtol=1e-6, atol=1e-9
+            )
+    fresh, _ = build(Transformer, rank.device)
+    shard_blocks(fresh)
+    restored = torch.optim.AdamW(fresh.parameters(), lr=1e-3)
+    set_optimizer_state_dict(fresh, restored, states, options=options)
+    for (name, p), q in zip(fresh.named_parameters(), model.parameters()):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(full(restored.state[p][key]), full(ours.state[q][key])), f"{name}.{key}"
+
+
+@spmd(2)
+def test_torch_save_and_load_of_the_sharded_state(rank):
+    model, reference = build(Transformer, rank.device, seed=1)
+    shard_blocks(model)
+    path = rank.shared_dir / f"rank{rank.rank}.pt"
+    torch.save(model.state_dict(), path)
+    other, _ = build(Transformer, rank.device, seed=2)
+    shard_blocks(other)
+    other.load_state_dict(torch.load(path, weights_only=True))
+    assert_same(other, reference)
+
+
+def _cast_and_train(rank, *, trained_before):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    if trained_before:
+        model(tokens(rank, 0)).backward()
+        model.zero_grad()
+    for module in (model, reference):
+        module.double()
+    for parameter in model.parameters():
+        assert parameter.dtype == parameter.to_local().dtype == torch.float64
+    for module in (model, reference):
+        module(tokens(rank, 1)).backward()
+    average_gradients(reference)
+    assert_same(model, reference, tolerance=1e-12, grads=True)
+    assert next(iter(model.parameters())).grad.dtype == torch.float64
+
+
+@spmd(2)
+def test_casting_the_module_before_training(rank):
+    """``module.to(dtype)`` and friends change the sharded parameters, which then train."""
+    _cast_and_train(rank, trained_before=False)
+
+
+@ragged_only
+@spmd(2)
+def test_casting_the_module_between_steps(rank):
+    """Stock FSDP2 keeps its gather buffers in the old dtype and raises in the next forward."""
+    _cast_and_train(rank, trained_before=True)
+
+
+@spmd(2)
+def test_parameters_replaced_by_the_user_are_picked_up(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    with torch.no_grad():
+        old = model.norm.weight
+        model.norm.weight = torch.nn.Parameter(
+            DTensor.from_local(
+                old.to_local() * 2,
+                old.device_mesh,
+                old.placements,
+                run_check=False,
+                shape=old.shape,
+                stride=old.stride(),
+            )
+        )
+        reference.norm.weight.mul_(2)
+    assert torch.equal(model(tokens(rank, 0)), reference(tokens(rank, 0)))
+
+
+@spmd(2)
+def test_buffers_stay_plain(rank):
+    class Buffered(Transformer):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(2.0))
+            self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+        def forward(self, batch):
+            return super().forward(batch) * self.scale
+
+    model, reference = build(Buffered, rank.device)
+    fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy())
+    assert torch.equal(model(tokens(rank, 0)), reference(tokens(rank, 0)))
+    states = model.state_dict()
+    assert not isinstance(states["scale"], DTensor)
+    assert "scratch" not in states
