@@ -1,1 +1,1 @@
-"""See the modules of this package."""
+"""Checkpoints: sharded through ``torch.distributed.checkpoint``, complete or not there at all."""

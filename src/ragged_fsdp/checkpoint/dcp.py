@@ -1,0 +1,140 @@
+"""Writing and reading a sharded state with ``torch.distributed.checkpoint``.
+
+``Saver`` copies the state (the only part that training waits for), then writes in a thread of each
+rank, over a process group of its own: its collectives must not mix with those of training, whose order
+the thread does not know. The state is any tree of dicts whose leaves are tensors, DTensors (of any
+placement, ours included) or picklable values.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
+
+__all__ = ["Saver", "copy_state", "first_good_step", "load", "stored_names"]
+
+
+def copy_state(state: Any) -> Any:
+    """A copy of the state in host memory that later steps do not change."""
+    if isinstance(state, dict):
+        return {key: copy_state(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(copy_state(value) for value in state)
+    if isinstance(state, torch.Tensor):
+        copied = state.detach()
+        return copied.clone() if copied.device.type == "cpu" else copied.to("cpu")
+    return state
+
+
+class Saver:
+    """Writes checkpoints of one run, at most one at a time. Every rank calls every method."""
+
+    def __init__(self, store: CheckpointStore, *, background: bool, timeout_s: float) -> None:
+        self._store = store
+        self._background = background
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._pending: tuple[int, Future[None]] | None = None
+
+    def save(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
+        """Start to save ``state`` as the checkpoint of ``step``; returns once the state is copied."""
+        self.wait()
+        if not self._background:
+            self._write(step, state, info)
+            return
+        copied = copy_state(state)
+        self._pending = (step, _in_thread(lambda: self._write(step, copied, info)))
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written, if any, is complete; raises what made it fail."""
+        if self._pending is None:
+            return
+        step, future = self._pending
+        self._pending = None
+        try:
+            future.result()
+        except Exception as error:
+            raise RuntimeError(f"the checkpoint of step {step} could not be written: {error}") from error
+
+    def _write(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
+        first = dist.get_rank() == 0
+        self._on_first_rank((lambda: self._store.begin(step)) if first else None)
+        path = self._store.writing_path(step)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), process_group=self._group)
+        own = [p for p in path.iterdir() if p.name.startswith(f"__{dist.get_rank()}_")]
+        if first:
+            own.append(path / ".metadata")
+        sums: list[dict[str, FileSum]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(sums, {p.name: checksum(p) for p in own}, group=self._group)
+        files = {name: file_sum for part in sums for name, file_sum in part.items()}
+        self._on_first_rank((lambda: self._store.commit(step, files, info)) if first else None)
+
+    def _on_first_rank(self, action: Callable[[], object] | None) -> None:
+        """Rank 0 acts, the others wait for it; its failure is everyone's."""
+        outcome: list[str | None] = [None]
+        if action is not None:
+            try:
+                action()
+            except OSError as error:
+                outcome[0] = str(error)
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[0] is not None:
+            raise OSError(outcome[0])
+
+
+def _in_thread(work: Callable[[], None]) -> Future[None]:
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
+
+    # A daemon: a rank that must end at once does not wait for its disk; the half checkpoint has no name yet.
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return future
+
+
+def load(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Fill the tensors of ``state`` in place, each rank reading the parts that its own shards need."""
+    dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=group)
+
+
+def stored_names(path: Path) -> set[str]:
+    """The names of everything a checkpoint holds, read from its metadata alone."""
+    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+
+
+def first_good_step(
+    store: CheckpointStore, group: dist.ProcessGroup | None, warn: Callable[[str], None]
+) -> int | None:
+    """The newest step whose checkpoint is whole; ranks check the files between them, then agree.
+
+    ``warn`` is told what is wrong with each checkpoint that is passed over.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps: list[Any] = [store.steps() if rank == 0 else None]
+    dist.broadcast_object_list(steps, src=0, group=group)
+    for step in reversed(steps[0]):
+        path = store.path(step)
+        try:
+            mine = sorted(read_manifest(path)["files"])[rank::world]
+        except ValueError:
+            mine = []  # damage() says what is wrong with the manifest
+        found: list[list[str]] = [[]] * world
+        dist.all_gather_object(found, damage(path, mine), group=group)
+        problems = sorted({problem for part in found for problem in part})
+        if not problems:
+            return step
+        for problem in problems:
+            warn(f"passing over a damaged checkpoint: {problem}")
+    return None

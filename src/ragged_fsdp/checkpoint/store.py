@@ -1,0 +1,185 @@
+"""The folder of a run's checkpoints: which are complete, which is best, which may go.
+
+A checkpoint appears under its name only when it is complete::
+
+    .writing-step-00000200/     being written, or left by a crash: never loaded, removed at the next start
+    step-00000100/              complete: manifest.json lists every file with its size and CRC-32
+    .dropped-step-00000000/     being deleted: renamed first, so that a crash leaves no half checkpoint
+    best.json                   the step with the lowest evaluation loss
+
+Torch-free: it knows files, not tensors.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MANIFEST", "CheckpointStore", "FileSum", "checksum", "damage", "read_manifest"]
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})$")
+_WRITING, _DROPPED = ".writing-", ".dropped-"
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """Size and CRC-32 of a file."""
+
+    bytes: int
+    crc32: int
+
+
+def checksum(path: Path) -> FileSum:
+    """Read a file once, in blocks."""
+    crc = size = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            crc = zlib.crc32(block, crc)
+            size += len(block)
+    return FileSum(size, crc)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint; raises ``ValueError`` if there is no readable one."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        return {
+            "info": dict(manifest["info"]),
+            "files": {k: FileSum(**v) for k, v in manifest["files"].items()},
+        }
+    except FileNotFoundError:
+        raise ValueError(f"{path} has no {MANIFEST}: it is not a complete checkpoint") from None
+    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path / MANIFEST} is damaged: {error}") from error
+
+
+def damage(path: Path, files: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with a checkpoint, one sentence per file; ``files`` limits the check to some of them."""
+    try:
+        expected: dict[str, FileSum] = read_manifest(path)["files"]
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    for name in sorted(expected if files is None else files):
+        file = path / name
+        if not file.exists():
+            problems.append(f"{file} is missing")
+        elif file.stat().st_size != expected[name].bytes:
+            problems.append(f"{file} has {file.stat().st_size} bytes instead of {expected[name].bytes}")
+        elif checksum(file) != expected[name]:
+            problems.append(f"{file} has changed since it was written (checksum)")
+    return problems
+
+
+class CheckpointStore:
+    """The checkpoints of one run. Everything that changes the folder is called on one rank only."""
+
+    def __init__(self, root: Path, *, keep_last: int = 0, keep_best: bool = True) -> None:
+        self.root = root
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+
+    def path(self, step: int) -> Path:
+        """The folder of a complete checkpoint."""
+        return self.root / f"step-{step:08d}"
+
+    def writing_path(self, step: int) -> Path:
+        """The folder in which a checkpoint is written before it has its name."""
+        return self.root / f"{_WRITING}step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint under its final name, oldest first; it may still be damaged."""
+        if not self.root.is_dir():
+            return []
+        matches = (_NAME.fullmatch(p.name) for p in self.root.iterdir() if p.is_dir())
+        return sorted(int(m.group(1)) for m in matches if m)
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write the checkpoint of ``step`` into."""
+        path = self.writing_path(step)
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir(parents=True)
+        return path
+
+    def commit(self, step: int, files: dict[str, FileSum], info: dict[str, Any]) -> Path:
+        """Give a completely written checkpoint its name. After a crash it is there or it is not."""
+        writing, final = self.writing_path(step), self.path(step)
+        manifest = {"info": info, "files": {name: vars(s) for name, s in sorted(files.items())}}
+        _write_durably(writing / MANIFEST, json.dumps(manifest, indent=1))
+        _sync_folder(writing)
+        if final.exists():  # the same step again, after a resume from an older checkpoint
+            self._drop(final)
+        os.rename(writing, final)
+        _sync_folder(self.root)
+        self._note_best(step, info.get("eval_loss"))
+        self._prune()
+        return final
+
+    def best_step(self) -> int | None:
+        """The step with the lowest evaluation loss among those that were saved."""
+        best = self._read_best()
+        return best["step"] if best and best["step"] in self.steps() else None
+
+    def remove_leftovers(self) -> list[Path]:
+        """Delete what crashed writes and deletions left behind."""
+        if not self.root.is_dir():
+            return []
+        left = [p for p in self.root.iterdir() if p.name.startswith((_WRITING, _DROPPED))]
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        return left
+
+    def _note_best(self, step: int, eval_loss: float | None) -> None:
+        best = self._read_best()
+        if eval_loss is None or (best and best["step"] in self.steps() and best["eval_loss"] <= eval_loss):
+            return
+        _write_durably(self.root / "best.json", json.dumps({"step": step, "eval_loss": eval_loss}))
+
+    def _read_best(self) -> dict[str, Any] | None:
+        try:
+            best = json.loads((self.root / "best.json").read_text())
+            return best if isinstance(best["step"], int) and isinstance(best["eval_loss"], float) else None
+        except (OSError, json.JSONDecodeError, KeyError, TypeError):
+            return None
+
+    def _prune(self) -> None:
+        if not self._keep_last:
+            return
+        steps = self.steps()
+        kept = set(steps[-self._keep_last :])
+        if self._keep_best and (best := self.best_step()) is not None:
+            kept.add(best)
+        for step in steps:
+            if step not in kept:
+                self._drop(self.path(step))
+
+    def _drop(self, path: Path) -> None:
+        doomed = path.with_name(f"{_DROPPED}{path.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _write_durably(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in a folder durable; a rename alone may be lost by a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,98 @@
+"""A model by name: one of our sizes, a Hugging Face config class, or a local Hugging Face folder.
+
+The first part of every path is the same: :class:`ModelSource` builds the model on the meta device, as
+often as asked, and knows how to give one module its initial values.
+"""
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from torch import nn
+
+from ragged_fsdp.models.config import BUILT_IN_SIZES, MoEConfig
+from ragged_fsdp.models.materialize import InitModule
+from ragged_fsdp.models.moe import MoETransformer
+
+__all__ = ["ModelSource", "find_model"]
+
+_BOOLEANS = {"true": True, "false": False}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """How to make a model, and what the trainer must know about it."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    """A new model on the meta device."""
+    init_with: Callable[[nn.Module], InitModule]
+    """Given a meta model, the function that initialises one of its modules."""
+    vocab_size: int
+    layers: int
+    attention_width: int
+    """Channels of all query heads together, for counting FLOPs."""
+    settings: dict[str, Any]
+    """The model's config as plain values, saved with every checkpoint."""
+    weights: Path | None = None
+    """A folder of safetensors to start from, or None for random initial values."""
+
+
+def find_model(name: str, changes: Mapping[str, str], *, random_weights: bool = False) -> ModelSource:
+    """The source for a model's name, with fields of its config changed; ``ValueError`` if unknown."""
+    if name in BUILT_IN_SIZES:
+        return _built_in(name, changes)
+    if name.endswith("Config") or Path(name).is_dir():
+        from ragged_fsdp.models.huggingface import find_hugging_face
+
+        return find_hugging_face(name, changes, random_weights=random_weights)
+    close = difflib.get_close_matches(name, BUILT_IN_SIZES, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}?" if close else f"built-in sizes are {', '.join(BUILT_IN_SIZES)}"
+    raise ValueError(
+        f"model = {name!r}: not a built-in size, a Hugging Face config class or a local folder; {hint}"
+    )
+
+
+def _built_in(name: str, changes: Mapping[str, str]) -> ModelSource:
+    config = replace(BUILT_IN_SIZES[name], **_typed(changes))
+
+    def build() -> MoETransformer:
+        with torch.device("meta"):
+            return MoETransformer(config)
+
+    return ModelSource(
+        name=name,
+        build=build,
+        init_with=_own_init,
+        vocab_size=config.vocab_size,
+        layers=config.layers,
+        attention_width=config.hidden,
+        settings={"family": "ragged_fsdp.MoETransformer", **vars(config)},
+    )
+
+
+def _own_init(model: nn.Module) -> InitModule:
+    assert isinstance(model, MoETransformer)
+    return model.init_module
+
+
+def _typed(changes: Mapping[str, str]) -> dict[str, Any]:
+    """Texts to the types of the fields they change."""
+    hints = get_type_hints(MoEConfig)
+    names = [field.name for field in fields(MoEConfig)]
+    typed: dict[str, Any] = {}
+    for key, text in changes.items():
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"fields are {', '.join(names)}"
+            raise ValueError(f"model_set {key}={text}: unknown field; {hint}")
+        try:
+            typed[key] = (
+                {"true": True, "false": False}[text.lower()] if hints[key] is bool else hints[key](text)
+            )
+        except (KeyError, ValueError):
+            raise ValueError(f"model_set {key}={text}: expected {hints[key].__name__}") from None
+    return typed

@@ -1,0 +1,184 @@
+# ruff: noqa: RUF009  (``_option`` is ``dataclasses.field`` with our metadata)
+"""The settings of a training run: one frozen dataclass per section of the TOML file.
+
+Every field is a key of its section and, with dashes, a flag of ``ragged-fsdp train``; names are unique
+across sections, so a flag needs no section. The help text of a flag is the field's ``help``.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "ShardingConfig",
+    "TrainConfig",
+]
+
+
+def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), at_least: float | None = None) -> Any:
+    metadata = {"help": help, "choices": choices, "at_least": at_least}
+    if isinstance(default, list | dict):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where the run lives and how long it goes on."""
+
+    run_dir: str = _option("runs/default", "folder of the run: settings, metrics, checkpoints")
+    steps: int = _option(200, "optimizer steps in all; the learning-rate schedule ends here", at_least=1)
+    minutes: float = _option(0.0, "stop after this many minutes, saving (0: no limit)", at_least=0)
+    seed: int = _option(0, "seed of the initial weights, the data order and dropout", at_least=0)
+    resume: str = _option(
+        "auto",
+        "auto: from the newest good checkpoint if any; never: refuse a used folder; must: refuse an unused "
+        "one; or the path of a checkpoint",
+    )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and from which weights."""
+
+    model: str = _option(
+        "demo",
+        "a built-in size (nano, demo, small, medium, large), a Hugging Face config class (LlamaConfig), or a "
+        "local Hugging Face folder",
+    )
+    model_set: dict[str, str] = _option({}, "change a field of the model's config: --model-set layers=2")
+    weights: str = _option(
+        "auto",
+        "auto: those of a local Hugging Face folder if it has any, else random; random: always random",
+        choices=("auto", "random"),
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read, and how much of it makes a step."""
+
+    data: list[str] = _option(
+        ["stdlib"],
+        "'stdlib' (the Python standard library's sources), files or globs of text, one .bin or .npy file of "
+        "tokens, or a local Hugging Face dataset folder; may be given several times",
+    )
+    tokenizer: str = _option("bytes", "'bytes', or a local folder with a Hugging Face tokenizer")
+    token_dtype: str = _option(
+        "uint16", "element type of a .bin token file", choices=("uint8", "uint16", "uint32", "int32", "int64")
+    )
+    text_column: str = _option("text", "column of a Hugging Face dataset; 'input_ids' is taken as tokens")
+    seq_len: int = _option(256, "tokens per sequence", at_least=1)
+    batch: int = _option(24, "sequences per optimizer step, over all processes", at_least=1)
+    accumulate: int = _option(1, "micro-batches that a step is cut into", at_least=1)
+    eval_fraction: float = _option(0.02, "share of the data kept for evaluation", at_least=0)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """How parameters are updated, and the learning rate over time."""
+
+    optimizer: str = _option("adamw", "optimizer", choices=("adamw", "adam8bit", "muon", "shampoo"))
+    lr: float = _option(3e-3, "peak learning rate", at_least=0)
+    weight_decay: float = _option(0.1, "decoupled weight decay of matrices", at_least=0)
+    beta1: float = _option(0.9, "decay of the first moment (momentum)", at_least=0)
+    beta2: float = _option(0.95, "decay of the second moment", at_least=0)
+    eps: float = _option(1e-8, "added to the denominator", at_least=0)
+    muon_lr: float = _option(0.02, "peak learning rate of the matrices under muon", at_least=0)
+    clip: float = _option(1.0, "largest gradient norm (0: no clipping)", at_least=0)
+    schedule: str = _option(
+        "cosine", "shape of the learning rate after warmup", choices=("cosine", "linear", "wsd", "constant")
+    )
+    warmup: int = _option(20, "steps of linear warmup", at_least=0)
+    decay: float = _option(0.2, "last share of the steps in which wsd decays", at_least=0)
+    min_lr: float = _option(0.1, "last learning rate as a share of the peak", at_least=0)
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """How the model is laid out over processes, and in which precision it computes."""
+
+    sharding: str = _option(
+        "ragged",
+        "ragged (ours), fsdp2 (torch's fully_shard), ddp (replicas), none (one process)",
+        choices=("ragged", "fsdp2", "ddp", "none"),
+    )
+    processes: int = _option(0, "local processes (0: one per GPU, or one per CPU core up to 4)", at_least=0)
+    device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
+    replicas: int = _option(1, "hsdp: groups of processes that each hold the whole model", at_least=1)
+    tp: int = _option(1, "tensor parallelism of the attention and the vocabulary", at_least=1)
+    ep: int = _option(1, "expert parallelism: the experts of a layer over this many processes", at_least=1)
+    granularity: dict[str, str] = _option(
+        {}, "what stays together on one rank, by parameter name: --granularity '*.experts.*=rows:32'"
+    )
+    reshard_after_forward: bool = _option(True, "free the gathered parameters between forward and backward")
+    precision: str = _option(
+        "auto",
+        "auto: bf16 on GPUs, fp32 on CPUs; bf16: bf16 compute, fp32 weights and reductions; "
+        "bf16-reduce: gradients are reduced in bf16 too",
+        choices=("auto", "fp32", "bf16", "bf16-reduce"),
+    )
+    activation_checkpointing: int = _option(
+        0, "recompute every n-th layer in backward (0: none, 1: all)", at_least=0
+    )
+    compile: bool = _option(False, "torch.compile each layer")
+    timeout: float = _option(600.0, "seconds after which an unfinished collective is an error", at_least=1)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """What is measured and shown besides the training loss."""
+
+    eval_every: int = _option(25, "steps between evaluations (0: only at the end)", at_least=0)
+    eval_sequences: int = _option(48, "sequences of an evaluation (0: no evaluation)", at_least=0)
+    sample_tokens: int = _option(0, "tokens to generate at the end (0: none)", at_least=0)
+    sample_prompt: str = _option("def ", "text that the sample continues")
+    temperature: float = _option(0.7, "temperature of the sample (0: greedy)", at_least=0)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When the state is saved, and what is kept."""
+
+    checkpoint_every: int = _option(100, "steps between checkpoints (0: only at the end)", at_least=0)
+    keep_last: int = _option(2, "newest checkpoints to keep (0: all)", at_least=0)
+    keep_best: bool = _option(True, "also keep the one with the lowest evaluation loss")
+    async_checkpoint: bool = _option(True, "write in the background while training goes on")
+    save_at_end: bool = _option(True, "save after the last step")
+    save_on_interrupt: bool = _option(True, "save when stopped by Ctrl-C, SIGTERM or the time limit")
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written down while training."""
+
+    log_every: int = _option(10, "steps between log lines when not on a terminal", at_least=1)
+    tensorboard: bool = _option(True, "write TensorBoard events besides metrics.jsonl")
+    profile: int = _option(0, "write a Chrome trace of this many steps", at_least=0)
+    profile_from: int = _option(5, "first step of the trace, counted from where the run starts", at_least=1)
+    peak_tflops: float = _option(0.0, "peak of the device for MFU (0: known GPUs only)", at_least=0)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All settings of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    @classmethod
+    def sections(cls) -> dict[str, type]:
+        """Name and class of every section."""
+        return {f.name: f.default_factory for f in fields(cls)}  # type: ignore[misc]

@@ -1,0 +1,110 @@
+"""Settings from a TOML file and from flags, and back to a file.
+
+Refuses what it does not know, with the nearest valid name: a misspelt key that is passed over is a run
+with other settings than its owner believes.
+"""
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import tomli_w
+
+from ragged_fsdp.trainer.config import TrainConfig
+
+__all__ = ["ConfigError", "from_values", "load_toml", "nearest", "save_toml", "section_of"]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names it and what would be right."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """A sentence that names the closest valid name, or all of them."""
+    options = sorted(valid)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid names are {', '.join(options)}"
+
+
+def section_of() -> dict[str, str]:
+    """Key to the name of its section; keys are unique across sections."""
+    return {f.name: section for section, cls in TrainConfig.sections().items() for f in fields(cls)}
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """Keys and values of a settings file, flat, checked against the known names."""
+    try:
+        parsed = tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    sections = TrainConfig.sections()
+    values: dict[str, Any] = {}
+    for section, table in parsed.items():
+        if section not in sections:
+            raise ConfigError(f"{path}: unknown section [{section}]; {nearest(section, sections)}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"{path}: {section} must be a table, got {table!r}")
+        keys = [f.name for f in fields(sections[section])]
+        for key, value in table.items():
+            if key not in keys:
+                elsewhere = section_of().get(key)
+                hint = f"it belongs to [{elsewhere}]" if elsewhere else nearest(key, keys)
+                raise ConfigError(f"{path}: unknown key {key!r} in [{section}]; {hint}")
+            values[key] = value
+    return values
+
+
+def from_values(*layers: Mapping[str, Any]) -> TrainConfig:
+    """Settings from the defaults and then each layer in turn; later layers win."""
+    home = section_of()
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            if key not in home:
+                raise ConfigError(f"unknown setting {key!r}; {nearest(key, home)}")
+            merged[key] = value
+    parts = {}
+    for section, cls in TrainConfig.sections().items():
+        hints = get_type_hints(cls)
+        own = {f.name: f for f in fields(cls) if f.name in merged}
+        parts[section] = cls(**{k: _checked(f, hints[k], merged[k]) for k, f in own.items()})
+    return TrainConfig(**parts)
+
+
+def save_toml(config: TrainConfig, path: Path) -> None:
+    """Write all settings, so that the file alone repeats the run."""
+    path.write_text(tomli_w.dumps(asdict(config)))
+
+
+def _checked(field: Any, hint: Any, value: Any) -> Any:
+    """``value`` as the type of the field, or a refusal that names it."""
+    value = _converted(field.name, hint, value)
+    choices, at_least = field.metadata["choices"], field.metadata["at_least"]
+    if choices and value not in choices:
+        raise ConfigError(f"{field.name} = {value!r}: {nearest(str(value), choices)}")
+    if at_least is not None and not value >= at_least:  # also refuses nan
+        raise ConfigError(f"{field.name} = {value}: expected at least {at_least}")
+    return value
+
+
+def _converted(name: str, hint: Any, value: Any) -> Any:
+    if get_origin(hint) is list:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, list | tuple) or not all(isinstance(i, str) for i in items):
+            raise ConfigError(f"{name}: expected a list of strings, got {value!r}")
+        return list(items)
+    if get_origin(hint) is dict:
+        assert get_args(hint) == (str, str)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{name}: expected a table, got {value!r}")
+        return {str(k): str(v) for k, v in value.items()}
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+        raise ConfigError(f"{name}: expected {hint.__name__}, got {value!r}")
+    return value

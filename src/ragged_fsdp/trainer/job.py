@@ -1,0 +1,290 @@
+"""A training run as one rank lives it: set up, resume, loop, finish."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ragged_fsdp.checkpoint import dcp
+from ragged_fsdp.checkpoint.store import CheckpointStore, read_manifest
+from ragged_fsdp.models.flops import flops_per_token
+from ragged_fsdp.models.materialize import materialize
+from ragged_fsdp.models.source import ModelSource, find_model
+from ragged_fsdp.trainer.batches import Batches
+from ragged_fsdp.trainer.config import TrainConfig
+from ragged_fsdp.trainer.config_file import ConfigError, save_toml
+from ragged_fsdp.trainer.data import Tokens, open_tokens
+from ragged_fsdp.trainer.metrics import MetricsWriter
+from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer
+from ragged_fsdp.trainer.profiling import StepProfiler
+from ragged_fsdp.trainer.progress import Silent, open_view
+from ragged_fsdp.trainer.ranks import Ranks, seed_everything
+from ragged_fsdp.trainer.sampling import sample_text
+from ragged_fsdp.trainer.schedule import lr_factor
+from ragged_fsdp.trainer.sharding import ShardedModel, prepare_layers, shard
+from ragged_fsdp.trainer.state import Counters, restore, state_to_save
+from ragged_fsdp.trainer.step import StepResult, evaluate, train_step
+from ragged_fsdp.trainer.stop import StopRequest
+from ragged_fsdp.trainer.timing import StepClock, memory_bytes, peak_flops
+
+__all__ = ["TrainingJob"]
+
+
+class TrainingJob:
+    """Owns the model, the optimizer and the counters of a run on one rank."""
+
+    def __init__(self, config: TrainConfig, ranks: Ranks, stop: StopRequest) -> None:
+        self.config, self.ranks, self._stop = config, ranks, stop
+        self._run_dir = Path(config.run.run_dir)
+        checkpoints = config.checkpoint
+        self._store = CheckpointStore(
+            self._run_dir / "checkpoints", keep_last=checkpoints.keep_last, keep_best=checkpoints.keep_best
+        )
+        self._saver = dcp.Saver(
+            self._store, background=checkpoints.async_checkpoint, timeout_s=config.sharding.timeout
+        )
+        self._source = find_model(
+            config.model.model, config.model.model_set, random_weights=config.model.weights == "random"
+        )
+        self._tokens = _open_together(config, ranks)
+        _check_vocabulary(self._source, self._tokens)
+        seed_everything(config.run.seed, ranks.rank)
+        self._build()
+        self._counters = Counters()
+        self._clock = StepClock(ranks.device)
+        self._view: Silent = Silent()
+        self._metrics: MetricsWriter | None = None
+        self._pending: tuple[int, StepResult, dict[str, Any]] | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Train to the last step, or until asked to stop; returns what came of it."""
+        self._start()
+        config, counters = self.config, self._counters
+        profiler = StepProfiler(config.log, self._run_dir, counters.step, enabled=self.ranks.rank == 0)
+        reason = self._stop.agreed(self.ranks.control)
+        saved_step = counters.step if counters.step else None
+        while counters.step < config.run.steps and reason is None:
+            self._step()
+            profiler.step()
+            if _due(counters.step, config.eval.eval_every):
+                self._evaluate()
+            if _due(counters.step, config.checkpoint.checkpoint_every):
+                self._save()
+                saved_step = counters.step
+            reason = self._stop.agreed(self.ranks.control)
+        profiler.close()
+        self._flush()
+        finished = counters.step >= config.run.steps
+        if finished and counters.eval_step != counters.step:
+            self._evaluate()
+        wanted = config.checkpoint.save_at_end if finished else config.checkpoint.save_on_interrupt
+        if wanted and saved_step != counters.step:
+            self._save()
+        self._saver.wait()
+        return self._finish("finished" if finished else str(reason))
+
+    def _build(self) -> None:
+        """The model, sharded on the meta device, then given its values; and its optimizer."""
+        config, ranks, source = self.config, self.ranks, self._source
+        model, twin = source.build(), source.build()
+        self._flops_per_token = flops_per_token(
+            twin, layers=source.layers, attention_width=source.attention_width, seq_len=config.data.seq_len
+        )
+        self._parameters = sum(p.numel() for p in twin.parameters())
+        prepare_layers(model, config.sharding)
+        shard(model, config.sharding, ranks)
+        materialize(model, twin, source.init_with(twin), seed=config.run.seed, device=ranks.device)
+        self.model = ShardedModel(model, config.sharding, ranks)
+        self.optimizer = build_optimizer(config.optimizer, model)
+        self._lr = LearningRate(self.optimizer)
+        data = config.data
+        self._train_data = Batches(self._tokens.train, data.seq_len, config.run.seed)
+        self._eval_data = Batches(self._tokens.evaluation, data.seq_len, config.run.seed, shuffle=False)
+
+    def _start(self) -> None:
+        """Resume if there is something to resume, then say what is about to run."""
+        messages = self._resume()
+        ranks, config, step = self.ranks, self.config, self._counters.step
+        if ranks.rank == 0:
+            self._store.remove_leftovers()
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            save_toml(config, self._run_dir / "config.toml")
+            self._metrics = MetricsWriter(
+                self._run_dir, resumed_step=step, tensorboard=config.log.tensorboard
+            )
+            self._metrics.write(
+                "start",
+                step,
+                world_size=ranks.world_size,
+                sharding=config.sharding.sharding,
+                parameters=self._parameters,
+                flops_per_token=self._flops_per_token,
+                data=self._tokens.description,
+            )
+        self._view = open_view(ranks.rank, config.run.steps, config.log.log_every, step)
+        for message in messages:
+            self._view.say(message)
+        self._clock.skip()
+
+    def _resume(self) -> list[str]:
+        """Load the checkpoint that ``--resume`` means, if any; returns what to tell the user."""
+        mode = self.config.run.resume
+        messages: list[str] = []
+        if mode in ("auto", "must"):
+            step = dcp.first_good_step(self._store, self.ranks.control, messages.append)
+            path = None if step is None else self._store.path(step)
+            if path is None and mode == "must":
+                raise ConfigError(f"resume = must: {self._store.root} holds no complete checkpoint")
+        elif mode == "never":
+            if self._store.steps():
+                raise ConfigError(
+                    f"resume = never: {self._store.root} already holds checkpoints; use another run_dir"
+                )
+            path = None
+        else:
+            path = Path(mode)
+        dist.barrier(group=self.ranks.control)  # nobody writes before all have looked
+        if path is None:
+            return messages
+        info = _info(path)
+        _check_same_model(info, self._source, path)
+        messages += restore(path, self.model.module, self.optimizer, self.ranks)
+        self._counters = Counters.from_info(info)
+        messages.append(f"resumed from {path} at step {self._counters.step}")
+        return messages
+
+    def _step(self) -> None:
+        counters, config = self._counters, self.config
+        lr = self._lr.set(lr_factor(counters.step, config.run.steps, config.optimizer))
+        result = train_step(
+            self.model, self.optimizer, self._train_data, counters.samples, config, self.ranks, self._clock
+        )
+        self._flush()  # the row of the step before: by now its work has ended, and asking costs no wait
+        counters.step += 1
+        counters.samples += config.data.batch
+        counters.tokens += config.data.batch * config.data.seq_len
+        wall, spans = self._clock.lap()
+        self._pending = (counters.step, result, {"lr": lr, "wall": wall, "spans": spans})
+
+    def _flush(self) -> None:
+        """Write the row of the last step, once its numbers are there."""
+        if self._pending is None:
+            return
+        step, result, timing = self._pending
+        self._pending = None
+        loss, grad_norm = float(result.loss), float(result.grad_norm)
+        self._counters.train_loss = loss
+        if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):  # also true for nan
+            raise FloatingPointError(
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; lower lr or set clip"
+            )
+        if self._metrics is None:
+            return
+        per_s = self.config.data.batch * self.config.data.seq_len / timing["wall"]
+        flops = per_s * self._flops_per_token / self.ranks.world_size
+        peak = peak_flops(self.ranks.device, self.config.log.peak_tflops)
+        row = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": timing["lr"],
+            "tokens": step * self.config.data.batch * self.config.data.seq_len,
+            "tokens_per_s": per_s,
+            "tflops_per_rank": flops / 1e12,
+            "mfu": flops / peak if peak else None,
+            "memory": memory_bytes(self.ranks.device),
+            "step_s": timing["wall"],
+            "phases_s": self._clock.seconds_by_phase(timing["spans"]),
+            "time": time.time(),
+        }
+        self._metrics.write("train", step, **row)
+        self._view.step(step, row)
+
+    def _evaluate(self) -> None:
+        self._flush()
+        if not self.config.eval.eval_sequences or not self._eval_data.windows:
+            return
+        loss = evaluate(self.model, self._eval_data, self.config, self.ranks)
+        self._counters.eval_loss, self._counters.eval_step = loss, self._counters.step
+        if self._metrics is not None:
+            self._metrics.write("eval", self._counters.step, loss=loss)
+        self._view.say(f"step {self._counters.step:>5}/{self.config.run.steps}  validation loss {loss:.4f}")
+        self._clock.skip()
+
+    def _save(self) -> None:
+        """Start a checkpoint of this step; training waits only while the state is copied."""
+        self._flush()
+        began = time.perf_counter()
+        step = self._counters.step
+        info = {
+            **self._counters.to_info(),
+            "world_size": self.ranks.world_size,
+            "model": self._source.settings,
+            "config": asdict(self.config),
+        }
+        self._saver.save(step, state_to_save(self.model.module, self.optimizer, self.ranks), info)
+        if self._metrics is not None:
+            self._metrics.write("checkpoint", step, blocked_s=time.perf_counter() - began)
+        self._view.say(f"step {step:>5}/{self.config.run.steps}  checkpoint {self._store.path(step)}")
+        self._clock.skip()
+
+    def _finish(self, status: str) -> dict[str, Any]:
+        counters, eval_config = self._counters, self.config.eval
+        sample = None
+        if eval_config.sample_tokens and status == "finished":
+            sample = sample_text(self.model, self._tokens.tokenizer, self.config, self.ranks)
+        outcome: dict[str, Any] = {
+            "status": status,
+            "step": counters.step,
+            "train_loss": counters.train_loss,
+            "eval_loss": counters.eval_loss,
+            "run_dir": str(self._run_dir),
+            "sample": sample,
+        }
+        if self._metrics is not None:
+            self._metrics.write("end", **outcome)
+            self._metrics.close()
+        self._view.close()
+        return outcome
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _open_together(config: TrainConfig, ranks: Ranks) -> Tokens:
+    """Rank 0 opens the data first, so that a missing cache is built once."""
+    tokens: Tokens | None = None
+    failure: list[str | None] = [None]
+    if ranks.rank == 0:
+        try:
+            tokens = open_tokens(config.data)
+        except ValueError as error:
+            failure[0] = str(error)
+    dist.broadcast_object_list(failure, src=0, group=ranks.control)
+    if failure[0] is not None:
+        raise ConfigError(failure[0])
+    return tokens or open_tokens(config.data)
+
+
+def _check_vocabulary(source: ModelSource, tokens: Tokens) -> None:
+    if tokens.tokenizer.vocab_size > source.vocab_size:
+        raise ConfigError(
+            f"tokenizer: its {tokens.tokenizer.vocab_size} tokens do not fit the model's vocabulary of "
+            f"{source.vocab_size}"
+        )
+
+
+def _info(path: Path) -> dict[str, Any]:
+    """The manifest's values; none for a checkpoint that another tool wrote."""
+    if not (path / ".metadata").exists():
+        raise ConfigError(f"resume: {path} is not a checkpoint folder")
+    return read_manifest(path)["info"] if (path / "manifest.json").exists() else {}
+
+
+def _check_same_model(info: dict[str, Any], source: ModelSource, path: Path) -> None:
+    stored = info.get("model", source.settings)
+    for key, value in source.settings.items():
+        if stored.get(key) != value:
+            raise ConfigError(f"resume: {path} has model {key} = {stored.get(key)}, this run has {value}")

@@ -1,0 +1,187 @@
+"""Running one function on several local processes, and ending all of them when one ends badly.
+
+Used when neither torchrun nor SLURM started us. Processes come from a fork server that has torch
+loaded already, so a start costs a fork. Each process has a pipe to the launcher: results and
+tracebacks come up, a request to stop goes down, and its end tells a process that the launcher is gone.
+"""
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+__all__ = ["RankFailure", "launch"]
+
+_REPORT_S = 2.0  # how long the others may take to report after a first failure, before they are ended
+_FOLLOW_UP = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Connection refused",
+    "Socket Timeout",
+)
+
+
+class RankFailure(RuntimeError):
+    """A rank ended badly; the message leads with the traceback of the one that was first."""
+
+
+@dataclass
+class _Rank:
+    index: int
+    process: BaseProcess
+    pipe: Connection
+    result: Any = None
+    trace: str | None = None
+    failed_at: float | None = None
+    ended: bool = field(default=False)
+
+
+def launch(target: str, argument: Any, processes: int) -> Any:
+    """Call ``module:function`` with (argument, pipe) on each of ``processes`` ranks; returns rank 0's result.
+
+    Raises :class:`RankFailure` within seconds of a rank's death, after ending the others. Ctrl-C and
+    SIGTERM ask all ranks to stop; a second one kills them.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["ragged_fsdp.trainer.worker"])
+    environment = {
+        "WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes))),
+    }
+    ranks = []
+    for index in range(processes):
+        ours, theirs = context.Pipe()
+        own = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
+        process = context.Process(target=_serve, args=(target, argument, own, theirs), name=f"rank-{index}")
+        process.start()
+        theirs.close()
+        ranks.append(_Rank(index, process, ours))
+    try:
+        with _stop_on_signals(ranks):
+            return _watch(ranks)
+    finally:
+        for rank in ranks:
+            if rank.process.is_alive():
+                rank.process.kill()
+            rank.process.join()
+            rank.pipe.close()
+
+
+def _serve(target: str, argument: Any, environment: dict[str, str], pipe: Connection) -> None:
+    """The life of a rank: run the function, send up what came of it."""
+    os.environ.update(environment)
+    module, _, name = target.partition(":")
+    try:
+        result = getattr(import_module(module), name)(argument, pipe)
+    except BaseException:
+        pipe.send(("failed", traceback.format_exc()))
+        _flush_and_exit(1)
+    pipe.send(("result", result))
+    _flush_and_exit(0)
+
+
+def _flush_and_exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # interpreter shutdown could wait for a collective whose peers are gone
+
+
+def _watch(ranks: list[_Rank]) -> Any:
+    """Until all ranks are done, or one has failed and the others had time to say why."""
+    first_failure: float | None = None
+    while not all(rank.ended for rank in ranks):
+        left = None if first_failure is None else first_failure + _REPORT_S - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        live = [rank for rank in ranks if not rank.ended]
+        wait([h for rank in live for h in (rank.pipe, rank.process.sentinel)], timeout=left)
+        for rank in live:
+            _collect(rank)
+            if rank.failed_at is not None and first_failure is None:
+                first_failure = rank.failed_at
+    failed = [rank for rank in ranks if rank.failed_at is not None]
+    if failed:
+        raise RankFailure(_story(failed, len(ranks)))
+    return ranks[0].result
+
+
+def _collect(rank: _Rank) -> None:
+    """Take what the rank has sent, and notice its end."""
+    try:
+        while rank.pipe.poll():
+            kind, value = rank.pipe.recv()
+            if kind == "failed":
+                rank.trace, rank.failed_at = value, time.monotonic()
+            else:
+                rank.result = value
+    except (EOFError, OSError):
+        rank.process.join(5)  # its end of the pipe is closed: it is ending
+    if rank.process.exitcode is not None:
+        rank.ended = True
+        if rank.process.exitcode != 0 and rank.failed_at is None:
+            rank.failed_at = time.monotonic()
+
+
+def _story(failed: list[_Rank], processes: int) -> str:
+    """What happened, the cause first: a silent death, then an error that is not about a peer."""
+
+    def order(rank: _Rank) -> tuple[bool, bool, float]:
+        follow_up = rank.trace is not None and any(text in rank.trace for text in _FOLLOW_UP)
+        return rank.trace is not None, follow_up, rank.failed_at or 0.0
+
+    cause = min(failed, key=order)
+    if cause.trace is not None:
+        what = cause.trace.rstrip()
+        headline = f"rank {cause.index} failed:"
+    else:
+        code = cause.process.exitcode
+        what = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
+        headline = f"rank {cause.index} died without a traceback:"
+    return f"{headline}\n{what}\nthe other {processes - 1} of {processes} processes were ended"
+
+
+@contextmanager
+def _stop_on_signals(ranks: list[_Rank]) -> Iterator[None]:
+    """A first signal asks every rank to stop, a second kills them."""
+    asked = False
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            for rank in ranks:
+                rank.process.kill()
+            raise KeyboardInterrupt
+        asked = True
+        print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
+        for rank in ranks:
+            if not rank.ended:
+                rank.pipe.send("stop")
+
+    previous: dict[int, Any] = {}
+    try:
+        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
+            previous[number] = signal.signal(number, on_signal)
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,160 @@
+"""How a model is spread over the ranks: the one place where the trainer meets ``fully_shard``.
+
+Four ways behind one interface, so that the same run can be compared across them: ``ragged`` (ours),
+``fsdp2`` (torch's), ``ddp`` (replicas) and ``none`` (one process).
+"""
+
+import contextlib
+import fnmatch
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
+from ragged_fsdp.trainer.config import ShardingConfig
+from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.ranks import Ranks
+
+__all__ = ["ShardedModel", "parse_granularity", "prepare_layers", "shard", "transformer_layers"]
+
+_ACTIVATION_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
+
+
+class ShardedModel:
+    """A model ready to train: what the loop calls, whichever way it is sharded."""
+
+    def __init__(self, module: nn.Module, config: ShardingConfig, ranks: Ranks) -> None:
+        self.module: Any = module
+        """The model itself; its parameters go to the optimizer and its state into checkpoints."""
+        self._call: nn.Module = module
+        self._fsdp = isinstance(module, FSDPModule)
+        self._autocast = resolved_precision(config, ranks.device) != "fp32" and not self._fsdp
+        self._device = ranks.device
+        if config.sharding == "ddp" and ranks.world_size > 1:
+            ids = [ranks.device] if ranks.device.type == "cuda" else None
+            self._call = DistributedDataParallel(module, device_ids=ids)
+
+    def __call__(self, input_ids: torch.Tensor) -> Any:
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._autocast):
+            return self._call(input_ids)
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around forward and backward of a micro-batch; gradients are reduced after the last one only."""
+        if self._fsdp:
+            self.module.set_requires_gradient_sync(last)
+        elif isinstance(self._call, DistributedDataParallel) and not last:
+            return self._call.no_sync()
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, parameters stay gathered after their first use: for many small forwards."""
+        if not self._fsdp:
+            yield
+            return
+        parts = [m for m in self.module.modules() if isinstance(m, FSDPModule)]
+        for part in parts:
+            part.unshard()
+            part.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.set_reshard_after_forward(True, recurse=False)
+                part.reshard()
+
+
+def transformer_layers(model: nn.Module) -> nn.ModuleList:
+    """The list of repeated layers: of all module lists, the outermost one with the most parameters."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
+    if not lists:
+        raise ConfigError(f"model: a {type(model).__name__} has no list of layers to shard one by one")
+    return max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))
+
+
+def prepare_layers(model: nn.Module, config: ShardingConfig) -> None:
+    """Activation checkpointing and compilation, in place, layer by layer, before sharding."""
+    layers = transformer_layers(model)
+    for index in range(len(layers)):
+        if config.activation_checkpointing and index % config.activation_checkpointing == 0:
+            layers[index] = checkpoint_wrapper(layers[index])
+        if config.compile:
+            layers[index].compile()
+
+
+def shard(model: nn.Module, config: ShardingConfig, ranks: Ranks) -> None:
+    """Shard ``model`` in place, a group per layer and one for the rest; nothing to do for ddp and none."""
+    if config.sharding in ("ddp", "none"):
+        return
+    extra: dict[str, object] = {}
+    if config.sharding == "ragged":
+        from ragged_fsdp import fully_shard
+
+        extra["orig_param_policy"] = _granularity_policy(model, config.granularity)
+    else:
+        from torch.distributed.fsdp import fully_shard
+    common = {
+        "mesh": _data_mesh(ranks),
+        "mp_policy": _mixed_precision(resolved_precision(config, ranks.device)),
+        **extra,
+    }
+    for layer in transformer_layers(model):
+        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **common)
+    fully_shard(model, **common)
+
+
+def resolved_precision(config: ShardingConfig, device: torch.device) -> str:
+    """The precision after ``auto``."""
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if device.type == "cuda" else "fp32"
+
+
+def parse_granularity(text: str) -> Granularity:
+    """``rows:32``, ``elements:1024``, ``rows``, or ``whole``."""
+    kind, _, count = text.partition(":")
+    kinds: dict[str, Callable[[int], Granularity]] = {"rows": Rows, "elements": Elements}
+    if kind == "whole" and not count:
+        return Whole()
+    if kind in kinds and (not count or (count.isdecimal() and int(count) > 0)):
+        return kinds[kind](int(count or 1))
+    raise ConfigError(f"granularity {text!r}: expected whole, rows:<count> or elements:<count>")
+
+
+def _granularity_policy(
+    model: nn.Module, rules: dict[str, str]
+) -> Callable[[str, nn.Parameter], Granularity | None] | None:
+    """The rules as the ``orig_param_policy`` of ``fully_shard``; the first that matches a full name wins."""
+    if not rules:
+        return None
+    parsed = {pattern: parse_granularity(text) for pattern, text in rules.items()}
+    chosen: dict[nn.Parameter, Granularity] = {}
+    used: set[str] = set()
+    for name, parameter in model.named_parameters():
+        clean = name.replace(_ACTIVATION_CHECKPOINT_PREFIX, "")
+        for pattern, granularity in parsed.items():
+            if fnmatch.fnmatchcase(clean, pattern):
+                used.add(pattern)
+                chosen.setdefault(parameter, granularity)
+    if unused := sorted(set(parsed) - used):
+        raise ConfigError(f"granularity {unused[0]!r} matches no parameter name of the model")
+    return lambda name, parameter: chosen.get(parameter)
+
+
+def _mixed_precision(precision: str) -> MixedPrecisionPolicy:
+    if precision == "fp32":
+        return MixedPrecisionPolicy()
+    reduce_dtype = torch.bfloat16 if precision == "bf16-reduce" else torch.float32
+    return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+
+
+def _data_mesh(ranks: Ranks) -> object:
+    names = ranks.mesh.mesh_dim_names or ()
+    data = tuple(name for name in names if name != "tp")
+    return ranks.mesh[data] if data != names else ranks.mesh

@@ -1,0 +1,108 @@
+"""What a checkpoint of a run holds, and how a run takes it up again.
+
+Tensors go through ``torch.distributed.checkpoint`` under the names of an unsharded model (``model.*``,
+``optim.*``), so that any number of ranks, and FSDP2, can read them; each rank's random state is under
+``rng.<rank>``. The counters are plain values in the manifest.
+"""
+
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from ragged_fsdp.checkpoint import dcp
+from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.ranks import Ranks
+
+__all__ = ["Counters", "restore", "state_to_save"]
+
+
+@dataclass
+class Counters:
+    """How far the run has come."""
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    train_loss: float | None = None
+    eval_loss: float | None = None
+    """The last evaluation's loss."""
+    eval_step: int | None = None
+
+    @classmethod
+    def from_info(cls, info: dict[str, Any]) -> "Counters":
+        """From the values that a manifest holds."""
+        return cls(**{name: info[name] for name in cls.__dataclass_fields__ if name in info})
+
+    def to_info(self) -> dict[str, Any]:
+        """Values for a manifest; the evaluation counts only if it was of this very step."""
+        info = asdict(self)
+        if self.eval_step != self.step:
+            info["eval_loss"] = None
+        return info
+
+
+def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> dict[str, Any]:
+    """The state tree of this rank; tensors are the live ones."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {
+        "model": model_state,
+        "optim": optimizer_state,
+        "rng": {str(ranks.rank): _random_state(ranks.device)},
+    }
+
+
+def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[str]:
+    """Take up the state in ``path``; returns what could not be taken up exactly, in words.
+
+    A checkpoint of another tool may hold the model alone: the optimizer then starts anew.
+    """
+    names = dcp.stored_names(path)
+    if not any(name.startswith("model.") for name in names):
+        raise ConfigError(f"resume: {path} holds no 'model.*' tensors, so it is not a checkpoint of a model")
+    notes = []
+    state = state_to_save(model, optimizer, ranks)
+    if not any(name.startswith("optim.") for name in names):
+        notes.append("the checkpoint has no optimizer state; the optimizer starts anew")
+        del state["optim"]
+    own = f"rng.{ranks.rank}"
+    same_ranks = own in names and f"rng.{ranks.world_size}" not in names
+    everywhere = torch.tensor(int(same_ranks and f"rng.{ranks.world_size - 1}" in names))
+    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=ranks.control)
+    if not everywhere:
+        notes.append("another number of processes: random states (dropout) start anew, data order goes on")
+        del state["rng"]
+    dcp.load(state, path, ranks.control)
+    optimizer_state = state.get("optim", {})
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+    if everywhere:
+        _set_random_state(state["rng"][str(ranks.rank)], ranks.device)
+    return notes
+
+
+def _random_state(device: torch.device) -> dict[str, Any]:
+    """Every generator that a model may draw from. The lists are pickled, the tensors stored as such."""
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+    }
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(state["torch"])
+    np.random.set_state(state["numpy"])
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    if device.type == "cuda":
+        cuda: Tensor = state["cuda"]
+        torch.cuda.set_rng_state(cuda.cpu(), device)

@@ -1,0 +1,104 @@
+"""One optimizer step and one evaluation, as every rank makes them together.
+
+The loss of a step is the mean over all of its tokens, and its gradient must not depend on how they are
+spread: each rank sums over its own tokens and divides by those of the whole step; the factor
+``data_size`` undoes the mean that the reduction of gradients takes over ranks.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ragged_fsdp.trainer.batches import Batches, share
+from ragged_fsdp.trainer.config import TrainConfig
+from ragged_fsdp.trainer.ranks import Ranks
+from ragged_fsdp.trainer.sharding import ShardedModel
+from ragged_fsdp.trainer.timing import StepClock
+
+__all__ = ["StepResult", "evaluate", "train_step"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """On the device, so that asking for it can wait until the device is done."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+def train_step(
+    model: ShardedModel,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    first_sample: int,
+    config: TrainConfig,
+    ranks: Ranks,
+    clock: StepClock,
+) -> StepResult:
+    """Forward, backward and update on the samples from ``first_sample`` on."""
+    batch, pieces = config.data.batch, config.data.accumulate
+    step_tokens = batch * config.data.seq_len
+    loss_sum = torch.zeros((), device=ranks.device)
+    for piece in range(pieces):
+        with clock.phase("data"):
+            ids = _my_sequences(batches, first_sample, share(batch, pieces, piece), ranks)
+        with model.micro_batch(last=piece == pieces - 1):
+            with clock.phase("forward"):
+                tokens_loss, balance_loss = summed_losses(model, ids)
+            loss = tokens_loss / step_tokens + balance_loss / batch
+            with clock.phase("backward"):
+                (loss * ranks.data_size).backward()
+        loss_sum += tokens_loss.detach()
+    with clock.phase("optimizer"):
+        grad_norm = clip_gradients(model, config.optimizer.clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    with clock.phase("reduce_loss"):
+        dist.all_reduce(loss_sum)
+    loss_mean = loss_sum * (ranks.data_size / ranks.world_size) / step_tokens
+    return StepResult(loss_mean, grad_norm)
+
+
+def summed_losses(model: ShardedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the cross entropies of all tokens, and of the sequences' balance losses (0 without a router)."""
+    output = model(ids[:, :-1])
+    logits = output.logits.flatten(0, 1).float()  # type: ignore[attr-defined]
+    tokens_loss = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
+    balance = getattr(output, "balance_loss", None)
+    return tokens_loss, tokens_loss.new_zeros(()) if balance is None else balance.sum()
+
+
+def clip_gradients(model: ShardedModel, limit: float) -> Tensor:
+    """The norm of all gradients together; they are scaled down to ``limit`` if it is larger (0: never)."""
+    parameters = [p for p in model.module.parameters() if p.grad is not None]
+    norm = torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf"))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+@torch.no_grad()
+def evaluate(model: ShardedModel, batches: Batches, config: TrainConfig, ranks: Ranks) -> float:
+    """Mean loss over the first ``eval_sequences`` sequences, the same ones each time."""
+    count = min(config.eval.eval_sequences, batches.windows)
+    at_once = config.data.batch // config.data.accumulate
+    loss_sum = torch.zeros((), device=ranks.device)
+    model.module.eval()
+    for start in range(0, count, at_once):
+        chunk = range(start, min(start + at_once, count))
+        ids = _my_sequences(batches, 0, chunk, ranks)
+        # A rank without a sequence still takes part in the gathers: it evaluates the first one, for nothing.
+        mine = len(ids) > 0
+        loss, _ = summed_losses(model, ids if mine else batches.sequences(range(1)).to(ranks.device))
+        loss_sum += loss * mine
+    model.module.train()
+    dist.all_reduce(loss_sum)
+    return float(loss_sum) * (ranks.data_size / ranks.world_size) / (count * config.data.seq_len)
+
+
+def _my_sequences(batches: Batches, first_sample: int, part: range, ranks: Ranks) -> Tensor:
+    """The sequences of ``part`` of a step that this rank's place among the data ranks gives it."""
+    mine = share(len(part), ranks.data_size, ranks.data_rank)
+    start = first_sample + part.start
+    return batches.sequences(range(start + mine.start, start + mine.stop)).to(ranks.device)

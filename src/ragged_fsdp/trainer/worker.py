@@ -1,0 +1,24 @@
+"""What one rank runs. Loaded by the fork server, so that its imports are paid for once."""
+
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ragged_fsdp.trainer.config import TrainConfig
+from ragged_fsdp.trainer.job import TrainingJob
+from ragged_fsdp.trainer.ranks import join, leave
+from ragged_fsdp.trainer.stop import StopRequest
+
+__all__ = ["run_rank"]
+
+
+def run_rank(config: TrainConfig, channel: Connection | None) -> dict[str, Any]:
+    """Train on this rank; ``channel`` leads to our launcher, or is None under torchrun and SLURM."""
+    stop = StopRequest(config.run.minutes)
+    if channel is None:
+        stop.listen_to_signals()
+    else:
+        stop.listen_to_launcher(channel)
+    ranks = join(config.sharding)
+    outcome = TrainingJob(config, ranks, stop).run()
+    leave()
+    return outcome
