@@ -21,19 +21,17 @@ __all__ = ["class_floors"]
 
 def class_floors(problem: Problem, most: int) -> dict[int, int]:
     """For each LCM class with a member below ``most``, a member no layout of the class goes under."""
-    volume = align_up(-(-_aligned_numel(problem) // problem.ranks), problem.step)
     floors: dict[int, int] = {}
     cuts = list(_coarse_cuts(problem))
-    for divisor in lcm_classes(problem, volume, most):
-        floor = class_floor(problem, divisor, volume)
+    for divisor in lcm_classes(problem, problem.volume_shard, most):
+        floor = class_floor(problem, divisor, problem.volume_shard)
         for quantum, fine in cuts:
+            if floor >= most:
+                break
             floor = _waste_floor(problem, divisor, floor, most, quantum, fine)
-        floors[divisor] = floor
+        if floor < most:
+            floors[divisor] = floor
     return floors
-
-
-def _aligned_numel(problem: Problem) -> int:
-    return sum(align_up(numel, problem.align) for numel, _ in problem.kinds)
 
 
 def _coarse_cuts(problem: Problem) -> Iterator[tuple[int, dict[Kind, int]]]:
@@ -67,11 +65,24 @@ def _waste_floor(
         else:
             high = middle - 1
     while floor < most and _wastes(problem, floor, quantum, fine):
-        floor = max(floor + divisor, align_up(floor // quantum * quantum + quantum, divisor))
+        floor = align_up(max(floor + 1, _next_admissible(problem, floor, quantum, fine)), divisor)
     return floor
 
 
+def _spared(shard: int, fine: dict[Kind, int]) -> int:
+    """Shards that fine tensors can reach, at most."""
+    return sum(count * (max(0, numel - 2) // shard + 2) for (numel, _), count in fine.items())
+
+
 def _wastes(problem: Problem, shard: int, quantum: int, fine: dict[Kind, int]) -> bool:
-    spared = sum(count * (max(0, numel - 2) // shard + 2) for (numel, _), count in fine.items())
-    lost = max(0, problem.ranks - spared) * (shard % quantum)
-    return _aligned_numel(problem) + lost > problem.ranks * shard
+    lost = max(0, problem.ranks - _spared(shard, fine)) * (shard % quantum)
+    return problem.aligned_numel + lost > problem.ranks * shard
+
+
+def _next_admissible(problem: Problem, shard: int, quantum: int, fine: dict[Kind, int]) -> int:
+    """Past ``k * quantum`` only the spared shards gain room; the next multiple is the last resort."""
+    base = shard // quantum * quantum
+    missing = problem.aligned_numel - problem.ranks * base
+    spared = _spared(shard, fine)
+    rest = -(-missing // spared) if spared else quantum
+    return base + min(rest, quantum)

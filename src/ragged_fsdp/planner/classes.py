@@ -11,9 +11,7 @@ import math
 
 from ragged_fsdp.planner.problem import Problem, align_up
 
-__all__ = ["class_floor", "lcm_classes", "two_shard_size"]
-
-_MOST_CLASSES = 512
+__all__ = ["class_floor", "ladder", "lcm_classes", "two_shard_size"]
 
 
 def two_shard_size(numel: int, head_unit: int) -> int:
@@ -28,9 +26,8 @@ def two_shard_size(numel: int, head_unit: int) -> int:
 def lcm_classes(problem: Problem, least: int, most: int) -> list[int]:
     """The LCM classes with a member in ``[least, most]`` that a layout can need, smallest first.
 
-    Only blocks of tensors longer than ``least`` count: no other can contain a whole shard. With very
-    many distinct blocks the classes of the longest tensors are kept; the search stays correct and the
-    lower bound does not rest on this list being complete.
+    Only blocks of tensors longer than ``least`` count: no other can contain a whole shard. There are
+    few: a class counts only if its LCM has a multiple below ``most``, the best size known so far.
     """
     longest: dict[int, int] = {}
     for numel, block in problem.counts:
@@ -40,9 +37,23 @@ def lcm_classes(problem: Problem, least: int, most: int) -> list[int]:
     for block in sorted(longest, key=lambda b: (-longest[b], b)):
         grown = {math.lcm(divisor, block) for divisor in classes}
         classes |= {divisor for divisor in grown if align_up(least, divisor) <= most}
-        if len(classes) > _MOST_CLASSES:
-            break
     return sorted(classes)
+
+
+def ladder(problem: Problem) -> list[int]:
+    """A few classes that always hold a feasible size: LCMs of the blocks, longest tensors first.
+
+    These are the prefixes the paper proposes; the best of them is within a factor of two of the optimum.
+    """
+    longest: dict[int, int] = {}
+    for numel, block in problem.counts:
+        longest[block] = max(numel, longest.get(block, 0))
+    rungs = [problem.step]
+    for block in sorted(longest, key=lambda b: (-longest[b], -b)):
+        rungs.append(math.lcm(rungs[-1], block))
+        if rungs[-1] > problem.largest_shard:
+            break
+    return list(dict.fromkeys(rungs))
 
 
 def class_floor(problem: Problem, divisor: int, least: int) -> int:

@@ -196,7 +196,7 @@ class _Programme:
         lengths = [align_up(numel, self.align) for numel, _ in kinds]
         head_units = [math.lcm(block, self.align) for _, block in kinds]
         lates = []
-        for (numel, block), head_unit in zip(kinds, head_units):
+        for (numel, _), head_unit in zip(kinds, head_units):
             head_most = self.shard // head_unit * head_unit
             fits = numel - head_most <= self.shard
             lates.append(self.shard - head_most if fits else int(_UNREACHED))

@@ -9,7 +9,6 @@ __all__ = ["full_mixes", "relaxed_mix"]
 
 _EXACT_WORK = 6_000_000
 _MIX_WORK = 6_000_000
-_PROOF_WORK = 16_000_000
 _BANDS = (None, 64, 16)
 _CHAIN_LENGTHS = (64, 32, 16, 8, 4, 1)
 
@@ -64,13 +63,13 @@ def _pieces(problem: Problem, free: list[Kind], most: int) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (-piece.kind[0], piece.parts))
 
 
-def relaxed_mix(problem: Problem) -> Mix | None:
+def relaxed_mix(problem: Problem, work: int) -> Mix | None:
     """An exact programme over the tensors that matter most: what does not fit without the rest never fits."""
     counts = problem.counts
     weight = sorted(counts, key=lambda kind: (-kind[0] * counts[kind], -kind[1], -kind[0]))
     chosen: list[tuple[Kind, int]] = []
     for kind in weight:
         grown = Mix((*chosen, (kind, counts[kind])))
-        if grown.work <= _PROOF_WORK:
+        if grown.work <= work:
             chosen.append((kind, counts[kind]))
     return Mix(tuple(chosen)) if chosen else None

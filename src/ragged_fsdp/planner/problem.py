@@ -50,9 +50,19 @@ class Problem:
         return sum(numel for numel, _ in self.kinds)
 
     @cached_property
+    def aligned_numel(self) -> int:
+        """What the tensors take at least: each up to the next multiple of the alignment."""
+        return sum(count * align_up(numel, self.align) for (numel, _), count in self.counts.items())
+
+    @cached_property
+    def volume_shard(self) -> int:
+        """The smallest shard size with room for all elements."""
+        return align_up(-(-self.aligned_numel // self.ranks), self.step)
+
+    @cached_property
     def largest_shard(self) -> int:
         """A shard size that always works: all tensors one after the other on the first rank."""
-        return align_up(sum(align_up(numel, self.align) for numel, _ in self.kinds), self.step)
+        return align_up(self.aligned_numel, self.step)
 
     def check_int64(self) -> None:
         """Raises where element positions of some layout the search may try would leave int64."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ragged_fsdp.planner.bounds import class_floors
+from ragged_fsdp.planner.classes import class_floor, ladder
 from ragged_fsdp.planner.earliest import place_in_order
 from ragged_fsdp.planner.mixing import Mix, best_mix
 from ragged_fsdp.planner.mixtures import full_mixes, relaxed_mix
@@ -38,6 +39,7 @@ def order_layout(problem: Problem, order: Sequence[Kind]) -> Outcome:
     """The smallest shard for one given order: exact, by one bisection per class."""
     search = _Search(problem, 0)
     search.best, search.order = problem.largest_shard, tuple(order)
+    search._climb_ladder(order)
     search.floors = class_floors(problem, search.best)
     bound = search.bound
     for divisor, floor in search.floors.items():
@@ -52,12 +54,15 @@ class _Search:
     best: int = 0
     order: tuple[Kind, ...] = ()
     floors: dict[int, int] = field(default_factory=dict)
+    spent: int = 0
 
     def run(self) -> Outcome:
         self.best, self.order = self.problem.largest_shard, self.problem.kinds
+        orders = cheap_orders(self.problem)
+        self._climb_ladder(orders[0])
         self.floors = class_floors(self.problem, self.best)
-        self._try_cheap_orders()
-        for stage in (self._try_floor, self._prove_class, self._search_class, self._prove_class):
+        self._try_cheap_orders(orders)
+        for stage in (self._try_floor, self._prove_quickly, self._search_class, self._prove):
             for divisor in sorted(self.floors, key=lambda d: (self.floors[d], d)):
                 if self._done():
                     break
@@ -67,6 +72,13 @@ class _Search:
     @property
     def bound(self) -> int:
         return min([*self.floors.values(), self.best])
+
+    def _worth(self) -> int:
+        """The effort the remaining gap deserves: half for each power of ten below a thousandth."""
+        worth, scale = self.effort, 1000
+        while scale < 10**7 and (self.best - self.bound) * scale < self.best:
+            worth, scale = worth // 2, scale * 10
+        return worth
 
     def _done(self) -> bool:
         return self.best <= self.bound
@@ -78,8 +90,15 @@ class _Search:
     def _keep(self, shard: int, order: Iterable[Kind]) -> None:
         self.best, self.order = shard, tuple(order)
 
-    def _try_cheap_orders(self) -> None:
-        orders = cheap_orders(self.problem)
+    def _climb_ladder(self, order: Sequence[Kind]) -> None:
+        """A first size, so that the enumeration of classes has an end."""
+        for divisor in ladder(self.problem):
+            floor = class_floor(self.problem, divisor, self.problem.volume_shard)
+            self._bisect_order(order, divisor, floor)
+
+    def _try_cheap_orders(self, orders: Sequence[Sequence[Kind]]) -> None:
+        if self._done():
+            return
         for order in orders:
             if self._fits(order, self.bound, self.bound):
                 self._keep(self.bound, order)
@@ -138,15 +157,18 @@ class _Search:
 
     def _run(self, mix: Mix, shard: int, divisor: int) -> list[Kind] | None:
         """The programme's order, empty if it found none; None where the effort is spent."""
-        if mix.work > self.effort:
+        if self.spent + mix.work > self._worth():
             return None
         order, work = best_mix(self.problem, mix, shard, divisor)
-        self.effort -= work
+        self.spent += work
         return order or []
 
-    def _prove_class(self, divisor: int) -> None:
+    def _prove_quickly(self, divisor: int) -> None:
+        self._prove(divisor, self.effort // 10)
+
+    def _prove(self, divisor: int, work: int | None = None) -> None:
         """If even some of the tensors do not fit in the largest member below the best, none does."""
         top = self._top(divisor)
-        mix = relaxed_mix(self.problem)
+        mix = relaxed_mix(self.problem, self.effort // 3 if work is None else work)
         if top >= self.floors[divisor] and mix is not None and self._run(mix, top, divisor) == []:
             self.floors[divisor] = top + divisor
