@@ -105,6 +105,80 @@ def step(
 
 
 @app.command()
+def overhead(
+    layers: Annotated[int, typer.Option(help="Number of small layers.")] = 64,
+    tokens: Annotated[int, typer.Option(help="Tokens of this rank: whole sequences.")] = 128,
+    ranks: Annotated[int, typer.Option(help="Ranks to be rank 0 of.")] = 64,
+    implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,fsdp2",
+    option: Annotated[list[str], typer.Option(help="name=value for our fully_shard; repeatable.")] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
+) -> None:
+    """Host time per layer: many small layers, so that the device waits for the host."""
+    from .report import overhead_table
+    from .runner import run_case, save
+
+    _need_cuda()
+    case = Case("small-dense", layers, tokens, ranks, iterations=20, options=_options(option))
+    result = run_case(case, implementations.split(","), _CONSOLE.out)
+    _CONSOLE.print(overhead_table(result))
+    if out is not None:
+        save(out, [result])
+
+
+@app.command()
+def real(
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 50,
+    device: Annotated[str, typer.Option(help="cuda (NCCL) or cpu (gloo).")] = "cuda",
+    debug: Annotated[bool, typer.Option(help="Also run ours with freed storage poisoned.")] = True,
+    option: Annotated[list[str], typer.Option(help="name=value for our fully_shard; repeatable.")] = [],  # noqa: B006
+    limit: Annotated[float, typer.Option(help="Seconds one run may take.")] = 120.0,
+    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
+) -> None:
+    """Train the same model over real collectives under ours, FSDP2 and DDP; losses and memory."""
+    from .real_ranks import RealCase, compare, run_real
+    from .report import real_table
+    from .runner import save
+
+    if device == "cuda":
+        _need_cuda()
+    results = []
+    dense, experts = ("small-dense", 1024, "fp32"), ("tiny-moe", 256, "bf16")
+    for n in (int(text) for text in ranks.split(",")):
+        for (model, tokens, compute), peers in ((dense, ("fsdp2", "ddp")), (experts, ("fsdp2",))):
+            rows = []
+            for poisoned in (False, True) if debug else (False,):
+                case = RealCase(model, 4, tokens, n, steps, compute, device, poisoned, _options(option))
+                rows.append(run_real(case, "ours", limit))
+            rows += [run_real(case, peer, limit) for peer in peers]
+            results.append(compare(case, rows))
+            _CONSOLE.print(real_table(results[-1]))
+            if out is not None:
+                save(out, results)
+
+
+@app.command()
+def reduction_error(
+    ranks: Annotated[str, typer.Option(help="Emulated ranks, separated by commas.")] = "4,64,256,1024",
+    noise: Annotated[str, typer.Option(help="Noise of each rank over the common signal.")] = "1,4,16",
+    real_ranks: Annotated[int, typer.Option(help="Ranks to run for real over gloo.")] = 4,
+    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
+) -> None:
+    """Error of reducing bf16 gradients in fp32, in bf16, and by all-to-all with a local fp32 sum."""
+    from . import reduction_error as study
+    from .report import error_table
+    from .runner import save
+
+    rows = []
+    for level in (float(text) for text in noise.split(",")):
+        rows.append({"ranks": real_ranks, "noise": level, "real": True, **study.real(real_ranks, level)})
+        rows += [{"ranks": int(n), "noise": level, **study.emulated(int(n), level)} for n in ranks.split(",")]
+    _CONSOLE.print(error_table(rows))
+    if out is not None:
+        save(out, rows)
+
+
+@app.command()
 def show(
     results: Annotated[list[Path], typer.Argument(help="JSON files written by the other commands.")],
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables for a document.")] = False,

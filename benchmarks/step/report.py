@@ -11,7 +11,19 @@ from rich.table import Table
 
 from .case import Case
 
-__all__ = ["LABELS", "bound_ms", "copy_table", "floor_ms", "load", "markdown", "step_table"]
+__all__ = [
+    "LABELS",
+    "bound_ms",
+    "copies_ms",
+    "copy_table",
+    "error_table",
+    "floor_ms",
+    "load",
+    "markdown",
+    "overhead_table",
+    "real_table",
+    "step_table",
+]
 
 LABELS = {
     "none": "no sharding",
@@ -98,12 +110,7 @@ def _cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def step_table(result: dict[str, Any]) -> Table:
     """One case for the terminal."""
-    table = Table(title=title(result))
-    for i, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="left" if i == 0 else "right")
-    for cells in _cells(result):
-        table.add_row(*cells)
-    return table
+    return _table(title(result), _COLUMNS, _cells(result))
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -144,3 +151,81 @@ def copies_ms(row: dict[str, Any]) -> tuple[float, float, float, float, float]:
         elif kernel["kind"] == "copy or cast":
             other += kernel["ms"]
     return gather, out, reduce, into, other
+
+
+def _table(title_text: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    table = Table(title=title_text)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def overhead_table(result: dict[str, Any]) -> Table:
+    """Host time per layer, and how much of it the sharding added to the unsharded layers."""
+    rows = {row["implementation"]: row for row in result["rows"] if "host_ms_per_layer" in row}
+    plain = rows["none"]["host_ms_per_layer"] if "none" in rows else 0.0
+    theirs = rows["fsdp2"]["host_ms_per_layer"] if "fsdp2" in rows else None
+    cells = []
+    for name, row in rows.items():
+        own = row["host_ms_per_layer"]
+        added = (own - plain) / (theirs - plain) if theirs and theirs > plain and name != "none" else None
+        cells.append(
+            (
+                LABELS.get(name, name),
+                f"{own * 1e3:.0f}",
+                f"{own / theirs:.2f}" if theirs else "",
+                f"{(own - plain) * 1e3:.0f}",
+                "" if added is None else f"{added:.2f}",
+                f"{row['forward_backward_ms']:.1f}",
+            )
+        )
+    columns = ("implementation", "host us/layer", "/ FSDP2", "over unsharded us", "/ FSDP2's", "fwd+bwd ms")
+    return _table("host time, " + title(result), columns, cells)
+
+
+def real_table(result: dict[str, Any]) -> Table:
+    """Losses and memory of real ranks."""
+    case, cells = result["case"], []
+    for row in result["rows"]:
+        label = LABELS.get(row["implementation"], row["implementation"]) + (
+            ", poisoned" if row["debug"] else ""
+        )
+        if "losses" not in row:
+            cells.append((label, "failed: " + row["error"].strip().splitlines()[-1][:80], "", "", "", ""))
+            continue
+        flat, difference = row["flat_from_step_2"], row["largest_relative_difference"]
+        reserved = f"{row['reserved_mib'][-1]:.0f}" if row["reserved_mib"] else ""
+        first, last = row["losses"][0], row["losses"][-1]
+        cells.append(
+            (label, f"{first:.6f}", f"{last:.6f}", f"{difference:.1e}", reserved, "yes" if flat else "NO")
+        )
+    text = (
+        f"{case['model']} x{case['layers']}, {case['ranks']} ranks, "
+        f"{case['compute']} compute, {case['steps']} steps"
+    )
+    columns = (
+        "implementation",
+        "first loss",
+        "last loss",
+        "largest difference",
+        "reserved MiB",
+        "flat from step 2",
+    )
+    return _table(text, columns, cells)
+
+
+def error_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Relative errors of the reductions."""
+    from .reduction_error import METHODS
+
+    cells = (
+        (
+            f"{r['ranks']}{' (real)' if r.get('real') else ''}",
+            f"{r['noise']:g}",
+            *(f"{r[m]:.1e}" for m in METHODS),
+        )
+        for r in rows
+    )
+    return _table("error against the fp64 mean", ("ranks", "noise", *METHODS), cells)
