@@ -1,0 +1,196 @@
+"""Sharded training over NCCL: equal to DDP and to stock FSDP2, flat in memory, free of stream races.
+
+Run with ``RAGGED_FSDP_TEST_DEVICE=cuda``; several ranks may share one device.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from fsdp_cases import (
+    Transformer,
+    assert_same,
+    build,
+    fsdp,
+    full,
+    fully_shard,
+    relative_error,
+    shard_blocks,
+    tokens,
+)
+from rank_pool import DEVICE, spmd
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs RAGGED_FSDP_TEST_DEVICE=cuda")
+
+STEPS = 5
+SLEEP_CYCLES = 20_000_000  # about 10 ms: long enough to expose a missing wait
+
+
+def _train(model, optimizer, rank, steps=STEPS):
+    losses = []
+    for step in range(steps):
+        loss = model(tokens(rank, step))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
+@spmd(2, 4)
+def test_losses_and_parameters_equal_ddp(rank, moe):
+    model, reference = build(lambda: Transformer(moe=moe), rank.device)
+    shard_blocks(model)
+    ddp = DistributedDataParallel(reference, device_ids=[torch.cuda.current_device()])
+    ours = _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
+    theirs = _train(ddp, torch.optim.AdamW(reference.parameters(), lr=1e-3), rank)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    assert_same(model, reference, tolerance=1e-4)
+
+
+@pytest.mark.parametrize("hsdp", [False, True], ids=["fsdp", "hsdp"])
+@spmd(4)
+def test_mixed_precision_equals_stock_fsdp2(rank, hsdp):
+    mesh = rank.mesh(2, 2, names=("r", "s")) if hsdp else rank.mesh()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, other = build(lambda: Transformer(moe=True), rank.device)
+    shard_blocks(model, mesh=mesh, mp_policy=policy)
+    for layer in other.layers:
+        stock_fully_shard(layer, mesh=mesh, mp_policy=policy)
+    stock_fully_shard(other, mesh=mesh, mp_policy=policy)
+    ours = _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
+    theirs = _train(other, torch.optim.AdamW(other.parameters(), lr=1e-3), rank)
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=0)
+    for (name, p), q in zip(model.named_parameters(), other.parameters()):
+        assert relative_error(full(p), full(q)) < 2e-2, name
+
+
+class _Wide(nn.Module):
+    """Layers of a few MiB, so that buffers are real allocations."""
+
+    def __init__(self, width=1024, layers=4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.float().square().mean()
+
+
+def _wide(rank, reshard):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, _ = build(_Wide, rank.device)
+    for layer in model.layers:
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
+    return fully_shard(model, mp_policy=policy)
+
+
+def _batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank.rank)
+    return torch.randn(64, 1024, generator=generator).to(rank.device)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@spmd(2)
+def test_memory_is_flat_from_the_second_step(rank, reshard):
+    model = _wide(rank, reshard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    after, reserved = [], []
+    for step in range(6):
+        batch = _batch(rank, step)
+        loss = model(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss, batch
+        torch.cuda.synchronize()
+        after.append(torch.cuda.memory_allocated())
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(set(after[1:])) == 1, after
+    assert len(set(reserved[1:])) == 1, reserved
+
+
+@spmd(2)
+def test_resharding_frees_the_gathered_layers(rank):
+    """After a forward with resharding, less is held than without, by at least two of four layers."""
+    held = {}
+    for reshard in (True, False):
+        model = _wide(rank, reshard)
+        for step in range(2):
+            model(_batch(rank, step)).backward()
+            model.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        loss = model(_batch(rank, 2))
+        torch.cuda.synchronize()
+        held[reshard] = torch.cuda.memory_allocated() - before
+        del model, loss
+    layer_bytes = 1024 * 1025 * 2
+    assert held[False] - held[True] >= 2 * layer_bytes, held
+
+
+def _slow(patch, where):
+    """Delay the GPU before or after each collective, or in compute, to expose missing waits."""
+    names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
+    for name in names:
+        original = getattr(dist, name, None)
+        if original is None:
+            continue
+
+        def delayed(*args, _original=original, **kwargs):
+            if where == "before":
+                torch.cuda._sleep(SLEEP_CYCLES)
+            work = _original(*args, **kwargs)
+            if where == "after":
+                torch.cuda._sleep(SLEEP_CYCLES)
+            return work
+
+        patch.setattr(dist, name, delayed)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("where", ["before", "after", "compute"])
+@spmd(2)
+def test_delays_change_nothing(rank, where, reshard):
+    """The same losses, bit for bit, when communication or compute is late."""
+    results = []
+    for delay in (False, True):
+        model = _wide(rank, reshard)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        with pytest.MonkeyPatch.context() as patch:
+            if delay and where != "compute":
+                _slow(patch, where)
+            if delay and where == "compute":
+                for layer in model.layers:
+                    layer.register_forward_pre_hook(lambda m, args: torch.cuda._sleep(SLEEP_CYCLES))
+                    layer.register_full_backward_pre_hook(lambda m, grads: torch.cuda._sleep(SLEEP_CYCLES))
+            losses = []
+            for step in range(4):
+                loss = model(_batch(rank, step))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+        results.append((torch.stack(losses), [full(p) for p in model.parameters()]))
+    (plain, plain_params), (late, late_params) = results
+    assert torch.equal(plain, late), (plain, late)
+    assert all(torch.equal(a, b) for a, b in zip(plain_params, late_params))
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+@spmd(2)
+def test_offload_to_pinned_memory(rank, pinned):
+    model, reference = build(Transformer, rank.device)
+    model.cpu()
+    shard_blocks(model, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=pinned))
+    ddp = DistributedDataParallel(reference, device_ids=[torch.cuda.current_device()])
+    ours = _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
+    theirs = _train(ddp, torch.optim.AdamW(reference.parameters(), lr=1e-3), rank)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    assert all(p.to_local().is_pinned() == pinned for p in model.parameters() if p.to_local().numel())
