@@ -6,6 +6,11 @@ Run with ``RAGGED_FSDP_TEST_DEVICE=cuda``; several ranks may share one device.
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
 from fsdp_cases import (
     Transformer,
     assert_same,
@@ -18,10 +23,6 @@ from fsdp_cases import (
     tokens,
 )
 from rank_pool import DEVICE, spmd
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as stock_fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs RAGGED_FSDP_TEST_DEVICE=cuda")
 
