@@ -34,9 +34,9 @@ def install() -> None:
     def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
         return _shard_at(self, index) if is_ragged(self._spec) else tensor_shard(self, index)
 
-    DTensor.__create_write_items__ = create_write_items
-    DTensor.__create_chunk_list__ = create_chunk_list
-    DTensor.__get_tensor_shard__ = get_tensor_shard
+    DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
+    DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
+    DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
 
 
 def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:

@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_fsdp.dtensor import factories, random_ops, reduce_direct, views
+from ragged_fsdp.dtensor.geometry import is_ragged
 
 __all__ = ["run_direct"]
 
 
 def run_direct(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of ``op``, or NotImplemented where it is none of these."""
+    settled = tuple(_settled(op, args))
+    if any(after is not before for after, before in zip(settled, args)):
+        return op(*settled, **kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
         return random_ops.run(op, args, kwargs)
     for handlers in (views.HANDLERS, factories.HANDLERS, reduce_direct.HANDLERS):
         if op in handlers:
             return handlers[op](op, args, kwargs)
     return NotImplemented
+
+
+def _settled(op: Any, args: tuple[Any, ...]) -> Iterator[Any]:
+    """The arguments, ragged ones that are only read without pending reductions of other mesh dims."""
+    for argument, value in zip(op._schema.arguments, args):
+        pending = isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+        if pending and is_ragged(value._spec) and argument.alias_info is None:
+            yield value.redistribute(
+                placements=[Replicate() if p.is_partial() else p for p in value.placements]
+            )
+        else:
+            yield value

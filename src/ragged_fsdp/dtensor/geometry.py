@@ -132,7 +132,7 @@ def contiguous_stride(shape: Sequence[int]) -> Shape:
 
 def ragged_layout(tensor_or_spec: Any) -> RaggedLayout:
     """The layout of a ragged DTensor or DTensorSpec on this rank."""
-    spec = tensor_or_spec._spec if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
+    spec: Any = tensor_or_spec._spec if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
     # Sizes are SymInts under dynamic shapes; a ragged layout specialises on them.
     return _cached_layout(tuple(int(s) for s in spec.tensor_meta.shape), spec.mesh, spec.placements)
 
@@ -153,7 +153,7 @@ def with_placements(
     spec: DTensorSpec, placements: Sequence[Placement], dtype: torch.dtype | None = None
 ) -> DTensorSpec:
     """The same tensor under other placements (or of another dtype)."""
-    meta = spec.tensor_meta
+    meta: Any = spec.tensor_meta
     if dtype is not None:
         meta = TensorMeta(meta.shape, meta.stride, dtype)
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
@@ -173,7 +173,7 @@ def compute_layout(
 ) -> RaggedLayout:
     """The layout on the rank at ``coordinate``; raises where the placements do not fit."""
     mesh_dim = _checked_ragged_dim(shape, mesh_shape, placements)
-    ragged: RaggedShard = placements[mesh_dim]
+    ragged: Any = placements[mesh_dim]
     inner_shape, inner_offset = _inner_tensor(shape, mesh_shape, coordinate, placements)
     units = ragged.units_of(_outer_index(mesh_shape, coordinate, placements))
     if len(units) != mesh_shape[mesh_dim]:
@@ -199,7 +199,7 @@ def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Place
     found = [d for d, p in enumerate(placements) if isinstance(p, RaggedShard)]
     if len(found) != 1:
         raise ValueError(f"a ragged tensor has exactly one ragged placement, got {placements}.")
-    ragged: RaggedShard = placements[found[0]]
+    ragged: Any = placements[found[0]]
     if len(ragged.dims) > len(shape) or (shape and not ragged.dims):
         raise ValueError(f"{ragged}: dims must be a non-empty prefix of the dims of shape {shape}.")
     for mesh_dim, other in enumerate(placements):

@@ -6,6 +6,8 @@ module only reads. Names that moved between releases are found by feature, never
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed._functional_collectives as functional
 import torch.distributed.tensor._api as api_module
@@ -28,6 +30,8 @@ __all__ = [
     "TensorMeta",
     "all_gather",
     "api_module",
+    "bound_arguments",
+    "call_with",
     "composite_kernel",
     "functional",
     "redistribute_module",
@@ -49,3 +53,18 @@ def composite_kernel(op: torch._ops.OpOverload) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(
         op.name(), torch._C.DispatchKey.CompositeImplicitAutograd
     )
+
+
+def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    bound = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    bound.update(zip((a.name for a in op._schema.arguments), args))
+    bound.update(kwargs)
+    return bound
+
+
+def call_with(op: Any, bound: dict[str, Any]) -> Any:
+    """Call ``op`` with arguments given by name."""
+    positional = [bound[a.name] for a in op._schema.arguments if not a.kwarg_only]
+    keyword = {a.name: bound[a.name] for a in op._schema.arguments if a.kwarg_only}
+    return op(*positional, **keyword)

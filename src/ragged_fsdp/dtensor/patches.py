@@ -42,6 +42,8 @@ class Touched:
     name: str
     parameters: tuple[str, ...]
     reason: str
+    optional: bool = False
+    """Whether a release may lack it: what it improves is then only slower."""
 
     @property
     def found(self) -> Any:
@@ -73,6 +75,7 @@ TOUCHED = (
         "_redistribute_backward",
         ("grad_output", "previous_spec"),
         "the gradient of Partial to ragged is gathered, as for Shard, instead of made Partial",
+        optional=True,
     ),
     Touched(
         utils_module,
@@ -136,12 +139,14 @@ def _check_torch() -> None:
         found = touched.found
         known = set(inspect.signature(_plain(found)).parameters) if callable(_plain(found)) else set()
         missing = [p for p in touched.parameters if p not in known]
-        if found is None or missing:
-            owner = getattr(touched.owner, "__name__", type(touched.owner).__name__)
-            raise ImportError(
-                f"ragged_fsdp supports torch 2.11 to 2.15; in torch {torch.__version__} "
-                f"{owner}.{touched.name} {'is missing' if found is None else f'has no parameter {missing[0]!r}'}."
-            )
+        if (found is None and touched.optional) or (found is not None and not missing):
+            continue
+        owner = getattr(touched.owner, "__name__", type(touched.owner).__name__)
+        what = "is missing" if found is None else f"has no parameter {missing[0]!r}"
+        raise ImportError(
+            f"ragged_fsdp supports torch 2.11 to 2.15; in torch {torch.__version__} "
+            f"{owner}.{touched.name} {what}."
+        )
 
 
 def _plain(found: Any) -> Any:
@@ -167,12 +172,14 @@ def _patch_dispatcher() -> None:
             return dispatch.dispatch(propagator, op_call, args, kwargs, op_info.schema, try_cache)
         return stock(self, op_call, args, kwargs, op_info, try_cache)
 
-    OpDispatcher._propagate_op_sharding_dispatch_slow_path = propagate
+    OpDispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
     handlers.wrap_all(DTensor._op_dispatcher._custom_op_handlers)
 
 
 def _patch_redistribute_backward() -> None:
-    stock = redistribute_module._redistribute_backward
+    stock = getattr(redistribute_module, "_redistribute_backward", None)
+    if stock is None:  # torch 2.11
+        return
 
     def redistribute_backward(grad_output: DTensor, previous_spec: Any, *args: Any, **kwargs: Any) -> Any:
         if is_ragged(grad_output._spec):
@@ -190,7 +197,7 @@ def _patch_local_shape() -> None:
         global_shape: Sequence[int], mesh: Any, placements: Sequence[Placement], skip_offset: bool = False
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         if ragged_mesh_dim(placements) is None:
-            return stock(global_shape, mesh, placements, skip_offset)
+            return stock(tuple(global_shape), mesh, placements, skip_offset)
         layout = ragged_layout(ragged_spec(mesh, placements, global_shape, torch.float32))
         if skip_offset:
             return layout.local_shape, ()
@@ -208,7 +215,7 @@ def _patch_local_shape() -> None:
 
 
 def _patch_from_local() -> None:
-    owner = api_module._FromTorchTensor
+    owner: Any = api_module._FromTorchTensor
     stock = owner.forward
 
     def forward(
@@ -238,7 +245,7 @@ def _patch_from_local() -> None:
 
 
 def _patch_to_local_backward() -> None:
-    owner = api_module._ToTorchTensor
+    owner: Any = api_module._ToTorchTensor
     stock = owner.backward
 
     def backward(ctx: Any, grad_output: torch.Tensor | None) -> tuple[DTensor | None, None]:

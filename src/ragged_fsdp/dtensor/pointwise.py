@@ -85,7 +85,7 @@ def is_elementwise(op: torch._ops.OpOverload) -> bool:
     return (torch.Tag.pointwise in op.tags or op in _UNTAGGED) and op.namespace == "aten"
 
 
-def tensor_rule(propagator: Any, schema: OpSchema) -> OutputSharding:
+def tensor_rule(propagator: Any, schema: Any) -> OutputSharding:
     """The rule of an element-wise op on single tensors."""
     op = schema.op
     written = _written_spec(schema)
@@ -105,7 +105,7 @@ def tensor_rule(propagator: Any, schema: OpSchema) -> OutputSharding:
     return _sharding(schema, args, output)
 
 
-def list_rule(propagator: Any, schema: OpSchema) -> OutputSharding:
+def list_rule(propagator: Any, schema: Any) -> OutputSharding:
     """The rule of a foreach or fused op: tensor ``i`` of each list belongs together."""
     op, args = schema.op, list(schema.args_schema)
     lists = [k for k, a in enumerate(args) if isinstance(a, (list, tuple)) and a and _is_spec(a[0])]
@@ -131,7 +131,7 @@ def _is_spec(value: Any) -> bool:
     return isinstance(value, DTensorSpec)
 
 
-def _sharding(schema: OpSchema, args: tuple[Any, ...], output: Any) -> OutputSharding:
+def _sharding(schema: Any, args: tuple[Any, ...], output: Any) -> OutputSharding:
     if args == tuple(schema.args_schema):
         return OutputSharding(output, schema)
     wanted = OpSchema(schema.op, args, schema.kwargs_schema, schema_info=schema.schema_info)
@@ -146,7 +146,7 @@ def _specs_of(meta: Any, lead: DTensorSpec) -> Any:
     return tuple(_specs_of(m, lead) for m in meta)
 
 
-def _written_spec(schema: OpSchema) -> DTensorSpec | None:
+def _written_spec(schema: Any) -> DTensorSpec | None:
     """The spec that the result must have because it exists already: ``self`` or ``out=``."""
     if op_name(schema.op).endswith("_"):
         return schema.args_schema[0]
@@ -156,14 +156,14 @@ def _written_spec(schema: OpSchema) -> DTensorSpec | None:
     return None
 
 
-def _leading_spec(schema: OpSchema) -> DTensorSpec:
+def _leading_spec(schema: Any) -> DTensorSpec:
     """The largest ragged operand: the result is laid out like it."""
     ragged = [a for a in schema.args_schema if _is_spec(a) and is_ragged(a)]
     ragged += [v for v in schema.kwargs_schema.values() if _is_spec(v) and is_ragged(v)]
     return max(ragged, key=lambda spec: (spec.ndim, spec.shape.numel()))
 
 
-def _settled(schema: OpSchema, lead: DTensorSpec, written: bool) -> DTensorSpec:
+def _settled(schema: Any, lead: DTensorSpec, written: bool) -> DTensorSpec:
     """``lead`` without pending reductions, unless the op commutes with them."""
     if not any(p.is_partial() for p in lead.placements) or op_name(schema.op) in _LINEAR:
         return lead
@@ -220,7 +220,7 @@ def _broadcast_placements(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> tupl
     return tuple(follow(p) for p in lead.placements)
 
 
-def _check_written(schema: OpSchema, args: tuple[Any, ...]) -> None:
+def _check_written(schema: Any, args: tuple[Any, ...]) -> None:
     """What the op writes must already be laid out as it needs: a redistributed copy would be lost."""
     for argument, before, after in zip(schema.op._schema.arguments, schema.args_schema, args):
         if argument.alias_info is None or not argument.alias_info.is_write or before == after:
@@ -235,7 +235,7 @@ def _check_written(schema: OpSchema, args: tuple[Any, ...]) -> None:
                 )
 
 
-def _check_keyword_tensors(schema: OpSchema, lead: DTensorSpec | None) -> None:
+def _check_keyword_tensors(schema: Any, lead: DTensorSpec | None) -> None:
     """Keyword tensors are never redistributed by the dispatcher: they must fit as they are."""
     outs = {argument.name for argument in schema.op._schema.arguments if argument.is_out}
     for name, spec in schema.kwargs_schema.items():

@@ -123,7 +123,9 @@ def _move(
     local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, mesh_dim: int, async_op: bool
 ) -> torch.Tensor:
     """One row of the transition table."""
-    before, after, group = current.placements[mesh_dim], target.placements[mesh_dim], (current.mesh, mesh_dim)
+    before: Any = current.placements[mesh_dim]
+    after: Any = target.placements[mesh_dim]
+    group = (current.mesh, mesh_dim)
     if isinstance(before, RaggedShard):
         source = ragged_layout(current)
         if isinstance(after, RaggedShard):

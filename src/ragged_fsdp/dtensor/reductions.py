@@ -16,17 +16,25 @@ __all__ = ["full_rule", "is_full_reduction"]
 
 aten = torch.ops.aten
 
+
+def _overloads(*names: str) -> set[Any]:
+    """Those of the named overloads that this torch has."""
+    found = set()
+    for name in names:
+        packet, overload = name.split(".")
+        if hasattr(aten, packet) and overload in getattr(aten, packet).overloads():
+            found.add(getattr(getattr(aten, packet), overload))
+    return found
+
+
 _NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar}
 _FULL = _NORMS | {aten.sum.default, aten.prod.default, aten.any.default, aten.all.default}
-# Like the norms, but without the final root (where torch has it).
-_POWER_SUMS = {getattr(getattr(aten, n, None), "Scalar", None) for n in ("_foreach_powsum",)} - {None}
+_FULL |= _overloads("_foreach_powsum.Scalar")
 
 
-def is_full_reduction(schema: OpSchema) -> bool:
+def is_full_reduction(schema: Any) -> bool:
     """Whether the op reduces all elements to a scalar per tensor, and an empty piece has a result."""
     op, args = schema.op, schema.args_schema
-    if op in _POWER_SUMS:
-        return True
     if op not in _FULL:
         return False
     if op in _NORMS:
@@ -40,24 +48,29 @@ def is_full_reduction(schema: OpSchema) -> bool:
     return True
 
 
-def full_rule(propagator: Any, schema: OpSchema) -> OutputSharding | None:
-    """Ask stock about the flattened tensor under Shard(0): the same sums, hence the same Partial."""
-    args = schema.args_schema
-    if schema.op is aten.linalg_vector_norm.default and len(args) > 2:
-        args = (*args[:2], None, *args[3:])
-    flat_args = tuple(
-        type(a)(_flat(s) for s in a) if isinstance(a, (list, tuple)) else _flat(a) for a in args
-    )
-    flat_schema = OpSchema(schema.op, flat_args, schema.kwargs_schema, schema_info=schema.schema_info)
-    sharding = propagator.propagate_op_sharding_non_cached(flat_schema)
-    if sharding.needs_redistribute:
-        return None
-    return OutputSharding(sharding.output_spec, schema)
+def full_rule(propagator: Any, schema: Any) -> OutputSharding | None:
+    """Ask stock about the flattened tensor under Shard(0): the same sums, hence the same Partial.
+
+    None where a pending reduction of another mesh dim must come first.
+    """
+    first, *rest = schema.args_schema
+    if schema.op is aten.linalg_vector_norm.default and len(rest) > 1:
+        rest[1] = None  # all dims, as given, of the flat tensor
+    tensors = first if isinstance(first, (list, tuple)) else [first]
+    outputs = []
+    for spec in tensors:  # one by one: the tensors of a list may lie on different meshes
+        operand = [_flat(spec)] if isinstance(first, (list, tuple)) else _flat(spec)
+        question = OpSchema(schema.op, (operand, *rest), schema.kwargs_schema, schema_info=schema.schema_info)
+        answer = propagator.propagate_op_sharding_non_cached(question)
+        if answer.needs_redistribute:
+            return None
+        outputs.append(answer.output_spec)
+    if not isinstance(first, (list, tuple)):
+        return OutputSharding(outputs[0], schema)
+    return OutputSharding(tuple(output[0] for output in outputs), schema)
 
 
 def _flat(spec: Any) -> Any:
-    if not isinstance(spec, DTensorSpec):
-        return spec
     if not is_ragged(spec) and not any(isinstance(p, Shard) for p in spec.placements):
         return spec
     placements = tuple(Shard(0) if isinstance(p, (RaggedShard, Shard)) else p for p in spec.placements)

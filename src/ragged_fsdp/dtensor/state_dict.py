@@ -24,7 +24,7 @@ def distribute_tensors(
     """Replace each ``(local, full)`` pair by the local tensor holding its part of the full one."""
     others = []
     for key in keys:
-        pair = local_state_dict.get(key)
+        pair: Any = local_state_dict.get(key)
         ragged = isinstance(pair, tuple) and isinstance(pair[0], DTensor) and is_ragged(pair[0]._spec)
         if ragged:
             local_state_dict[key] = _filled(*pair)

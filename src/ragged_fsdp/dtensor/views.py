@@ -17,7 +17,12 @@ from torch.distributed.tensor.placement_types import Shard
 from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import RaggedLayout, contiguous_stride, ragged_layout
-from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta, return_and_correct_aliasing
+from ragged_fsdp.dtensor.internals import (
+    DTensorSpec,
+    TensorMeta,
+    bound_arguments,
+    return_and_correct_aliasing,
+)
 from ragged_fsdp.dtensor.intervals import overlap
 from ragged_fsdp.placement import RaggedShard, ragged_dims
 
@@ -72,9 +77,10 @@ def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _slice(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor, dim, start, stop, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
-    size = _checked_first_dim(op, tensor, dim)
-    lo, hi, _ = slice(start, stop).indices(size)
+    call = bound_arguments(op, args, kwargs)
+    tensor, step = call["self"], call["step"]
+    size = _checked_first_dim(op, tensor, call["dim"])
+    lo, hi, _ = slice(call["start"], call["end"]).indices(size)
     if step != 1 and hi - lo > 1:
         raise refusal(op, tensor, f"a slice with step {step} is not one run of its flat order")
     return return_and_correct_aliasing(op, args, kwargs, _rows(op, tensor, lo, max(0, hi - lo)))

@@ -1,0 +1,131 @@
+"""Reductions along some dims, and ops along one dim, on ragged tensors.
+
+Where the reduced dims come after those that the pieces cut, each row is whole on its rank: the op
+runs locally and the result is ragged alike. Where all cut dims are reduced, each rank reduces its
+rows and the results are summed (or maximised, ...) later: a Partial. Where only some are, the piece
+is first laid into the inner tensor, filled with the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Shard
+
+from ragged_fsdp.dtensor.construct import wrap_local
+from ragged_fsdp.dtensor.errors import refusal
+from ragged_fsdp.dtensor.geometry import contiguous_stride, ragged_layout
+from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta
+from ragged_fsdp.placement import RaggedShard
+
+__all__ = ["EXTREMES", "Combine", "along_dims", "extreme_identity", "on_whole_rows", "partial_scalar"]
+
+LocalReduction = Callable[[torch.Tensor, list[int], bool], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Combine:
+    """How partial results of several ranks combine, and the value of an empty piece."""
+
+    reduce_op: str
+    identity: Callable[[torch.dtype], Any]
+
+
+def extreme_identity(dtype: torch.dtype, largest: bool) -> Any:
+    """What leaves a maximum (or a minimum) of this dtype unchanged."""
+    if dtype is torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return float("-inf") if largest else float("inf")
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+EXTREMES = {
+    "max": Combine("max", lambda dtype: extreme_identity(dtype, True)),
+    "min": Combine("min", lambda dtype: extreme_identity(dtype, False)),
+}
+
+
+def along_dims(
+    op: Any, tensor: DTensor, dims: Sequence[int], keepdim: bool, reduce: LocalReduction, combine: Combine
+) -> DTensor:
+    """Reduce ``dims`` of a ragged tensor with ``reduce(local, dims, keepdim)``."""
+    layout = ragged_layout(tensor)
+    prefix = len(tensor.placements[layout.mesh_dim].dims)
+    reduced = sorted({d % max(1, tensor.ndim) for d in dims})
+    shape = _reduced_shape(tuple(tensor.shape), reduced, keepdim)
+    inner = _reduced_shape(layout.inner_shape, reduced, keepdim)
+    own = tensor._local_tensor
+    if all(d >= prefix for d in reduced):
+        local = reduce(own, [d - prefix + 1 for d in reduced], keepdim)
+        return _wrapped(tensor, local, shape, reduced, keepdim, combine, ragged_stays=True)
+    if not layout.numel:
+        sample = reduce(own.new_ones((1,) * len(layout.inner_shape)), reduced, keepdim)
+        local = sample.new_full(inner, combine.identity(sample.dtype))
+    elif reduced[:prefix] == list(range(prefix)):
+        local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
+    else:
+        filled = own.new_full(layout.inner_shape, combine.identity(own.dtype))
+        filled.view(-1)[layout.start : layout.stop] = own.reshape(-1)
+        local = reduce(filled, reduced, keepdim)
+    return _wrapped(tensor, local, shape, reduced, keepdim, combine, ragged_stays=False)
+
+
+def on_whole_rows(op: Any, tensor: DTensor, dim: int, run: Callable[[torch.Tensor, int], Any]) -> Any:
+    """``run(local, local_dim)`` along one dim of each row; the results are ragged alike."""
+    layout = ragged_layout(tensor)
+    prefix = len(tensor.placements[layout.mesh_dim].dims)
+    at = dim % max(1, tensor.ndim)
+    if at < prefix:
+        raise refusal(op, tensor, f"it runs along dim {dim}, which the pieces cut")
+    if any(isinstance(p, Shard) and p.dim >= prefix for p in tensor.placements):
+        raise refusal(op, tensor, f"it runs along dim {dim} beside a Shard placement")
+    results = run(tensor._local_tensor, at - prefix + 1)
+
+    def wrap(local: torch.Tensor) -> DTensor:
+        shape = (*tensor.shape[:prefix], *local.shape[1:])
+        meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
+        return wrap_local(local, DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta))
+
+    return tuple(map(wrap, results)) if isinstance(results, (tuple, list)) else wrap(results)
+
+
+def partial_scalar(tensor: DTensor, local: torch.Tensor, reduce_op: str) -> DTensor:
+    """One number per rank, to be combined over every mesh dim that ``tensor`` is cut along."""
+    placements = tuple(
+        Partial(reduce_op) if isinstance(p, (RaggedShard, Shard)) else p for p in tensor.placements
+    )
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    return wrap_local(local, DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta))
+
+
+def _reduced_shape(shape: tuple[int, ...], reduced: list[int], keepdim: bool) -> tuple[int, ...]:
+    return tuple(1 if d in reduced else s for d, s in enumerate(shape) if keepdim or d not in reduced)
+
+
+def _wrapped(
+    tensor: DTensor,
+    local: torch.Tensor,
+    shape: tuple[int, ...],
+    reduced: list[int],
+    keepdim: bool,
+    combine: Combine,
+    *,
+    ragged_stays: bool,
+) -> DTensor:
+    def after(placement: Placement) -> Placement:
+        if isinstance(placement, RaggedShard):
+            return placement if ragged_stays else Partial(combine.reduce_op)
+        if isinstance(placement, Shard):
+            if placement.dim in reduced:
+                return Partial(combine.reduce_op)
+            return Shard(placement.dim - (0 if keepdim else sum(d < placement.dim for d in reduced)))
+        return placement
+
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
+    placements = tuple(after(p) for p in tensor.placements)
+    return wrap_local(local, DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta))

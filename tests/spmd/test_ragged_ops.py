@@ -1,0 +1,345 @@
+"""Element-wise ops, views, reductions and errors on ragged tensors, against the plain tensor."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from ragged_cases import assert_same, numbers, ragged, whole, world_units
+from ragged_fsdp.dtensor import RaggedOpError, RaggedShard, StridedRaggedShard, distribute_tensor
+from rank_pool import spmd
+
+
+@spmd(1, 3)
+def test_elementwise(rank):
+    mesh = rank.mesh()
+    t, u = numbers(5, 8, 6, device=rank.device), numbers(6, 8, 6, device=rank.device)
+    x, y = ragged(t, mesh), ragged(u, mesh)
+
+    def check(result, expected):
+        assert result.placements == x.placements, result.placements
+        assert_same(result, expected)
+
+    with CommDebugMode() as comm:
+        results = [
+            (x + y, t + u),
+            (x * 2 - y / 3, t * 2 - u / 3),
+            (torch.sqrt(x.abs()), t.abs().sqrt()),
+            (torch.where(x > 0, x, y), torch.where(t > 0, t, u)),
+            (x.lerp(y, 0.3), t.lerp(u, 0.3)),
+            (x.to(torch.bfloat16), t.to(torch.bfloat16)),
+            (x.clone(), t),
+            (torch.zeros_like(x), torch.zeros_like(t)),
+            (torch.full_like(x, 2), torch.full_like(t, 2)),
+            (torch.empty_like(x).fill_(3), torch.full_like(t, 3)),
+            (x.clone().addcdiv_(y, y.abs() + 1), t + u / (u.abs() + 1)),
+            (x.clone().clamp_(-0.1, 0.1), t.clamp(-0.1, 0.1)),
+            (x.clone().mul_(torch.tensor(2.0, device=rank.device)), t * 2),
+            (x.masked_fill(x > 0, 0.0), t.masked_fill(t > 0, 0)),
+            (x.contiguous(), t),
+            (torch.nn.functional.silu(x), torch.nn.functional.silu(t)),
+            (x.bfloat16().float(), t.bfloat16().float()),
+            (torch.add(x, y, out=torch.empty_like(x)), t + u),
+            (torch.maximum(x, y).pow(2).sign(), torch.maximum(t, u).pow(2).sign()),
+        ]
+    assert comm.get_total_counts() == 0
+    for result, expected in results:
+        check(result, expected)
+    check(x + distribute_tensor(u, mesh, [Shard(0)]), t + u)
+    check(x + distribute_tensor(u, mesh, [Replicate()]), t + u)
+    check(x + DTensor.from_local(u / rank.world_size, mesh, [Partial()], run_check=False), t + u)
+    check(x.clone().copy_(distribute_tensor(u, mesh, [Shard(1)])), u)
+    check(x * distribute_tensor(u[0].clone(), mesh, [Replicate()]), t * u[0])
+    check(x * distribute_tensor(u[:1].clone(), mesh, [Replicate()]), t * u[:1])
+    check(x * distribute_tensor(u[:, :1].contiguous(), mesh, [Replicate()]), t * u[:, :1])
+    check(x * y.sum(), t * u.sum())
+    sharded = distribute_tensor(t, mesh, [Shard(0)])
+    assert sharded.copy_(y).placements == (Shard(0),)
+    assert_same(sharded, u)
+    assert torch.equal(x, x.clone())
+    assert not torch.equal(x, x + 1)
+    torch.testing.assert_close(x, x.clone())
+    with torch.inference_mode():
+        check(x.flatten().view(8, 6) * 2, t * 2)
+        assert_same(x.mean(), t.mean())
+
+
+@spmd(3)
+def test_lists_mix_ragged_sharded_and_replicated(rank):
+    mesh = rank.mesh()
+    t, u = numbers(5, 8, 6, device=rank.device), numbers(6, 8, 6, device=rank.device)
+
+    def lists():
+        return (
+            [ragged(t, mesh), ragged(t * 3, mesh, prefix=2), distribute_tensor(t, mesh, [Shard(0)])],
+            [ragged(u, mesh), ragged(u * 2, mesh, prefix=2), distribute_tensor(u, mesh, [Shard(0)])],
+        )
+
+    xs, ys = lists()
+    sums = torch._foreach_add(xs, ys)
+    assert [s.placements for s in sums] == [x.placements for x in xs]
+    assert_same(sums, [t + u, t * 3 + u * 2, t + u])
+    torch._foreach_lerp_(xs, ys, 0.5)
+    assert_same(xs, [t.lerp(u, 0.5), (t * 3).lerp(u * 2, 0.5), t.lerp(u, 0.5)])
+    torch._foreach_mul_(xs, torch.tensor(2.0, device=rank.device))
+    torch._foreach_copy_(xs, ys)
+    assert_same(xs, [u, u * 2, u])
+    torch._foreach_zero_(xs)
+    assert_same(xs[1], torch.zeros_like(t))
+    xs, ys = lists()
+    torch._foreach_add_(xs, list(reversed(ys)))  # operands laid out otherwise are moved
+    assert_same(xs, [t + u, t * 3 + u * 2, t + u])
+    for order in (2, 1, math.inf):
+        assert_same(torch._foreach_norm(ys, order), [v.norm(order) for v in (u, u * 2, u)])
+    with pytest.raises(RaggedOpError, match="exp_avgs would be written"):
+        steps = [torch.zeros((), device=rank.device) for _ in xs]
+        options = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.0, "eps": 1e-8}
+        torch._fused_adamw_(
+            xs, ys, list(reversed(ys)), ys, [], steps, amsgrad=False, maximize=False, **options
+        )
+
+
+@spmd(1, 3)
+def test_views_alias(rank):
+    mesh = rank.mesh()
+    t = numbers(5, 8, 6, device=rank.device)
+    for prefix in (1, 2):
+        x, expected = ragged(t, mesh, prefix=prefix), t.clone()
+        with CommDebugMode() as comm:
+            x.view(-1).add_(1)
+            x.view(4, 2, 3, 2).mul_(2)
+            x[3].fill_(0)
+            x[2:5].sub_(1)
+            x.unsqueeze(0).squeeze(0).flatten().reshape(2, 24).neg_()
+            first, rest = x.split([3, 5])
+            first.add_(2)
+            rest.chunk(2)[1].mul_(3)
+            x.unbind(0)[7].zero_()
+        assert comm.get_total_counts() == 0
+        expected.view(-1).add_(1)
+        expected.view(4, 2, 3, 2).mul_(2)
+        expected[3].fill_(0)
+        expected[2:5].sub_(1)
+        expected.neg_()
+        expected[:3].add_(2)
+        expected[3:].chunk(2)[1].mul_(3)
+        expected[7].zero_()
+        assert_same(x, expected)
+        assert_same(x[1:1], expected[1:1])
+        assert_same(x.view(-1)[5], expected.view(-1)[5])
+        assert x.view(-1)[5].item() == expected.view(-1)[5].item()
+        for result, ref in ((x[:, None].expand(8, 3, 6), expected[:, None].expand(8, 3, 6)),):
+            assert_same(result * 2, ref * 2)
+    for call in (
+        lambda: x.t(),
+        lambda: x[:, 1],
+        lambda: x[::2],
+        lambda: x.transpose(0, 1),
+        lambda: x.permute(1, 0),
+    ):
+        with pytest.raises(RaggedOpError, match=r"shape \(8, 6\), placements .*full_tensor"):
+            call()
+
+
+@spmd(1, 3)
+def test_reductions(rank):
+    mesh = rank.mesh()
+    t = numbers(7, 4, 3, 5, device=rank.device)
+    calls = [
+        lambda v: v.sum(),
+        lambda v: v.sum(dtype=torch.float64),
+        lambda v: v.mean(),
+        lambda v: v.prod(),
+        lambda v: v.norm(),
+        lambda v: v.norm(p=1),
+        lambda v: torch.linalg.vector_norm(v, 3),
+        lambda v: torch.linalg.vector_norm(v, math.inf),
+        lambda v: torch.linalg.vector_norm(v, -math.inf),
+        lambda v: torch.linalg.vector_norm(v, -2),
+        lambda v: torch.linalg.vector_norm(v, 0),
+        lambda v: torch.linalg.vector_norm(v, 2, keepdim=True),
+        lambda v: v.max(),
+        lambda v: v.min(),
+        lambda v: v.amax(),
+        lambda v: (v * 100).int().max(),
+        lambda v: (v > 100).any(),
+        lambda v: (v > -100).all(),
+        lambda v: v.std(),
+        lambda v: v.var(correction=0),
+        lambda v: v.argmax(),
+        lambda v: v.argmin(keepdim=True),
+        lambda v: v.count_nonzero(),
+        lambda v: v.square().sum().sqrt(),
+        lambda v: torch.isfinite(v).all(),
+    ]
+    for dim in (0, 1, 2, (0, 1), (1, 2), (0, 2)):
+        for keepdim in (False, True):
+            calls += [
+                lambda v, d=dim, k=keepdim: v.sum(d, k),
+                lambda v, d=dim, k=keepdim: v.mean(d, keepdim=k),
+                lambda v, d=dim, k=keepdim: v.amax(d, k),
+                lambda v, d=dim, k=keepdim: v.amin(d, k),
+                lambda v, d=dim, k=keepdim: (v > 1).any(d, k),
+                lambda v, d=dim, k=keepdim: torch.linalg.vector_norm(v, 2, d, k),
+                lambda v, d=dim, k=keepdim: torch.linalg.vector_norm(v, math.inf, d, k),
+            ]
+            if isinstance(dim, int):
+                calls += [
+                    lambda v, d=dim, k=keepdim: v.prod(d, k),
+                    lambda v, d=dim, k=keepdim: (v > 1).all(d, k),
+                ]
+    for prefix in (1, 2, 3):
+        x = ragged(t, mesh, prefix=prefix)
+        for number, call in enumerate(calls):
+            assert_same(call(x), call(t), f"call {number}, prefix {prefix}")
+    x = ragged(t, mesh)
+    for call in (
+        lambda v: v.max(2),
+        lambda v: v.min(-1),
+        lambda v: v.sort(2),
+        lambda v: v.cumsum(1),
+        lambda v: v.topk(2, dim=2),
+        lambda v: v.softmax(-1),
+        lambda v: v.logsumexp(1),
+        lambda v: v.argmax(2),
+        lambda v: v.std(2),
+        lambda v: v.var(0),
+    ):
+        assert_same(tuple(whole(r) for r in call(x)) if isinstance(call(t), tuple) else call(x), call(t))
+    with pytest.raises(RaggedOpError, match="along dim 0, which the pieces cut"):
+        x.cumsum(0)
+
+
+@spmd(4)
+def test_ops_beside_other_placements(rank):
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    for shape, placements in (
+        ((5, 6), (StridedRaggedShard((0,), ((1, 2), (2, 0))), Shard(0))),
+        ((5, 6), (StridedRaggedShard((0, 1), ((7, 11), (12, 0))), Shard(0))),
+        ((8, 5), (RaggedShard((0,), (3, 5)), Shard(1))),
+        ((8, 6), (Replicate(), RaggedShard((0,), (3, 5)))),
+        ((8, 6), (RaggedShard((0,), (0, 1)), Replicate())),
+    ):
+        t = numbers(3, *shape, device=rank.device)
+        x = distribute_tensor(t, mesh, placements)
+        for number, call in enumerate(
+            (
+                lambda v: v * 2 + v,
+                lambda v: v.sum(),
+                lambda v: v.mean(),
+                lambda v: v.norm(),
+                lambda v: torch.linalg.vector_norm(v, math.inf),
+                lambda v: v.max(),
+                lambda v: v.argmax(),
+                lambda v: v.std(),
+                lambda v: v.sum(0),
+                lambda v: v.sum(1),
+                lambda v: v.amax(1, keepdim=True),
+                lambda v: v.view_as(v) + 1,
+                lambda v: torch._foreach_norm([v, v * 2])[1],
+            )
+        ):
+            assert_same(call(x), call(t), f"call {number} on {placements}")
+    placement = RaggedShard((0,), (3, 5))
+    t = numbers(3, 8, 6, device=rank.device)
+    local = distribute_tensor(t, mesh, (Replicate(), placement)).to_local() / 2
+    pending = DTensor.from_local(local, mesh, (Partial(), placement), shape=t.shape, stride=t.stride())
+    assert_same(pending.exp(), t.exp())
+    assert_same(pending.norm(), t.norm())
+    assert_same(-pending, -t)
+    assert_same(pending.max(), t.max())
+    with pytest.raises(RaggedOpError, match="pending reduction"):
+        pending.exp_()
+
+
+@spmd(2)
+def test_what_has_no_meaning_raises_by_name(rank):
+    mesh = rank.mesh()
+    t = numbers(1, 8, 8, device=rank.device)
+    x = ragged(t, mesh)
+    other = distribute_tensor(t, mesh, [Replicate()])
+    plain = [
+        (lambda: x @ other, "mm"),
+        (lambda: other @ x, "mm"),
+        (lambda: torch.nn.functional.linear(other, x), "t.default"),
+        (lambda: torch.linalg.svd(x), "svd"),
+        (lambda: torch.linalg.cholesky(x), "cholesky"),
+        (lambda: x.addmm(other, other), "addmm"),
+        (
+            lambda: torch.nn.functional.embedding(torch.zeros(2, dtype=torch.long, device=rank.device), x),
+            "embedding",
+        ),
+        (lambda: torch.cat([x, x]), "cat"),
+        (lambda: x.triu_(), "triu_"),
+        (lambda: x.sort(0), "sort"),
+        (lambda: x.index_select(0, torch.zeros(1, dtype=torch.long, device=rank.device)), "index_select"),
+        (lambda: other + x[0], "add"),
+        (lambda: nn.functional.conv1d(x[None], x[None]), "convolution"),
+    ]
+    for call, name in plain:
+        with CommDebugMode() as comm, pytest.raises((RaggedOpError, RuntimeError)) as caught:
+            call()
+        assert comm.get_total_counts() == 0, name
+        if isinstance(caught.value, RaggedOpError):
+            assert name in str(caught.value) and "full_tensor()" in str(caught.value), (
+                name,
+                str(caught.value),
+            )
+        else:
+            assert "mixed torch.Tensor and DTensor" in str(caught.value), (name, str(caught.value))
+
+
+@spmd(2)
+def test_gradients_through_ops(rank):
+    mesh = rank.mesh()
+    t = numbers(1, 8, 6, device=rank.device)
+    for call in (
+        lambda p: (p * p).sum(),
+        lambda p: (p.view(-1) * 2).square().sum(),
+        lambda p: p.mean(),
+        lambda p: p.norm(),
+        lambda p: p.exp().sum(1).square().sum(),
+        lambda p: p.sum(0).square().sum(),
+        lambda p: p.bfloat16().float().square().sum(),
+        lambda p: (p.to_local() ** 2).sum() if isinstance(p, DTensor) else (p**2).sum(),
+        lambda p: p.amax(1).sum(),
+        lambda p: p.std(),
+    ):
+        param = nn.Parameter(ragged(t, mesh))
+        reference = nn.Parameter(t.clone())
+        seen = []
+        param.register_hook(lambda grad, seen=seen: seen.append(grad.shape))
+        param.register_post_accumulate_grad_hook(lambda p, seen=seen: seen.append(p.grad.shape))
+        for _ in range(2):  # accumulates
+            call(param).backward()
+            call(reference).backward()
+        assert seen == [t.shape] * 4
+        assert param.grad.shape == t.shape
+        assert_same(param.grad, reference.grad)
+
+
+@spmd(3)
+def test_locals_are_views_of_a_flat_buffer(rank):
+    from ragged_fsdp.dtensor import ragged_layout, ragged_spec, wrap_local
+
+    mesh = rank.mesh()
+    specs = [
+        ragged_spec(mesh, [RaggedShard((0,), world_units(8, 3, s))], (8, 5), torch.float32) for s in (0, 1)
+    ]
+    sizes = [ragged_layout(spec).numel for spec in specs]
+    buffer = torch.zeros(sum(sizes), device=rank.device)
+    params, at = [], 0
+    for spec, size in zip(specs, sizes):
+        local = buffer[at : at + size].view(ragged_layout(spec).local_shape)
+        params.append(nn.Parameter(wrap_local(local, spec)))
+        at += size
+    for param in params:
+        param.grad = torch.ones_like(param.detach())
+    torch.optim.SGD(params, lr=1.0, foreach=True).step()
+    assert_same(buffer, torch.full_like(buffer, -1.0))
+    torch.optim.AdamW(params, lr=1.0, fused=True).step()
+    assert bool((buffer < -1.5).all())
+    assert params[0].data.to_local().data_ptr() == buffer.data_ptr() or not sizes[0]
