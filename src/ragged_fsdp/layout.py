@@ -16,23 +16,24 @@ however they were built, so a layout that exists is a layout that can be used.
 """
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
-__all__ = ["INT64_MAX", "GroupLayout", "LocalRange", "TensorSpec", "draw"]
+__all__ = ["INT64_MAX", "GroupLayout", "LocalRange", "TensorSpec"]
 
 INT64_MAX = 2**63 - 1
 
 
-def _integer(what: str, value: object, least: int) -> None:
+def _integer(owner: str, what: str, value: object, least: int) -> None:
+    if type(value) is int and least <= value <= INT64_MAX:
+        return
     if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{what} must be an int, got {value!r}.")
+        raise TypeError(f"{owner}: {what} must be an int, got {value!r}.")
     if value < least:
-        raise ValueError(f"{what} must be at least {least}, got {value}.")
+        raise ValueError(f"{owner}: {what} must be at least {least}, got {value}.")
     if value > INT64_MAX:
-        raise ValueError(f"{what} must fit in int64, got {value}.")
+        raise ValueError(f"{owner}: {what} must fit in int64, got {value}.")
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"TensorSpec: name must be a str, got {self.name!r}.")
-        _integer(f"{self.name}: numel", self.numel, 0)
-        _integer(f"{self.name}: block_numel", self.block_numel, 1)
+        _integer(self.name, "numel", self.numel, 0)
+        _integer(self.name, "block_numel", self.block_numel, 1)
         if self.numel % self.block_numel:
             raise ValueError(
                 f"{self.name}: block of {self.block_numel} elements does not divide numel {self.numel}; "
@@ -90,7 +91,7 @@ class GroupLayout:
         object.__setattr__(self, "specs", tuple(self.specs))
         object.__setattr__(self, "offsets", tuple(self.offsets))
         for name, least in (("ranks", 1), ("unit", 1), ("align", 1), ("shard_numel", 0), ("lower_bound", 0)):
-            _integer(f"GroupLayout: {name}", getattr(self, name), least)
+            _integer("GroupLayout", name, getattr(self, name), least)
         self._check_shard()
         self._check_names()
         self._check_offsets()
@@ -116,46 +117,17 @@ class GroupLayout:
             raise ValueError(
                 f"GroupLayout: {len(self.specs)} tensors need as many offsets, got {len(self.offsets)}."
             )
-        seen: set[str] = set()
-        for spec in self.specs:
-            if spec.name in seen:
-                raise ValueError(f"{spec.name}: the name occurs twice in the group; names must be unique.")
-            seen.add(spec.name)
+        if len({spec.name for spec in self.specs}) < len(self.specs):
+            names = [spec.name for spec in self.specs]
+            twice = next(name for place, name in enumerate(names) if name in names[:place])
+            raise ValueError(f"{twice}: the name occurs twice in the group; names must be unique.")
 
     def _check_offsets(self) -> None:
-        for spec, start in zip(self.specs, self.offsets):
-            _integer(f"{spec.name}: offset", start, 0)
-            if start % self.align:
-                raise ValueError(f"{spec.name}: offset {start} is not a multiple of align {self.align}.")
-            if start + spec.numel > self.buffer_numel:
-                raise ValueError(
-                    f"{spec.name}: elements {start} to {start + spec.numel} leave the buffer of "
-                    f"{self.buffer_numel} elements."
-                )
-            self._check_blocks(spec, start)
-        placed = [(start, spec) for spec, start in zip(self.specs, self.offsets) if spec.numel]
-        placed.sort(key=lambda item: item[0])
-        for (start, spec), (next_start, next_spec) in pairwise(placed):
-            if start + spec.numel > next_start:
-                raise ValueError(
-                    f"{spec.name} and {next_spec.name} overlap: the first ends at {start + spec.numel}, "
-                    f"the second starts at {next_start}."
-                )
-
-    def _check_blocks(self, spec: TensorSpec, start: int) -> None:
-        """The first boundary inside decides; the second only if a whole shard lies inside."""
-        if not spec.numel:
-            return
-        boundary = (start // self.shard_numel + 1) * self.shard_numel
-        inside = (start + spec.numel - 1) // self.shard_numel - start // self.shard_numel
-        cut = inside >= 1 and (boundary - start) % spec.block_numel
-        if inside >= 2 and self.shard_numel % spec.block_numel:
-            cut, boundary = True, boundary if cut else boundary + self.shard_numel
-        if cut:
-            raise ValueError(
-                f"{spec.name}: the shard boundary at element {boundary} cuts a block: the tensor starts at "
-                f"{start} and its blocks have {spec.block_numel} elements."
-            )
+        kinds = tuple((spec.numel, spec.block_numel) for spec in self.specs)
+        fault = _first_fault(kinds, self.offsets, self.ranks, self.shard_numel, self.align)
+        if fault is not None:
+            index, reason = fault
+            raise ValueError(f"{self.specs[index].name}: {reason}")
 
     @property
     def buffer_numel(self) -> int:
@@ -238,12 +210,42 @@ class GroupLayout:
         return filled
 
 
-def draw(layout: GroupLayout, letters: Sequence[str]) -> str:
-    """The buffer element by element, shards divided by ``|`` and padding as dots (small layouts only)."""
-    cells = ["."] * layout.buffer_numel
-    for start, end, index in layout.runs():
-        if index is not None:
-            cells[start:end] = letters[index] * (end - start)
-    shard = max(1, layout.shard_numel)
-    rows = [" ".join(cells[first : first + shard]) for first in range(0, len(cells), shard)]
-    return "|".join(rows)
+@lru_cache(maxsize=1024)
+def _first_fault(
+    kinds: tuple[tuple[int, int], ...], offsets: tuple[int, ...], ranks: int, shard: int, align: int
+) -> tuple[int, str] | None:
+    """The first tensor that breaks a constraint, and how. Cached: the equal layers of a model share it."""
+    for index, ((numel, block), start) in enumerate(zip(kinds, offsets)):
+        if type(start) is not int or not 0 <= start <= INT64_MAX:
+            return index, f"offset must be an int in [0, 2**63), got {start!r}."
+        if start % align:
+            return index, f"offset {start} is not a multiple of align {align}."
+        end = start + numel
+        if end > ranks * shard:
+            return index, f"elements {start} to {end} leave the buffer of {ranks * shard} elements."
+        if numel and (cut := _cut_boundary(start, numel, block, shard)) is not None:
+            return index, (
+                f"the shard boundary at element {cut} cuts a block: the tensor starts at {start} "
+                f"and its blocks have {block} elements."
+            )
+    order = [index for index in range(len(kinds)) if kinds[index][0]]
+    order.sort(key=offsets.__getitem__)
+    for index, after in pairwise(order):
+        end = offsets[index] + kinds[index][0]
+        if end > offsets[after]:
+            return after, f"starts at {offsets[after]}, inside the tensor before it, which ends at {end}."
+    return None
+
+
+def _cut_boundary(start: int, numel: int, block: int, shard: int) -> int | None:
+    """The first shard boundary inside a block, if any.
+
+    The first boundary inside the tensor decides, and the second if there is one: all others follow.
+    """
+    first, last = start // shard, (start + numel - 1) // shard
+    boundary = (first + 1) * shard
+    if last > first and (boundary - start) % block:
+        return boundary
+    if last > first + 1 and shard % block:
+        return boundary + shard
+    return None

@@ -1,8 +1,10 @@
-"""The two entry points: ``plan`` on plain integers, ``plan_group`` on named specs."""
+"""The entry points: ``plan`` on plain integers, ``plan_group`` on named specs, one buffer each."""
 
+import operator
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.planner.earliest import place_in_order
@@ -16,11 +18,18 @@ __all__ = ["plan", "plan_group"]
 def plan(
     sizes: Sequence[int], blocks: Sequence[int], m: int, unit: int, *, align: int = 1
 ) -> tuple[int, list[int]]:
-    """The shard size and the offset of each tensor, in the order given, for ``m`` ranks."""
+    """The smallest shard size found for ``m`` ranks, and the offsets in the order the tensors came.
+
+    ``sizes`` are numels, ``blocks`` the elements of one block of each tensor, ``unit`` divides the shard
+    size and ``align`` every offset. Raises ``ValueError`` or ``TypeError`` naming the tensor by position.
+    """
     if len(sizes) != len(blocks):
         raise ValueError(f"plan: got {len(sizes)} sizes and {len(blocks)} blocks; expected as many of each.")
-    specs = [TensorSpec(f"tensor {i}", size, block) for i, (size, block) in enumerate(zip(sizes, blocks))]
-    layout = plan_group(specs, m, unit=unit, align=align)
+    specs = []
+    for position, (numel, block) in enumerate(zip(sizes, blocks)):
+        name = f"tensor {position}"
+        specs.append(TensorSpec(name, _index(name, "size", numel), _index(name, "block", block)))
+    layout = plan_group(specs, _index("plan", "m", m), unit=_index("plan", "unit", unit), align=align)
     return layout.shard_numel, list(layout.offsets)
 
 
@@ -32,7 +41,12 @@ def plan_group(
     align: int = 1,
     order: str | Order = "best",
 ) -> GroupLayout:
-    """The smallest layout of ``specs`` over ``ranks`` found, with a bound on how far it can be off."""
+    """The smallest layout of ``specs`` over ``ranks`` found, with a bound on how far it can be off.
+
+    ``order`` fixes the order of the tensors in the buffer (a name of ``ORDERS`` or a function); with
+    ``"best"`` the planner chooses it. The result depends on the arguments alone, so all ranks agree.
+    Groups that are equal but for the names are planned once.
+    """
     for name, value in (("ranks", ranks), ("unit", unit), ("align", align)):
         if not isinstance(value, int) or isinstance(value, bool):
             raise TypeError(f"plan_group: {name} must be an int, got {value!r}.")
@@ -43,15 +57,28 @@ def plan_group(
     return GroupLayout(tuple(specs), ranks, unit, shard, offsets, bound, align)
 
 
+def _index(owner: str, what: str, value: object) -> int:
+    """``value`` as a plain int; numpy integers are welcome, floats and booleans are not."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{owner}: {what} must be an integer, got {value!r}.") from None
+
+
+class _Planned(NamedTuple):
+    shard: int
+    offsets: tuple[int, ...]
+    lower_bound: int
+
+
 @lru_cache(maxsize=4096)
-def _plan_kinds(
-    kinds: tuple[Kind, ...], ranks: int, unit: int, align: int, order: str | Order
-) -> tuple[int, tuple[int, ...], int]:
-    """Shard size, offsets and lower bound of a group that was validated; equal groups are planned once."""
+def _plan_kinds(kinds: tuple[Kind, ...], ranks: int, unit: int, align: int, order: str | Order) -> _Planned:
+    """The plan of a group whose members were validated; the cache makes equal layers free."""
     problem = Problem.build([k[0] for k in kinds], [k[1] for k in kinds], ranks, unit, align)
-    problem.check_int64()
     if not problem.kinds:
-        return 0, (0,) * len(kinds), 0
+        return _Planned(0, (0,) * len(kinds), 0)
     if order == "best":
         outcome = best_layout(problem)
     else:
@@ -59,8 +86,21 @@ def _plan_kinds(
     starts = place_in_order(outcome.order, ranks, outcome.shard, align)
     if starts is None:
         raise RuntimeError(f"planner: no layout at shard size {outcome.shard}; this is a bug.")
-    free: dict[Kind, deque[int]] = defaultdict(deque)
+    if order != "best":
+        return _Planned(
+            outcome.shard, _scatter(kinds, ordered(order, problem.kinds), starts), outcome.lower_bound
+        )
+    waiting: dict[Kind, deque[int]] = defaultdict(deque)
     for kind, start in zip(outcome.order, starts):
-        free[kind].append(start)
-    offsets = tuple(free[kind].popleft() if kind[0] else 0 for kind in kinds)
-    return outcome.shard, offsets, outcome.lower_bound
+        waiting[kind].append(start)
+    offsets = tuple(waiting[kind].popleft() if kind[0] else 0 for kind in kinds)
+    return _Planned(outcome.shard, offsets, outcome.lower_bound)
+
+
+def _scatter(kinds: tuple[Kind, ...], indices: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
+    """Offsets in the order of ``kinds``; ``indices`` count the tensors with elements only."""
+    filled = [position for position, (numel, _) in enumerate(kinds) if numel]
+    offsets = [0] * len(kinds)
+    for index, start in zip(indices, starts):
+        offsets[filled[index]] = start
+    return tuple(offsets)

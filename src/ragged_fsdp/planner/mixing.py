@@ -117,7 +117,7 @@ class _Programme:
             self.volume += (length - implied) * self.index[axis]
         total = implied * self.implied_count + int(chained[-1])
         total += sum(length * count for length, count in zip(numel, (n - 1 for n in self._axis_sizes())))
-        self.slack = problem.ranks * self.shard - total
+        self.slack = min(problem.ranks * self.shard - total, 2**60)
         self.implied_numel = implied
 
     def _axis_sizes(self) -> list[int]:

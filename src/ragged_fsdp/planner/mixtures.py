@@ -7,17 +7,15 @@ from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
 __all__ = ["full_mixes", "relaxed_mix"]
 
-_EXACT_WORK = 6_000_000
-_MIX_WORK = 6_000_000
 _BANDS = (None, 64, 16)
 _CHAIN_LENGTHS = (64, 32, 16, 8, 4, 1)
 
 
-def full_mixes(problem: Problem) -> Iterator[Mix]:
+def full_mixes(problem: Problem, work: int) -> Iterator[Mix]:
     """Programmes over all tensors, best first; a single one where it is exact."""
     counts = problem.counts
     exact = Mix(tuple(counts.items()))
-    if exact.work <= _EXACT_WORK:
+    if exact.work <= work:
         yield exact
         return
     free = [kind for kind in counts if problem.align % kind[1] == 0]
@@ -25,13 +23,13 @@ def full_mixes(problem: Problem) -> Iterator[Mix]:
         (kind for kind in counts if kind not in free), key=lambda k: (-counts[k], -k[0] * counts[k], k)
     )
     for counted in range(len(coarse), 0, -1):
-        mix = _mix(problem, coarse[:counted], coarse[counted:], free)
+        mix = _mix(problem, coarse[:counted], coarse[counted:], free, work)
         if mix is not None:
             yield mix
             return
 
 
-def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind]) -> Mix | None:
+def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind], work: int) -> Mix | None:
     """The widest affordable programme that counts ``counted`` and chains the rest, None if none is."""
     counts = problem.counts
     bars = tuple((kind, counts[kind]) for kind in counted)
@@ -44,7 +42,7 @@ def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind
         chain = (*links, *_pieces(problem, free, length))
         for band in _BANDS:
             mix = Mix(bars, chain, band)
-            if mix.work <= _MIX_WORK:
+            if mix.work <= work:
                 return mix
     return None
 

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ragged_fsdp.layout import INT64_MAX
-
 __all__ = ["Kind", "Problem", "align_up"]
 
 Kind = tuple[int, int]
@@ -64,9 +62,7 @@ class Problem:
         """A shard size that always works: all tensors one after the other on the first rank."""
         return align_up(self.aligned_numel, self.step)
 
-    def check_int64(self) -> None:
-        """Raises where element positions of some layout the search may try would leave int64."""
-        if self.largest_shard * 2 > INT64_MAX:
-            raise ValueError(
-                f"the group has {self.tensor_numel} elements, too many for int64 positions; split the group."
-            )
+    @property
+    def fits_arrays(self) -> bool:
+        """Whether all positions of a search stay far from the end of int64, so that arrays can hold them."""
+        return self.aligned_numel < 2**56

@@ -17,7 +17,7 @@ from ragged_fsdp.planner.problem import Kind, Problem
 
 __all__ = ["EFFORT", "Outcome", "best_layout", "order_layout"]
 
-EFFORT = 40_000_000
+EFFORT = 60_000_000
 """Array elements the programme may touch per group; about a second on a slow core."""
 
 
@@ -63,7 +63,8 @@ class _Search:
         self.floors = class_floors(self.problem, self.best)
         self._try_cheap_orders(orders)
         for stage in (self._try_floor, self._prove_quickly, self._search_class, self._prove):
-            for divisor in sorted(self.floors, key=lambda d: (self.floors[d], d)):
+            # Large divisors first: their classes have few members, and each success narrows the others.
+            for divisor in sorted(self.floors, reverse=True):
                 if self._done():
                     break
                 stage(divisor)
@@ -144,8 +145,8 @@ class _Search:
 
     def _mix_fits(self, shard: int, divisor: int) -> bool | None:
         """Whether some order fits, kept if so; None where the effort is spent."""
-        for mix in full_mixes(self.problem):
-            order = self._run(mix, shard, divisor)
+        for mix in full_mixes(self.problem, self.effort // 6):
+            order = self._run(mix, shard, divisor, self._worth() * 2 // 3)
             if order:
                 self._keep(shard, order)
                 return True
@@ -155,9 +156,9 @@ class _Search:
                 self.floors[divisor] = max(self.floors[divisor], shard + divisor)
         return False
 
-    def _run(self, mix: Mix, shard: int, divisor: int) -> list[Kind] | None:
-        """The programme's order, empty if it found none; None where the effort is spent."""
-        if self.spent + mix.work > self._worth():
+    def _run(self, mix: Mix, shard: int, divisor: int, limit: int) -> list[Kind] | None:
+        """The programme's order, empty if it found none; None where it would spend more than ``limit``."""
+        if self.spent + mix.work > limit or not self.problem.fits_arrays:
             return None
         order, work = best_mix(self.problem, mix, shard, divisor)
         self.spent += work
@@ -170,5 +171,9 @@ class _Search:
         """If even some of the tensors do not fit in the largest member below the best, none does."""
         top = self._top(divisor)
         mix = relaxed_mix(self.problem, self.effort // 3 if work is None else work)
-        if top >= self.floors[divisor] and mix is not None and self._run(mix, top, divisor) == []:
+        if (
+            top >= self.floors[divisor]
+            and mix is not None
+            and self._run(mix, top, divisor, self._worth()) == []
+        ):
             self.floors[divisor] = top + divisor
