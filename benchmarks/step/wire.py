@@ -235,6 +235,15 @@ class WireGroup(dist.ProcessGroup):
 
         return self._run("all_to_all", max(output.nbytes, source.nbytes), (output, source), fill)
 
+    def alltoall(self, outputs: list, sources: list, opts: Any = None) -> dist.Work:
+        def fill() -> None:
+            own = sources[self._own_rank]
+            for output in outputs:
+                output.copy_(own.view_as(output))
+
+        nbytes = max(sum(t.nbytes for t in tensors) for tensors in (outputs, sources))
+        return self._run("all_to_all", nbytes, (*outputs, *sources), fill)
+
     def allreduce(self, tensors: list, opts: Any = None) -> dist.Work:
         return self._run("all_reduce", 2 * sum(t.nbytes for t in tensors), tuple(tensors))
 
@@ -251,12 +260,23 @@ class WireGroup(dist.ProcessGroup):
         return _Delivered(None, ())
 
 
+# torch 2.13 calls the same collectives by these names.
+WireGroup.all_gather_single = WireGroup._allgather_base
+WireGroup.reduce_scatter_single = WireGroup._reduce_scatter_base
+WireGroup.all_to_all_single = WireGroup.alltoall_base
+WireGroup.all_gather_single_coalesced = WireGroup.allgather_into_tensor_coalesced
+WireGroup.reduce_scatter_single_coalesced = WireGroup.reduce_scatter_tensor_coalesced
+
+_JOINED: list[Wire] = []
+
+
+def _create(store: Any, rank: int, size: int, timeout: Any) -> WireGroup:
+    return WireGroup(rank, size, _JOINED[-1])
+
+
 def join(ranks: int, wire: Wire, rank: int = 0) -> None:
     """Make this process rank ``rank`` of ``ranks`` over ``wire`` (``torch.distributed`` is initialised)."""
-
-    def create(store: Any, group_rank: int, group_size: int, timeout: Any) -> WireGroup:
-        return WireGroup(group_rank, group_size, wire)
-
+    _JOINED.append(wire)
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, create, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
     dist.init_process_group(BACKEND, rank=rank, world_size=ranks, store=dist.HashStore())

@@ -1,0 +1,233 @@
+"""The step benchmark's own arithmetic: shapes, routing, the wire, traces, tables. No device needed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.step import kernels, report  # noqa: E402
+from benchmarks.step.case import Case  # noqa: E402
+from benchmarks.step.implementations import IMPLEMENTATIONS, missing  # noqa: E402
+from benchmarks.step.layers import Layer, Stack, draw_routing  # noqa: E402
+from benchmarks.step.reduction_error import emulated  # noqa: E402
+from benchmarks.step.runner import run_case  # noqa: E402
+from benchmarks.step.shapes import MODELS, layer_numel  # noqa: E402
+from benchmarks.step.wire import Wire, join  # noqa: E402
+
+TINY = Case("tiny-moe", layers=2, tokens=64, ranks=8)
+
+
+@pytest.fixture
+def rank_of():
+    """Join a wire as one of several ranks; leave it afterwards."""
+
+    def make(ranks: int, rank: int = 0, payload: str = "repeat") -> Wire:
+        wire = Wire(payload=payload)
+        join(ranks, wire, rank)
+        return wire
+
+    yield make
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_have_the_published_number_of_parameters(name):
+    with torch.device("meta"):
+        layer = Layer(MODELS[name])
+    assert sum(p.numel() for p in layer.parameters()) == layer_numel(MODELS[name])
+
+
+def test_published_totals():
+    # 36, 58 and 80 such layers: 116.8 B (with embeddings), 671 B (58 MoE layers of 61) and 70.6 B parameters
+    assert 36 * layer_numel(MODELS["gpt-oss-120b"]) == pytest.approx(115.67e9, rel=1e-3)
+    assert 58 * layer_numel(MODELS["deepseek-v3"]) == pytest.approx(667.4e9, rel=1e-3)
+    assert 80 * layer_numel(MODELS["llama-3-70b"]) == pytest.approx(68.45e9, rel=1e-3)
+
+
+def test_the_bound_of_the_gpt_oss_case_is_90_gib():
+    case = Case("gpt-oss-120b", 4, 8192, 64)
+    assert case.least_wire_gib == pytest.approx(89.8, abs=0.1)
+    assert case.wire_ms(400) == pytest.approx(241, abs=1)
+    assert case.wire_ms(None) == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "gpt-5"},
+        {"tokens": 65},
+        {"ranks": 0},
+        {"payload": "zeros"},
+        {"reduce_dtype": "fp8"},
+        {"warmup": 0},
+    ],
+)
+def test_a_case_names_what_is_wrong(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=name.replace("_", " ")):
+        Case(**({"model": "tiny-moe", "layers": 2, "tokens": 64, "ranks": 8} | change))
+
+
+def test_routing_is_balanced_and_distinct():
+    shape = MODELS["tiny-moe"].experts
+    routing = draw_routing(64, shape, "cpu", seed=3)
+    assert routing.chosen.flatten().bincount().tolist() == [64 * 2 // 8] * 8
+    assert all(len(set(row)) == 2 for row in routing.chosen.tolist())
+    assert routing.chosen.flatten()[routing.order].diff().min() >= 0
+    assert torch.equal(routing.order[routing.inverse], torch.arange(128))
+    with pytest.raises(ValueError, match="tokens: 3 x 2"):
+        draw_routing(3, shape, "cpu")
+
+
+def test_experts_match_a_loop_over_tokens():
+    torch.manual_seed(0)
+    shape = MODELS["tiny-moe"]
+    stack = Stack(shape, 1).bfloat16()
+    stack.bind(32, "cpu", torch.bfloat16)
+    stack.layers[0].reset_parameters()
+    experts = stack.layers[0].mlp
+    x = torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    y = experts(x)
+    y.float().sum().backward()
+    fast = (y.detach(), x.grad, experts.down.grad)
+    x.grad = experts.down.grad = None
+    rows = []
+    for token, chosen in zip(x.flatten(0, 1), experts.routing.chosen):
+        weights = experts.router(token)[chosen].softmax(-1)
+        answers = []
+        for e in chosen.tolist():
+            gate, up = (token @ experts.gate_up[e] + experts.gate_up_bias[e]).chunk(2)
+            hidden = torch.nn.functional.silu(gate) * up
+            answers.append(hidden @ experts.down[e] + experts.down_bias[e])
+        rows.append((weights.unsqueeze(-1) * torch.stack(answers)).sum(0))
+    slow = torch.stack(rows).view_as(x)
+    slow.float().sum().backward()
+    for a, b in zip(fast, (slow.detach(), x.grad, experts.down.grad)):
+        torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=2e-3)
+
+
+@pytest.mark.parametrize("payload", ["repeat", "distinct"])
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (3, 0), (5, 3), (8, 7)])
+def test_a_gather_delivers_own_part_in_its_slot(rank_of, ranks, rank, payload):
+    wire = rank_of(ranks, rank, payload)
+    full = torch.zeros(ranks * 6)
+    own = full[rank * 6 : (rank + 1) * 6]
+    own.copy_(torch.arange(1.0, 7.0))
+    dist.all_gather_into_tensor(full, own)
+    apart = torch.zeros(ranks * 6)
+    dist.all_gather_into_tensor(apart, own.clone())
+    for gathered in (full, apart):
+        assert gathered.view(ranks, 6)[rank].tolist() == [1, 2, 3, 4, 5, 6]
+        assert bool(gathered.all())  # every rank's part was written
+        assert payload == "distinct" or torch.equal(gathered.view(ranks, 6), own.expand(ranks, 6))
+    assert wire.moved_bytes["all_gather"] == 2 * full.nbytes and wire.calls["all_gather"] == 2
+
+
+def test_reductions_and_exchanges_are_counted(rank_of):
+    wire = rank_of(4, 2)
+    source, part = torch.arange(8.0), torch.zeros(2)
+    dist.reduce_scatter_tensor(part, source)
+    assert part.tolist() == [4, 5]
+    received = torch.zeros(8)
+    work = dist.all_to_all_single(received, source, async_op=True)
+    assert work.wait() and torch.equal(received, source)
+    parts = [torch.zeros(2) for _ in range(4)]
+    dist.all_to_all(parts, list(source.view(4, 2)))
+    assert all(p.tolist() == [4, 5] for p in parts)
+    dist.all_reduce(source)
+    dist.barrier()
+    assert wire.moved_bytes == {"reduce_scatter": 32, "all_to_all": 64, "all_reduce": 64}
+    wire.reset_counts()
+    assert not wire.moved_bytes
+
+
+@pytest.mark.parametrize("name", ["none", "fsdp2", "fsdp2-shard1", "ours"])
+def test_implementations_train_on_one_rank_of_eight(rank_of, name):
+    wire = rank_of(TINY.ranks)
+    torch.manual_seed(0)
+    trainer = IMPLEMENTATIONS[name](TINY, torch.device("cpu"))
+    trainer.stack.bind(TINY.tokens, "cpu", torch.bfloat16)
+    x = torch.randn(TINY.batch, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(3):
+        wire.reset_counts()
+        loss = trainer.forward_backward(x)
+        if trainer.update is not None:
+            trainer.update()
+    assert torch.isfinite(loss) and x.grad is not None
+    moved = sum(wire.moved_bytes.values())
+    least = TINY.least_wire_gib * 2**30
+    assert moved == 0 if name == "none" else least <= moved <= 1.3 * least
+
+
+def test_a_process_that_fails_or_is_missing_is_a_row(monkeypatch):
+    from benchmarks.step import implementations
+
+    monkeypatch.setitem(implementations._NEEDS, "fsdp1", "no_such_module")
+    said = []
+    result = run_case(TINY, ["fsdp1", "fsdp2"], said.append, limit_s=100)
+    assert missing("fsdp1") == "no_such_module" and missing("none") is None
+    assert said[0] == "fsdp1: skipped, no_such_module is not installed"
+    skipped, failed = result["rows"]
+    assert "skipped" in skipped and "error" in failed  # without a device every measurement fails
+    text = report.markdown(json.loads(json.dumps(result)))
+    assert "no_such_module is not installed" in text and "failed: " in text
+
+
+def _row(name, bandwidth, ms, **more):
+    shared = {"step_ms": ms + 1, "host_ms": 5.0, "host_ms_per_layer": 1.0, "kernels": {"longest": []}}
+    shared |= {"peak_allocated_gib": 2.0, "peak_reserved_gib": 3.0, "moved_gib": {"all_gather": 1.0}}
+    return shared | {"implementation": name, "bandwidth_gb_s": bandwidth, "forward_backward_ms": ms} | more
+
+
+def test_ratios_are_to_the_floor_and_to_the_slower_of_floor_and_wire():
+    case = Case("llama-3-70b", 4, 4096, 64, (None, 200.0))
+    rows = [_row("none", None, 100.0), _row("fsdp2", None, 150.0), _row("fsdp2", 200.0, 300.0)]
+    result = {"case": case.to_json(), "rows": rows}
+    assert report.bound_ms(result, None) == 100
+    assert report.bound_ms(result, 200.0) == pytest.approx(case.wire_ms(200.0))
+    text = report.markdown(result)
+    assert "| 1.50 | 1.50 |" in text and f"| 3.00 | {300 / case.wire_ms(200.0):.2f} |" in text
+
+
+def test_kernels_by_kind_and_stream():
+    trace = [
+        ("_spin", 20, 0.0, 1.0, 0),
+        ("Memcpy DtoD", 20, 1.0, 50.0, 4096),
+        ("nvjet_tst_128", 7, 0.0, 100.0, 0),
+        ("void at::native::split_with_sizes_copy_out", 7, 90.0, 30.0, 0),
+        ("chunk_cat_cuda_kernel", 7, 130.0, 20.0, 0),
+    ]
+    found = kernels.summarise(trace)
+    kinds = {"wire": 0.051, "matmul": 0.1, "interleaved copy": 0.05}
+    assert found["ms_by_kind"] == pytest.approx(kinds)
+    assert found["busy_ms"] == pytest.approx(0.14)  # overlapping kernels count once, the wire not at all
+    row = _row("fsdp2", 400.0, 1.0, kernels=found)
+    gather, out, reduce, into, other = report.copies_ms(row)
+    assert (out, into, other, reduce) == pytest.approx((0.03, 0.02, 0, 0))
+    assert gather == pytest.approx(2**30 / 400e6)
+
+
+def test_figures_are_drawn(tmp_path):
+    from benchmarks.step.plots import draw
+
+    results = []
+    for ranks in (64, 128):
+        case = Case("llama-3-70b", 4, 4096, ranks, (None, 200.0))
+        rows = [_row("none", None, 100.0), _row("ours", None, 110.0), _row("ours", 200.0, 300.0)]
+        results.append({"case": case.to_json(), "rows": rows})
+    written = draw(results, tmp_path)
+    assert [p.name for p in written] == ["llama-3-70b.svg", "llama-3-70b-ranks.svg"]
+    assert all(p.stat().st_size > 1000 for p in written)
+
+
+@pytest.mark.parametrize("ranks", [4, 64])
+def test_local_fp32_sums_are_as_exact_as_fp32_reductions(ranks):
+    errors = emulated(ranks, noise=4.0, numel=4096)
+    assert errors["bf16 all-to-all, fp32 sum"] < 1e-7 > errors["fp32 reduce-scatter"]
+    assert errors["bf16 reduce-scatter"] > 1e-3
