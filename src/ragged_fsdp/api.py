@@ -1,0 +1,136 @@
+"""``fully_shard`` and the other public names: FSDP2's, with the same meaning.
+
+Only this module constructs the runtime's objects: it validates, groups, plans, compares the plans of the
+ranks and attaches. Nothing is changed before all of that has succeeded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.utils import _get_root_modules
+
+from ragged_fsdp.fsdp.build import GroupBuilder, Options
+from ragged_fsdp.fsdp.managed import collect, move_to_device
+from ragged_fsdp.fsdp.mesh import default_mesh, device_of, parallel_mesh, validate_mesh
+from ragged_fsdp.fsdp.mesh_dims import DataParallelMeshDims
+from ragged_fsdp.fsdp.module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+    swap_class,
+)
+from ragged_fsdp.fsdp.state import ModuleState
+from ragged_fsdp.policy import Granularity
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
+
+
+@contract(state_cls=ModuleState)  # type: ignore[arg-type]
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None,
+) -> Any:
+    """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it.
+
+    The parameters in ``module.parameters()`` that no earlier call on a submodule took become one group: one
+    buffer, one all-gather before forward (and before backward if it was freed), one reduce-scatter after
+    backward. Call it bottom-up: on the layers, then on the model.
+
+    Args:
+        module: the module, or a list of modules to treat as one group.
+        mesh: 1-D to shard over all its ranks; 2-D with names to replicate over dim 0 and shard over dim 1.
+            Default: all ranks.
+        reshard_after_forward: True frees the gathered parameters after forward and gathers again in
+            backward; False keeps them; an int keeps a larger shard, gathered over that many ranks; None is
+            True, except for the root, which is needed again at once.
+        shard_placement_fn: per parameter, ``None``, ``Shard(dim)`` or a ``ShardPlacementResult`` with a mesh
+            of its own. ``Shard(0)`` keeps rows whole; other dims take the nearest ragged layout, by elements.
+        mp_policy: dtypes of computation, reduction and output.
+        offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and optimizer state on the host.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: names the data-parallel dims of ``mesh``, on which the parameters already are DTensors.
+        orig_param_policy: ``policy(name, param)`` returns how much of a parameter must stay on one rank:
+            ``Elements(n)``, ``Rows(n)``, ``Whole()``, or None for no constraint. Names are relative to
+            ``module``.
+    """
+    modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
+    try:
+        _attach(
+            modules,
+            Options(
+                mesh=mesh,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=shard_placement_fn,
+                mp_policy=mp_policy,
+                offload_policy=offload_policy,
+                ignored_params=frozenset(ignored_params or ()),
+                dp_mesh_dims=dp_mesh_dims,
+                orig_param_policy=orig_param_policy,
+            ),
+        )
+    except BaseException:
+        _forget(modules)
+        raise
+    return module
+
+
+def _attach(modules: Sequence[nn.Module], options: Options) -> None:
+    for module in modules:
+        _check_module(module)
+    mesh = options.mesh if options.mesh is not None else default_mesh()
+    validate_mesh(mesh, options.dp_mesh_dims)
+    own_mesh = parallel_mesh(mesh, options.dp_mesh_dims)
+    device = device_of(mesh)
+    managed = collect(modules, set(options.ignored_params))
+    builder = GroupBuilder(options, own_mesh, device)
+    builder.check(managed)
+    move_to_device(managed, device)
+    groups = builder.build(managed, tuple(modules))
+    state = fully_shard.state(modules[0])
+    state.init(modules, groups, device, options.mp_policy, options.reshard_after_forward is None)
+    for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
+        owned._is_fsdp_managed_module = True
+        owned._fsdp_use_orig_params = True
+    for module in modules:
+        swap_class(module)
+
+
+def _check_module(module: nn.Module) -> None:
+    container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if container and type(module).forward is nn.Module.forward:
+        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+
+
+def _forget(modules: Sequence[nn.Module]) -> None:
+    """Undo the registration of a call that failed, so that it can be repeated."""
+    for module in modules:
+        registry: dict[str, Any] = module.__dict__.get(REGISTRY_KEY, {})
+        registry.pop("fully_shard", None)
+        states: dict[Any, Any] = module.__dict__.get(STATE_KEY, {})
+        for function in [f for f, state in states.items() if isinstance(state, ModuleState)]:
+            del states[function]

@@ -1,0 +1,113 @@
+"""The collectives of a group buffer, by the names this torch has, with errors that say where.
+
+Every function works in place on flat tensors and is looked up on ``torch.distributed`` at each call:
+newer releases renamed ``all_gather_into_tensor`` to ``all_gather_single``, and profilers and tests
+intercept these names there. Dtypes a backend does not know (float8, complex, ...) travel as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "all_gather_",
+    "all_reduce_",
+    "all_to_all",
+    "explain_failure",
+    "reduce_op",
+    "reduce_scatter",
+    "same_on_all_ranks",
+]
+
+_WIRE_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+
+
+def all_gather_(
+    full: torch.Tensor,
+    slot: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool = False,
+    comm: Callable[..., Any] | None = None,
+) -> dist.Work | None:
+    """Fill ``full`` with the slots of all ranks; ``slot`` is this rank's part of ``full`` and in place."""
+    if full.dtype not in _WIRE_DTYPES:
+        full, slot = full.view(torch.uint8), slot.view(torch.uint8)
+    if comm is not None:
+        return comm(output_tensor=full, input_tensor=slot, group=group, async_op=async_op)
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return function(full, slot, group=group, async_op=async_op)
+
+
+def reduce_scatter(
+    shard: torch.Tensor,
+    full: torch.Tensor,
+    group: dist.ProcessGroup,
+    *,
+    op: Any,
+    async_op: bool = False,
+    comm: Callable[..., Any] | None = None,
+) -> dist.Work | None:
+    """Reduce ``full`` over the ranks and keep this rank's part in ``shard``, which may lie in ``full``."""
+    if comm is not None:
+        return comm(output_tensor=shard, input_tensor=full, group=group, op=op, async_op=async_op)
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return function(output=shard, input=full, group=group, op=op, async_op=async_op)
+
+
+def all_reduce_(
+    flat: torch.Tensor, group: dist.ProcessGroup, *, op: Any, async_op: bool = False
+) -> dist.Work | None:
+    """Reduce ``flat`` over the ranks in place."""
+    return dist.all_reduce(flat, op=op, group=group, async_op=async_op)
+
+
+def all_to_all(
+    received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+) -> dist.Work | None:
+    """Send the r-th equal part of ``sent`` to rank r; ``received`` holds one part from each rank."""
+    return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
+
+
+def reduce_op(average: bool) -> Any:
+    """The reduction: the mean over the ranks or their sum."""
+    return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+
+
+@contextmanager
+def explain_failure(phase: str, name: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Add group, phase and rank to an error raised by a collective, such as a timeout."""
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note(
+            f"ragged_fsdp: {phase} of group '{name}' failed on rank {dist.get_rank()} "
+            f"(rank {group.rank()} of {group.size()} in process group '{group.group_name}')."
+        )
+        raise
+
+
+def same_on_all_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether all ranks of ``group`` passed the same 62-bit ``value``: one 16-byte all-reduce."""
+    if group.size() == 1:
+        return True
+    largest = torch.tensor([value, -value], dtype=torch.int64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    high, low = largest.tolist()
+    return high == -low

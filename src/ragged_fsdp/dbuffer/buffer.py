@@ -1,0 +1,480 @@
+"""DBuffer: tensors of a group as slices of one distributed buffer.
+
+The buffer is a flat global array of ``ranks * shard_numel`` cells whose tensors lie where a
+:class:`~ragged_fsdp.layout.GroupLayout` puts them. It has one placement per mesh dim, as a DTensor
+has; the array as a whole is cut evenly, so ``Shard(0)`` is its sharded placement, while the tensors
+inside are ragged::
+
+    layout             a a a a a a a a|a a c c c c c .|b b b b b b . .
+    Shard(0)  rank 1                   a a c c c c c .                    S cells
+    Replicate rank 1   a a a a a a a a|a a c c c c c .|b b b b b b . .    m S cells
+    Partial   rank 1   the same shape; the value is the sum over the ranks
+
+``redistribute`` is the only dispatcher. Along the mesh dim that shards:
+
+    =========  =========  ====================================================
+    from       to         operation
+    =========  =========  ====================================================
+    Shard(0)   Replicate  all-gather in place: the shard is a slot of the result
+    Partial    Shard(0)   reduce-scatter in place: the result is a slot of the source
+    Partial    Replicate  all-reduce in place
+    Replicate  Shard(0)   none: a view of the slot
+    any        the same   none
+    any        Partial    raises
+    =========  =========  ====================================================
+
+Along every other mesh dim: Partial to Replicate is an all-reduce of what the rank then holds, so
+(Partial, Partial) to (Replicate, Shard(0)) is a reduce-scatter and an all-reduce of the shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_fsdp import collectives
+from ragged_fsdp.dbuffer.registry import buffer_of_storage, register
+from ragged_fsdp.dbuffer.storage import FlatStorage
+from ragged_fsdp.dtensor import ragged_spec, wrap_local
+from ragged_fsdp.layout import GroupLayout, TensorSpec
+from ragged_fsdp.placement import block_numel, placement_from_layout
+from ragged_fsdp.planner import plan_group
+from ragged_fsdp.policy import Elements, Granularity
+
+__all__ = ["DBuffer"]
+
+_ALIGN_BYTES = 16
+
+
+class DBuffer:
+    """A group of tensors in one buffer over a mesh.
+
+    Args:
+        layout: where the tensors lie; ``layout.ranks`` is the size of the sharding mesh dim.
+        shapes: the shape of each tensor, in the order of ``layout.specs``.
+        mesh: the mesh; its last dim shards.
+        placements: one per mesh dim: ``Shard(0)``, ``Replicate()`` or ``Partial()`` for the last,
+            ``Replicate()`` or ``Partial()`` for the others. Default: replicated, and sharded last.
+        dtype: of all tensors, or one per tensor; then a layout cell is ``cell_bytes`` bytes wide
+            and the flat tensor holds bytes.
+        device: where it lives; default is the mesh's device.
+        allocate: False leaves the storage empty until :meth:`materialize`.
+        storage, offset_bytes: an existing storage to lie in, instead of a new one.
+    """
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        shapes: Sequence[Sequence[int]],
+        mesh: DeviceMesh,
+        placements: Sequence[Placement] | None = None,
+        *,
+        dtype: torch.dtype | Sequence[torch.dtype],
+        cell_bytes: int | None = None,
+        device: torch.device | str | None = None,
+        pin_memory: bool = False,
+        allocate: bool = True,
+        storage: FlatStorage | None = None,
+        offset_bytes: int = 0,
+    ) -> None:
+        self.layout = layout
+        self.shapes = tuple(torch.Size(shape) for shape in shapes)
+        self.mesh = mesh
+        self.dtypes = (dtype,) * len(self.shapes) if isinstance(dtype, torch.dtype) else tuple(dtype)
+        self.dtype = dtype if isinstance(dtype, torch.dtype) else _common_dtype(self.dtypes)
+        self.cell_bytes = cell_bytes or self.dtype.itemsize
+        self.placements = self._checked_placements(placements)
+        self.device = torch.device(device) if device is not None else _device_of(mesh)
+        self._check_tensors()
+        self.group = mesh.get_group(mesh.ndim - 1)
+        self.rank = mesh.get_local_rank(mesh.ndim - 1)
+        numel = layout.shard_numel if self.is_sharded else layout.buffer_numel
+        self.nbytes = numel * self.cell_bytes
+        self.offset_bytes = offset_bytes
+        self.storage = storage or FlatStorage(
+            self.nbytes, self.device, pin_memory=pin_memory, allocate=allocate
+        )
+        self._pending: Any = None
+        if storage is None:
+            register(self, self.storage.untyped)
+
+    @classmethod
+    def distribute(
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        mesh: DeviceMesh,
+        *,
+        granularity: Mapping[str, Granularity] | None = None,
+        unit: int = 1,
+    ) -> DBuffer:
+        """Plan a group of full tensors, the same on every rank, and keep this rank's shard of it."""
+        if not tensors:
+            raise ValueError("DBuffer.distribute: a group needs at least one tensor, got none.")
+        kinds = {tensor.dtype for tensor in tensors.values()}
+        if len(kinds) != 1:
+            raise ValueError(
+                f"DBuffer.distribute: expected tensors of one dtype, got {sorted(map(str, kinds))}."
+            )
+        dtype = kinds.pop()
+        blocks = granularity or {}
+        specs = tuple(
+            TensorSpec(name, tensor.numel(), block_numel(tensor.shape, blocks.get(name, Elements())))
+            for name, tensor in tensors.items()
+        )
+        align = max(1, _ALIGN_BYTES // dtype.itemsize)
+        layout = plan_group(specs, mesh.size(mesh.ndim - 1), unit=max(unit, align), align=align)
+        buffer = cls(layout, [t.shape for t in tensors.values()], mesh, dtype=dtype)
+        buffer.zero_()
+        for index, tensor in enumerate(tensors.values()):
+            part = layout.local_range(index, buffer.rank)
+            flat = tensor.detach().reshape(-1)[part.tensor_start : part.tensor_start + part.numel]
+            buffer.tensor(index).view(-1).copy_(flat)
+        return buffer
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> tuple[DBuffer, int] | None:
+        """The buffer that holds a DTensor's local part, and the tensor's index in it; None if none does.
+
+        Empty local parts have no address of their own: they answer with the first tensor of equal
+        placement and shape.
+        """
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        buffer = buffer_of_storage(local.untyped_storage())
+        if buffer is None:
+            return None
+        return buffer._index_of(tensor, local)
+
+    # -- shape of the buffer ---------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds its shard only."""
+        return isinstance(self.placements[-1], Shard)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks over which the buffer is cut."""
+        return self.layout.ranks
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __repr__(self) -> str:
+        return (
+            f"DBuffer({len(self)} tensors, {self.layout.shard_numel} x {self.ranks} cells of "
+            f"{self.cell_bytes} bytes, {self.dtype}, {self.placements}, rank {self.rank})"
+        )
+
+    @cached_property
+    def flat(self) -> torch.Tensor:
+        """What this rank holds, as one flat tensor; of bytes if the dtypes differ."""
+        return self.storage.tensor(self.offset_bytes, (self.nbytes // self.dtype.itemsize,), self.dtype)
+
+    @cached_property
+    def slot(self) -> torch.Tensor:
+        """This rank's shard of :attr:`flat`: all of it if sharded, else its part of the whole."""
+        if self.is_sharded:
+            return self.flat
+        shard_numel = self.flat.numel() // self.ranks
+        return self.flat.narrow(0, self.rank * shard_numel, shard_numel)
+
+    @cached_property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors, or this rank's part of each: views at addresses that never change."""
+        return tuple(self._make_tensor(index) for index in range(len(self)))
+
+    def tensor(self, index: int) -> torch.Tensor:
+        """One of :attr:`tensors`."""
+        return self.tensors[index]
+
+    def dtensor(self, index: int, *, requires_grad: bool = False) -> DTensor:
+        """One tensor as a DTensor over the mesh: ragged where the buffer is sharded."""
+        placements = list(self.placements)
+        if self.is_sharded:
+            placements[-1] = self._ragged(index)
+        spec = ragged_spec(self.mesh, tuple(placements), self.shapes[index], self.dtypes[index])
+        return wrap_local(self.tensors[index], spec, requires_grad=requires_grad)
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def materialize(self) -> DBuffer:
+        """Bring released storage back, uninitialised, on the current stream."""
+        self.storage.materialize()
+        return self
+
+    def release(self) -> None:
+        """Free the storage; views stay valid objects and see the new bytes after :meth:`materialize`."""
+        self.storage.release()
+
+    @property
+    def is_materialized(self) -> bool:
+        """Whether the storage is allocated."""
+        return self.storage.is_materialized
+
+    # -- operations on the whole group, one kernel each -------------------------------------------
+
+    def zero_(self) -> DBuffer:
+        """Set everything, padding included, to zero."""
+        self.flat.zero_()
+        return self
+
+    def mul_(self, factor: float) -> DBuffer:
+        """Scale all tensors."""
+        self._arithmetic("mul_")
+        self.flat.mul_(factor)
+        return self
+
+    def add_(self, other: DBuffer, *, alpha: float = 1.0) -> DBuffer:
+        """Add another buffer of the same layout and placements, in this buffer's dtype."""
+        self._arithmetic("add_")
+        self._check_same_shape(other)
+        self.flat.add_(other.flat, alpha=alpha)
+        return self
+
+    def copy_(self, other: DBuffer, *, non_blocking: bool = False) -> DBuffer:
+        """Take the values of another buffer of the same layout and placements, cast to this dtype."""
+        self._check_same_shape(other)
+        if self.dtypes == other.dtypes or (self._is_uniform and other._is_uniform):
+            self.flat.copy_(other.flat, non_blocking=non_blocking)
+        else:
+            torch._foreach_copy_(list(self.tensors), list(other.tensors), non_blocking=non_blocking)
+        return self
+
+    def to(self, dtype: torch.dtype) -> DBuffer:
+        """A copy in another dtype."""
+        made = DBuffer(self.layout, self.shapes, self.mesh, self.placements, dtype=dtype, device=self.device)
+        return made.copy_(self)
+
+    # -- placements ------------------------------------------------------------------------------
+
+    def redistribute(
+        self,
+        placements: Sequence[Placement],
+        *,
+        out: DBuffer | None = None,
+        average: bool = False,
+        async_op: bool = False,
+    ) -> DBuffer:
+        """The same buffer in other placements; ``out`` receives it, in its dtype, if given.
+
+        ``average`` makes reductions means over the ranks. With ``async_op`` call :meth:`wait` on the
+        result before using it.
+        """
+        target = self._checked_placements(placements)
+        self._check_transition(target)
+        source = self
+        works: list[Any] = []
+        if isinstance(target[-1], Shard) and isinstance(self.placements[-1], Partial):
+            source = source._reduce_scatter(out, average, works, async_op)
+        source = source._all_reduce(target, average, works, async_op)
+        if isinstance(target[-1], Replicate) and isinstance(self.placements[-1], Shard):
+            source = source._all_gather(out, works, async_op)
+        elif isinstance(target[-1], Shard) and isinstance(self.placements[-1], Replicate):
+            source = source._as(target, slot=True)
+        if out is not None and source is not out:
+            _wait_all(works)
+            source = out.copy_(source)
+        source._pending = works
+        return source
+
+    def wait(self) -> DBuffer:
+        """Wait for an asynchronous :meth:`redistribute` that made this buffer."""
+        _wait_all(self._pending or [])
+        self._pending = None
+        return self
+
+    def _all_gather(self, out: DBuffer | None, works: list[Any], async_op: bool) -> DBuffer:
+        full = out or DBuffer(
+            self.layout,
+            self.shapes,
+            self.mesh,
+            (*self.placements[:-1], Replicate()),
+            dtype=self.dtypes if not self._is_uniform else self.dtype,
+            cell_bytes=self.cell_bytes,
+            device=self.device,
+        )
+        full.materialize()
+        _wait_all(works)
+        full.slot_buffer.copy_(self)
+        if self.ranks > 1:
+            works.append(collectives.all_gather_(full.flat, full.slot, self.group, async_op=async_op))
+        return full
+
+    def _reduce_scatter(
+        self, out: DBuffer | None, average: bool, works: list[Any], async_op: bool
+    ) -> DBuffer:
+        self._arithmetic("a reduction")
+        placements = (*self.placements[:-1], Shard(0))
+        direct = out is not None and out.dtype == self.dtype and out.placements == placements
+        shard = out if out is not None and direct else self._as(placements, slot=True)
+        if self.ranks == 1:
+            return shard if shard.slot.data_ptr() == self.slot.data_ptr() else shard.copy_(self.slot_buffer)
+        op = collectives.reduce_op(average)
+        works.append(collectives.reduce_scatter(shard.flat, self.flat, self.group, op=op, async_op=async_op))
+        return shard
+
+    def _all_reduce(
+        self, target: tuple[Placement, ...], average: bool, works: list[Any], async_op: bool
+    ) -> DBuffer:
+        """Reduce in place over every mesh dim that goes from Partial to Replicate."""
+        done = list(self.placements)
+        for dim, (have, want) in enumerate(zip(self.placements, target)):
+            if not (isinstance(have, Partial) and isinstance(want, Replicate)):
+                continue
+            self._arithmetic("a reduction")
+            _wait_all(works)
+            works.clear()
+            if self.mesh.size(dim) > 1:
+                op = collectives.reduce_op(average)
+                group = self.mesh.get_group(dim)
+                works.append(collectives.all_reduce_(self.flat, group, op=op, async_op=async_op))
+            done[dim] = want
+        self.placements = tuple(done)
+        return self
+
+    def _as(self, placements: tuple[Placement, ...], *, slot: bool) -> DBuffer:
+        """The same storage under other placements: this rank's slot of it, or all of it."""
+        offset = self.slot.storage_offset() * self.dtype.itemsize if slot else self.offset_bytes
+        return DBuffer(
+            self.layout,
+            self.shapes,
+            self.mesh,
+            placements,
+            dtype=self.dtype if self._is_uniform else self.dtypes,
+            cell_bytes=self.cell_bytes,
+            device=self.device,
+            storage=self.storage,
+            offset_bytes=offset,
+        )
+
+    @cached_property
+    def slot_buffer(self) -> DBuffer:
+        """This rank's shard of a full buffer, in place."""
+        return self if self.is_sharded else self._as((*self.placements[:-1], Shard(0)), slot=True)
+
+    # -- checks and geometry ---------------------------------------------------------------------
+
+    @property
+    def _is_uniform(self) -> bool:
+        return len(set(self.dtypes)) <= 1
+
+    def _make_tensor(self, index: int) -> torch.Tensor:
+        dtype = self.dtypes[index]
+        if not self.is_sharded:
+            start = self.offset_bytes + self.layout.offsets[index] * self.cell_bytes
+            return self.storage.tensor(start, self.shapes[index], dtype)
+        part = self.layout.local_range(index, self.rank)
+        numel = part.numel * self.cell_bytes // dtype.itemsize
+        row = self.shapes[index][len(self._ragged(index).dims) :]
+        rows = numel // max(1, row.numel())
+        return self.storage.tensor(
+            self.offset_bytes + part.shard_start * self.cell_bytes, (rows, *row), dtype
+        )
+
+    def _ragged(self, index: int) -> Any:
+        itemsize = self.dtypes[index].itemsize
+        return placement_from_layout(
+            _in_elements(self.layout, index, self.cell_bytes, itemsize), 0, self.shapes[index]
+        )
+
+    def _index_of(self, tensor: torch.Tensor, local: torch.Tensor) -> tuple[DBuffer, int] | None:
+        for index, mine in enumerate(self.tensors):
+            same = mine.storage_offset() == local.storage_offset() and mine.shape == local.shape
+            if not (same or local.numel() == mine.numel() == 0):
+                continue
+            if isinstance(tensor, DTensor) and self.shapes[index] != tensor.shape:
+                continue
+            return self, index
+        return None
+
+    def _checked_placements(self, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
+        if placements is None:
+            return (Replicate(),) * (self.mesh.ndim - 1) + (Shard(0),)
+        given = tuple(placements)
+        if len(given) != self.mesh.ndim:
+            raise ValueError(f"DBuffer: expected {self.mesh.ndim} placements, one per mesh dim, got {given}.")
+        for dim, placement in enumerate(given):
+            last = dim == self.mesh.ndim - 1
+            if isinstance(placement, (Replicate, Partial)) or (last and placement == Shard(0)):
+                continue
+            kinds = "Shard(0), Replicate or Partial" if last else "Replicate or Partial"
+            raise ValueError(f"DBuffer: mesh dim {dim} takes {kinds}, got {placement}.")
+        return given
+
+    def _check_transition(self, target: tuple[Placement, ...]) -> None:
+        for dim, (have, want) in enumerate(zip(self.placements, target)):
+            if isinstance(want, Partial) and not isinstance(have, Partial):
+                raise ValueError(f"DBuffer: no redistribution from {have} to {want} on mesh dim {dim}.")
+
+    def _check_tensors(self) -> None:
+        if self.layout.ranks != self.mesh.size(self.mesh.ndim - 1):
+            raise ValueError(
+                f"DBuffer: the layout has {self.layout.ranks} ranks, the last mesh dim has "
+                f"{self.mesh.size(self.mesh.ndim - 1)}."
+            )
+        if not len(self.shapes) == len(self.dtypes) == len(self.layout.specs):
+            raise ValueError(
+                f"DBuffer: {len(self.layout.specs)} tensors in the layout, "
+                f"got {len(self.shapes)} shapes and {len(self.dtypes)} dtypes."
+            )
+        for spec, shape, dtype in zip(self.layout.specs, self.shapes, self.dtypes):
+            if shape.numel() * dtype.itemsize != spec.numel * self.cell_bytes:
+                nbytes = shape.numel() * dtype.itemsize
+                raise ValueError(
+                    f"{spec.name}: shape {tuple(shape)} of {dtype} has {nbytes} bytes, "
+                    f"its layout has {spec.numel} cells of {self.cell_bytes}."
+                )
+
+    def _check_same_shape(self, other: DBuffer) -> None:
+        if other.layout is not self.layout and other.layout.digest != self.layout.digest:
+            raise ValueError("DBuffer: the buffers have different layouts.")
+        if other.is_sharded != self.is_sharded:
+            raise ValueError(f"DBuffer: placements {other.placements} do not match {self.placements}.")
+
+    def _arithmetic(self, what: str) -> None:
+        if not self._is_uniform:
+            raise TypeError(
+                f"DBuffer: {what} needs tensors of one dtype, got {sorted(set(map(str, self.dtypes)))}."
+            )
+
+
+def _in_elements(layout: GroupLayout, index: int, cell_bytes: int, itemsize: int) -> GroupLayout:
+    """The layout of one tensor alone, counted in its elements."""
+    spec = layout.specs[index]
+    if cell_bytes == itemsize and len(layout.specs) == 1:
+        return layout
+
+    def scaled(cells: int) -> int:
+        return cells * cell_bytes // itemsize
+
+    return GroupLayout(
+        (TensorSpec(spec.name, scaled(spec.numel), max(1, scaled(spec.block_numel))),),
+        layout.ranks,
+        1,
+        scaled(layout.shard_numel),
+        (scaled(layout.offsets[index]),),
+        0,
+    )
+
+
+def _common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    kinds = set(dtypes)
+    return kinds.pop() if len(kinds) == 1 else torch.uint8
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _wait_all(works: Sequence[Any]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()

@@ -1,0 +1,113 @@
+"""One allocation whose bytes come and go while the tensors over it stay valid.
+
+Autograd may keep an unsharded parameter, or a view of it, from forward to backward. The tensor object
+must survive the release of its memory in between, so memory is released by resizing the storage to
+zero and brought back by resizing it again; every tensor over the storage then sees the new bytes.
+
+Tensors are made with ``set_`` instead of ``view``: each gets a version counter of its own, so a write
+through the flat tensor (the all-gather) does not look like an in-place change of the others.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["FlatStorage", "contiguous_stride", "current_stream", "debug_enabled"]
+
+_POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
+
+
+def debug_enabled() -> bool:
+    """Whether ``RAGGED_FSDP_DEBUG`` asks for poisoned storage, stream and order checks."""
+    return os.environ.get("RAGGED_FSDP_DEBUG", "0") not in ("", "0")
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream on which work for ``device`` is launched now; None where there are no streams."""
+    if device.type in ("cpu", "meta"):
+        return None
+    return torch.get_device_module(device).current_stream()
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class FlatStorage:
+    """``nbytes`` of memory on ``device``, released and materialised on the stream that uses it.
+
+    ``stream`` is the stream of the last allocation. Memory must be released on it, after it has waited
+    for every other stream's use: the caching allocator then orders any reuse behind those uses.
+    """
+
+    def __init__(
+        self, nbytes: int, device: torch.device, *, pin_memory: bool = False, allocate: bool = True
+    ) -> None:
+        self.nbytes = nbytes
+        self.device = device
+        self.debug = debug_enabled()
+        if allocate or device.type == "meta":
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
+        else:
+            buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self.untyped = buffer.untyped_storage()
+        self.stream = current_stream(device)
+
+    @property
+    def is_materialized(self) -> bool:
+        """Whether the bytes exist."""
+        return self.untyped.nbytes() == self.nbytes
+
+    def materialize(self) -> None:
+        """Bring the bytes back, uninitialised, on the current stream; nothing to do if they exist."""
+        if self.is_materialized:
+            return
+        self.stream = current_stream(self.device)
+        self.untyped.resize_(self.nbytes)
+        if self.debug:
+            self.poison()
+
+    def release(self) -> None:
+        """Give the bytes back to the allocator; the tensors over them keep shape and address."""
+        if self.untyped.nbytes() == 0:
+            return
+        if self.debug:
+            self._check_stream()
+            self.poison()
+        self.untyped.resize_(0)
+
+    def poison(self) -> None:
+        """Fill with NaN bytes: a read of memory that was released or never written becomes visible."""
+        if self.device.type != "meta":
+            self.tensor(0, (self.nbytes,), torch.uint8).fill_(_POISON_BYTE)
+
+    def tensor(self, offset_bytes: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous tensor at ``offset_bytes``, with a version counter of its own."""
+        if offset_bytes % dtype.itemsize:
+            raise ValueError(
+                f"offset of {offset_bytes} bytes is not a multiple of {dtype}'s {dtype.itemsize}."
+            )
+        stride = contiguous_stride(shape)
+        empty = torch.empty(0, dtype=dtype, device=self.device)
+        had_bytes = self.untyped.nbytes()
+        made = empty.set_(self.untyped, offset_bytes // dtype.itemsize, tuple(shape), stride)
+        if had_bytes == 0:
+            self.untyped.resize_(0)  # set_ grows a storage that is too small
+        return made
+
+    def _check_stream(self) -> None:
+        now = current_stream(self.device)
+        if now != self.stream:
+            raise RuntimeError(
+                f"storage allocated on stream {self.stream} is released on stream {now}; "
+                "its reuse would not wait for the work of the first."
+            )

@@ -1,0 +1,178 @@
+"""The autograd side of the hooks: finding tensors in nested values, nodes that call back in backward."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "AfterBackward",
+    "BeforeBackward",
+    "cast_floating",
+    "in_backward",
+    "map_tensors",
+    "outside_compile",
+    "outside_functorch",
+    "queue_callback",
+]
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor in it replaced: lists, tuples, dicts, sets, named tuples, dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(function, value)
+    if isinstance(value, OrderedDict):
+        changed = OrderedDict((k, map_tensors(function, v)) for k, v in value.items())
+        return value if _same(value.values(), changed.values()) else _like_mapping(value, changed)
+    if isinstance(value, dict):
+        plain = {k: map_tensors(function, v) for k, v in value.items()}
+        return value if _same(value.values(), plain.values()) else _like_mapping(value, plain)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, v) for v in value))
+    if isinstance(value, (list, tuple, set)):
+        items = [map_tensors(function, v) for v in value]
+        return value if _same(value, items) else type(value)(items)
+    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
+        map_tensors(function, value.data)
+        return value
+    return value
+
+
+def _same(old: Any, new: Any) -> bool:
+    return all(a is b for a, b in zip(old, new))
+
+
+def _like_mapping(old: Any, new: dict) -> Any:
+    """Keep the class of a mapping, such as a model output that is a dict."""
+    if type(old) in (dict, OrderedDict):
+        return new
+    made = copy.copy(old)
+    for key, item in new.items():
+        made[key] = item
+    return made
+
+
+def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    changed = {}
+    for field in dataclasses.fields(value):
+        if not hasattr(value, field.name):
+            continue
+        old = getattr(value, field.name)
+        new = map_tensors(function, old)
+        if new is not old:
+            changed[field.name] = new
+    if not changed:
+        return value
+    if not isinstance(value, dict) and all(f.init for f in dataclasses.fields(value)):
+        return dataclasses.replace(value, **changed)
+    made = copy.copy(value)
+    for name, new in changed.items():
+        if isinstance(made, dict):  # the model outputs of transformers: items and attributes agree
+            made[name] = new
+        else:
+            object.__setattr__(made, name, new)
+    return made
+
+
+def cast_floating(dtype: torch.dtype, value: Any) -> Any:
+    """``value`` with its floating-point tensors cast to ``dtype``."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if torch.is_floating_point(tensor) and tensor.dtype != dtype else tensor
+
+    return map_tensors(cast, value)
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the backward that is running now ends."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def outside_compile(function: Callable) -> Callable:
+    """Keep the compiler out of ``function``: hooks resize storages and launch collectives.
+
+    The compiler is not imported for this; where it was never loaded nothing can be traced.
+    """
+    disabled: list[Callable] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not disabled:
+            if not torch.compiler.is_dynamo_compiling() and "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            disabled.append(torch._dynamo.disable(function, recursive=True))
+        return disabled[0](*args, **kwargs)
+
+    return call
+
+
+def outside_functorch(function: Callable) -> Callable:
+    """Run ``function`` outside active functorch transforms: parameters are not their inputs."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return call
+
+
+class AfterBackward(torch.autograd.Function):
+    """Identity on the inputs of a module; its backward runs when the module's own is done."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.callback = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.callback()
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, callback_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
+        return tangents
+
+
+class BeforeBackward(torch.autograd.Function):
+    """Identity on an output of a module under functorch, where tensor hooks do not reach the outer graph."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(callback: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.callback = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, ctx.callback(grad)
+
+    @staticmethod
+    def jvp(ctx: Any, callback_tangent: Any, tangent: Any) -> Any:
+        return None if tangent is None else BeforeBackward.apply(ctx.callback, tangent)

@@ -1,0 +1,244 @@
+"""From managed parameters and options to groups: validate, split by mesh, plan, cut, register."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
+
+from ragged_fsdp.fsdp.main_shard import MainShard
+from ragged_fsdp.fsdp.managed import Managed
+from ragged_fsdp.fsdp.mesh import ParallelMesh
+from ragged_fsdp.fsdp.param import ManagedParam
+from ragged_fsdp.fsdp.param_group import ParamGroup
+from ragged_fsdp.fsdp.parking import ParkingSpot, parking_mesh
+from ragged_fsdp.fsdp.placing import outer_shapes, place, shrink_to
+from ragged_fsdp.fsdp.plan import GroupPlan, agree, make_plan
+from ragged_fsdp.placement import block_numel
+from ragged_fsdp.policy import Elements, Rows, Whole
+
+__all__ = ["GroupBuilder", "Options"]
+
+logger = logging.getLogger("ragged_fsdp")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``fully_shard``."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: frozenset[nn.Parameter]
+    dp_mesh_dims: Any
+    orig_param_policy: Callable[[str, nn.Parameter], Any] | None
+
+
+@dataclass
+class _Choice:
+    """What the user's functions say about one parameter."""
+
+    mesh: ParallelMesh
+    block: int
+
+
+@dataclass
+class GroupBuilder:
+    """Makes the groups of one ``fully_shard`` call."""
+
+    options: Options
+    mesh: ParallelMesh
+    device: torch.device
+    _meshes: dict[int, tuple[Any, ParallelMesh]] = field(default_factory=dict)
+    _choices: list[_Choice] = field(default_factory=list)
+
+    def check(self, managed: Managed) -> None:
+        """Raise on arguments and parameters that cannot be sharded; nothing is changed yet."""
+        self._check_reshard()
+        for name, param in zip(managed.names, managed.params):
+            if not param.is_contiguous():
+                raise NotImplementedError(
+                    f"FSDP does not support non-contiguous parameters yet: {name} "
+                    f"{param.shape=} {param.stride()=}"
+                )
+            self._choices.append(self._choose(name, param))
+
+    def _check_reshard(self) -> None:
+        value, shards = self.options.reshard_after_forward, self.mesh.shard_size
+        if value is None or isinstance(value, bool):
+            return
+        if not isinstance(value, int):
+            raise ValueError(
+                "reshard_after_forward should be a bool or an int representing the "
+                f"group size to reshard to, not {value}"
+            )
+        if self.mesh.spmd_mesh is not None:
+            raise NotImplementedError(
+                "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
+            )
+        if value < 1 or value > shards or shards % value:
+            raise ValueError(
+                f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not {value}"
+            )
+
+    # -- the user's functions --------------------------------------------------------------------
+
+    def _choose(self, name: str, param: nn.Parameter) -> _Choice:
+        mesh, placement = self._placement_choice(param)
+        mesh.check_spmd(param, name)
+        shapes = outer_shapes(param)
+        block = self._policy_block(name, param, shapes)
+        if placement is not None:
+            block = math.lcm(block, self._placement_block(param, placement, mesh, shapes[0]))
+        return _Choice(mesh, block)
+
+    def _placement_choice(self, param: nn.Parameter) -> tuple[ParallelMesh, Shard | None]:
+        result = self.options.shard_placement_fn(param) if self.options.shard_placement_fn else None
+        if result is None or isinstance(result, Shard):
+            return self.mesh, result
+        if not (hasattr(result, "placement") and hasattr(result, "mesh_info")):
+            raise ValueError(f"Invalid shard_placement_fn result: {result}")
+        info = result.mesh_info
+        if id(info) not in self._meshes:
+            # held with its key: the id of an object that was freed could come back
+            self._meshes[id(info)] = (info, self._known_mesh(info))
+        return self._meshes[id(info)][1], result.placement
+
+    def _known_mesh(self, info: Any) -> ParallelMesh:
+        made = ParallelMesh(info.mesh, info.mesh)
+        if made.key() == self.mesh.key():
+            return self.mesh
+        for other, mesh in self._meshes.values():
+            if mesh.key() == made.key():
+                raise ValueError(
+                    "Params sharing the same process group must use the same FSDPMeshInfo object, but got "
+                    f"different objects: {other} vs {info}"
+                )
+        return made
+
+    def _policy_block(self, name: str, param: nn.Parameter, shapes: Sequence[tuple[int, ...]]) -> int:
+        policy = self.options.orig_param_policy
+        granularity = policy(name, param) if policy is not None else None
+        if granularity is None:
+            return 1
+        if not isinstance(granularity, (Elements, Rows, Whole)):
+            raise TypeError(
+                f"{name}: orig_param_policy must return Elements, Rows, Whole or None, got {granularity!r}."
+            )
+        try:
+            blocks = [block_numel(shape, granularity) for shape in shapes if math.prod(shape)]
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return max(blocks, default=1)
+
+    @staticmethod
+    def _placement_block(
+        param: nn.Parameter, placement: Shard, mesh: ParallelMesh, inner: tuple[int, ...]
+    ) -> int:
+        """Elements that ``Shard(dim)`` keeps together: rows for dim 0; other dims have no ragged form."""
+        dim = placement.dim + len(inner) if placement.dim < 0 else placement.dim
+        if dim >= len(inner):
+            raise AssertionError(f"Shard dim {dim} is invalid for {len(inner)}D tensor: {param.shape}")
+        if dim > 0 and inner[dim] % mesh.shard_size:
+            raise NotImplementedError(
+                f"FSDP does not support uneven sharding on dim {dim}: "
+                f"{torch.Size(inner)} (world size: {mesh.shard_size})"
+            )
+        return max(1, math.prod(inner[1:])) if dim == 0 else 1
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def build(self, managed: Managed, modules: tuple[nn.Module, ...]) -> list[ParamGroup]:
+        """Plan one group per mesh, compare the plans of the ranks, then cut and register the parameters."""
+        by_mesh: dict[Any, list[int]] = {}
+        for index, choice in enumerate(self._choices):
+            by_mesh.setdefault(choice.mesh.key(), []).append(index)
+        planned = []
+        for members in by_mesh.values():
+            mesh = self._choices[members[0]].mesh
+            plan = self._plan(managed, members, mesh)
+            agree(plan.description, (mesh.shard_group, mesh.replicate_group), self.device)
+            planned.append((members, mesh, plan))
+        return [self._make_group(managed, modules, *entry) for entry in planned]
+
+    def _plan(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> GroupPlan:
+        params = [managed.params[i] for i in members]
+        plan = make_plan(
+            [managed.names[i] for i in members],
+            [outer_shapes(param)[0] for param in params],
+            [self._choices[i].block for i in members],
+            [param.dtype for param in params],
+            self.options.mp_policy.param_dtype,
+            mesh.shard_size,
+        )
+        return shrink_to(plan, [_inner(param).shape for param in params])
+
+    @torch.no_grad()
+    def _make_group(
+        self,
+        managed: Managed,
+        modules: tuple[nn.Module, ...],
+        members: Sequence[int],
+        mesh: ParallelMesh,
+        plan: GroupPlan,
+    ) -> ParamGroup:
+        params = [ManagedParam(managed.names[i], managed.params[i], managed.places[i]) for i in members]
+        main = self._cut(params, mesh, plan)
+        for index, param in enumerate(params):
+            original = param.sharded
+            target, placements = mesh.placements_for(original, param.name, place(plan, index, original))
+            attach = param.attach_shard if mesh.shards else param.attach_replicated
+            attach(main.pieces[index], target, placements)
+        options = self.options
+        group = ParamGroup(
+            params, modules, mesh, plan, main, self.device, options.mp_policy, options.offload_policy
+        )
+        self._set_reshard(group)
+        return group
+
+    def _cut(self, params: Sequence[ManagedParam], mesh: ParallelMesh, plan: GroupPlan) -> MainShard:
+        """Copy this rank's pieces of the original parameters into a new main shard."""
+        on_meta = any(param.sharded.is_meta for param in params)
+        offload = isinstance(self.options.offload_policy, CPUOffloadPolicy)
+        device = torch.device("cpu") if offload else self.device
+        main = MainShard(
+            plan,
+            mesh,
+            [param.dtype for param in params],
+            torch.device("meta") if on_meta else device,
+            pin_memory=offload and not on_meta and self.options.offload_policy.pin_memory,  # type: ignore[attr-defined]
+        )
+        if on_meta:
+            return main
+        for index, param in enumerate(params):
+            part = plan.local_range(index, mesh.shard_rank)
+            flat = _inner(param.sharded).detach().view(-1)
+            main.pieces[index].copy_(flat[part.tensor_start : part.tensor_start + part.numel])
+        return main
+
+    def _set_reshard(self, group: ParamGroup) -> None:
+        value = self.options.reshard_after_forward
+        if value is None or isinstance(value, bool):
+            group.reshard_after_forward = value is not False
+        elif value == 1:
+            logger.warning(
+                "reshard_after_forward=1 (int) means resharding parameters to world size 1, "
+                "instead of reshard_after_forward=True (bool)"
+            )
+            group.reshard_after_forward = False
+        elif value != group.mesh.shard_size:
+            group.parking = ParkingSpot(parking_mesh(group.mesh.mesh, value), group.plan)
+
+
+def _inner(param: torch.Tensor) -> torch.Tensor:
+    return param._local_tensor if isinstance(param, DTensor) else param

@@ -1,0 +1,144 @@
+"""Which modules and parameters one ``fully_shard`` call manages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ["STATE_ATTRIBUTE", "Managed", "Place", "collect", "move_to_device", "state_of", "unique_id"]
+
+STATE_ATTRIBUTE = "_ragged_fsdp_state"
+_UNIQUE_IDS = count()
+
+
+@dataclass(frozen=True)
+class Place:
+    """One registration of a parameter: tied parameters and shared modules have several."""
+
+    module: nn.Module
+    attribute: str
+
+
+@dataclass(frozen=True)
+class Managed:
+    """What one call manages: parameters by name relative to the module passed, and where they are."""
+
+    modules: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+    params: tuple[nn.Parameter, ...]
+    places: tuple[tuple[Place, ...], ...]
+    buffers: tuple[torch.Tensor, ...]
+
+
+def state_of(module: nn.Module) -> Any:
+    """The state of ``module`` if it was sharded, else None."""
+    return module.__dict__.get(STATE_ATTRIBUTE)
+
+
+def unique_id(param: nn.Parameter) -> int:
+    """A number that belongs to this parameter for ever; ``id()`` may be reused after it is freed."""
+    if not hasattr(param, "_ragged_fsdp_uid"):
+        param._ragged_fsdp_uid = next(_UNIQUE_IDS)
+    return param._ragged_fsdp_uid
+
+
+def collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
+    """The modules below ``roots`` that no earlier call manages, and their parameters."""
+    modules = tuple(m for m in _modules(roots) if not ignored or not _only_ignored(m, ignored))
+    wanted: dict[nn.Parameter, None] = {}
+    buffers: dict[torch.Tensor, None] = {}
+    for module in modules:
+        for name, param in module.named_parameters(recurse=False):
+            if param in ignored:
+                continue
+            if param.ndim == 0:
+                raise ValueError(
+                    "fully_shard doesn't support scalar parameters. "
+                    f"Change {name} to a 1D tensor with numel equal to 1."
+                )
+            wanted[param] = None
+        buffers.update(dict.fromkeys(module.buffers(recurse=False)))
+    places: dict[nn.Parameter, list[Place]] = {}
+    names: dict[nn.Parameter, str] = {}
+    for qualified, place, param in _registrations(roots):
+        if param in wanted:
+            names.setdefault(param, qualified)
+            places.setdefault(param, []).append(place)
+    params = tuple(wanted)
+    return Managed(
+        modules,
+        tuple(names[p] for p in params),
+        params,
+        tuple(tuple(places[p]) for p in params),
+        tuple(buffers),
+    )
+
+
+def _modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
+    """Children first; not into modules that have a state of their own or that DDP replicates."""
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+    top = set(roots)
+
+    def visit(module: nn.Module) -> None:
+        if "replicate" in (_get_registry(module) or {}):
+            return
+        if module not in top and state_of(module) is not None:
+            return
+        seen.add(module)
+        for child in module.children():
+            if child not in seen:
+                visit(child)
+        found.append(module)
+
+    for root in roots:
+        visit(root)
+    return found
+
+
+def _only_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
+    """Whether nothing below ``module`` is left to manage: no buffer and no parameter but ignored ones."""
+    if next(module.buffers(), None) is not None:
+        return False
+    return all(param in ignored for param in module.parameters())
+
+
+def _registrations(roots: Sequence[nn.Module]) -> Iterator[tuple[str, Place, nn.Parameter]]:
+    """Every name under which a parameter is registered, duplicates included."""
+    many = len(roots) > 1
+    for index, root in enumerate(roots):
+        prefix = f"{index}." if many else ""
+        for module_name, module in root.named_modules(remove_duplicate=False):
+            dot = f"{module_name}." if module_name else ""
+            for name, param in module._parameters.items():
+                if param is not None:
+                    yield f"{prefix}{dot}{name}", Place(module, name), param
+
+
+def move_to_device(managed: Managed, device: torch.device) -> None:
+    """Move parameters and buffers in place; those on the meta device wait for their initialisation."""
+    for tensor in (*managed.params, *managed.buffers):
+        if tensor.device == device or tensor.device.type == "meta":
+            continue
+        if isinstance(tensor, DTensor):
+            kind = tensor.device_mesh.device_type
+            if kind != device.type:
+                raise ValueError(
+                    "Requires DTensor to have mesh of the same type as the FSDP mesh "
+                    f"but got {kind} for DTensor and {device.type} for FSDP"
+                )
+            raise AssertionError(f"Expects DTensor to be moved to {kind} but got {tensor.device}")
+        if is_traceable_wrapper_subclass(tensor):
+            with torch.no_grad():
+                moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, moved)
+        else:
+            tensor.data = tensor.to(device)

@@ -1,0 +1,315 @@
+"""FSDPModule: the methods a sharded module offers, with FSDP2's names and meaning.
+
+It is a subclass of torch's class of that name, because the ecosystem tests ``isinstance`` on it, and it
+overrides every public method: nothing of FSDP2's runtime is used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
+
+from ragged_fsdp.fsdp.managed import state_of
+from ragged_fsdp.fsdp.param_group import ParamGroup
+from ragged_fsdp.fsdp.state import ModuleState
+
+__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx", "swap_class"]
+
+
+class UnshardHandle(TorchUnshardHandle):
+    """Waits for an asynchronous :meth:`FSDPModule.unshard`."""
+
+    def __init__(self, groups: Iterable[ParamGroup] = ()) -> None:
+        self._groups = tuple(groups)
+
+    def wait(self) -> None:
+        """Let the current stream use the unsharded parameters, which are then registered."""
+        for group in self._groups:
+            group.wait_for_unshard()
+        self._groups = ()
+
+
+class FSDPModule(TorchFSDPModule):
+    """Mixed into the class of a module by ``fully_shard``."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Construct the original class: slicing an ``FSDPSequential`` gives a plain one."""
+        original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        made = original.__new__(original, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    # -- parameters ------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters and register the sharded ones; not recursive."""
+        for group in self._get_fsdp_state().groups:
+            group.reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gather the parameters; not recursive. With ``async_op`` the handle waits for it."""
+        groups = self._get_fsdp_state().groups
+        for group in groups:
+            group.lazy_init()
+            group.unshard(async_op=async_op)
+        handle = UnshardHandle(groups)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reset_iter_state(self) -> None:
+        """Recover after an exception in forward or backward, on the root; the gradients are lost."""
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
+        state.root.reset()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # ``to``, ``cuda``, ``float`` and friends act on the sharded parameters
+        state = self._get_fsdp_state()
+        for group in state.groups:
+            group.reshard()
+        result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in state.groups:
+            group.reset_sharded_params()
+            if group.initialized:
+                group.lazy_init()
+        return result
+
+    def _get_fsdp_state(self) -> ModuleState:
+        state = state_of(self)  # type: ignore[arg-type]
+        if state is None:
+            raise AssertionError(f"No FSDP state found on {self}")
+        return state
+
+    # -- when to communicate ---------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward waits for the reductions and forgets the forward order."""
+        self._get_fsdp_state().root.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; if not they accumulate unsharded, in the reduce dtype."""
+        for group in self._groups(recurse):
+            group.settings.reduce_grads = requires_gradient_sync
+            group.settings.all_reduce_grads = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP: whether backward reduces over the replicas; if not the sharded sums accumulate."""
+        for group in self._groups(recurse):
+            group.settings.all_reduce_grads = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change ``reshard_after_forward`` at run time."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for state in self._states(recurse):
+            state.auto_reshard = False
+            for group in state.groups:
+                group.reshard_after_forward = reshard_after_forward
+                group.parking = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether backward frees the unsharded parameters; keeping them saves the next forward's gather."""
+        for group in self._groups(recurse):
+            group.settings.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs this module's parameters at all (an embedding does not)."""
+        for group in self._groups(recurse=False):
+            group.settings.unshard_in_backward = unshard_in_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Modules to gather when this one's forward starts, instead of the recorded next one."""
+        self._get_fsdp_state().forward_prefetch = _states_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Modules to gather when this one's backward starts, instead of the one before it in forward."""
+        self._get_fsdp_state().backward_prefetch = _states_of(modules)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """An event recorded after the optimizer step for the next forward's gathers to wait for."""
+        self._get_fsdp_state().root.post_optim_event = event
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        for group in self._groups(recurse=True):
+            group.settings.unshard_async_op = async_op
+
+    # -- how to reduce ---------------------------------------------------------------------------
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's gradients by ``factor`` instead of the number of data-parallel ranks."""
+        for group in self._groups(recurse=False):
+            group.settings.divide_factor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Whether this module's collectives only sum; scaling then takes a kernel on the shard."""
+        for group in self._groups(recurse=False):
+            group.settings.sum_only = enable
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether trainable parameters without a gradient get zeros, for ranks that use different ones."""
+        for group in self._groups(recurse):
+            group.settings.reduce_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many gradient buffers may be in reduction while another is filled: memory against overlap."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
+        for group in self._groups(recurse):
+            group.settings.max_pending_reductions = max_input_buffers
+            group.context.max_pending = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Whether reduce-scatters get a communicator of their own and can overlap gathers on the wire."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for group in self._groups(recurse):
+            mesh = group.mesh
+            if not enable:
+                mesh.reduce_group = None
+                continue
+            ranks = tuple(dist.get_process_group_ranks(mesh.shard_group))
+            if mesh.reduce_group is None:
+                if ranks not in made:
+                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                mesh.reduce_group = made[ranks]
+            made.setdefault(ranks, mesh.reduce_group)
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Call ``hook`` with the reduced shard, after the all-reduce on HSDP, to reduce it further."""
+        for group in self._single_group("set_all_reduce_hook"):
+            if stream is not None and group.mesh.replicate_group is not None:
+                raise ValueError("stream cannot be set when using native HSDP")
+            group.settings.all_reduce_hook = hook
+            group.settings.all_reduce_hook_stream = stream
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Call ``comm(output_tensor=, input_tensor=, group=, async_op=)`` for gathers.
+
+        The tensors are the group's own buffer and this rank's slot of it; ``comm.allocate`` is not used.
+        """
+        for group in self._single_group("set_custom_all_gather"):
+            group.settings.custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Call ``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` for reductions."""
+        for group in self._single_group("set_custom_reduce_scatter"):
+            group.settings.custom_reduce_scatter = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Not supported: gathered buffers are resized in place, which pools of a process group cannot do."""
+        for group in self._groups(recurse=False):
+            for kind in ("custom_all_gather", "custom_reduce_scatter"):
+                if getattr(group.settings, kind) is not None:
+                    raise AssertionError(
+                        "cannot call set_allocate_memory_from_process_group_for_comm() "
+                        f"when {kind} is set: {type(getattr(group.settings, kind)).__name__}"
+                    )
+        if enable:
+            raise NotImplementedError(
+                "set_allocate_memory_from_process_group_for_comm: ragged_fsdp gathers into buffers that are "
+                "freed and brought back by resizing their storage; process-group allocators do not offer that."
+            )
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
+        """Not supported, for the same reason."""
+        raise NotImplementedError(
+            "set_symm_mem_for_comm: ragged_fsdp gathers into buffers that are freed and brought back by "
+            "resizing their storage; symmetric memory does not offer that."
+        )
+
+    # -- helpers ---------------------------------------------------------------------------------
+
+    def _states(self, recurse: bool) -> Iterator[ModuleState]:
+        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
+        seen: set[ModuleState] = set()
+        for module in modules:
+            state = state_of(module)
+            if state is not None and state not in seen:
+                seen.add(state)
+                yield state
+
+    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
+        for state in self._states(recurse):
+            yield from state.groups
+
+    def _single_group(self, method: str) -> list[ParamGroup]:
+        groups = self._get_fsdp_state().groups
+        if len(groups) > 1:
+            raise ValueError(
+                f"{method} is not supported with multiple param groups (from per-param mesh via "
+                "shard_placement_fn). It would be ambiguous across groups with different meshes."
+            )
+        return groups
+
+
+_CLASSES: dict[type, type] = {}
+
+
+def swap_class(module: nn.Module) -> None:
+    """Put :class:`FSDPModule` in front of the module's class, in place."""
+    cls = type(module)
+    if cls not in _CLASSES:
+        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _no_deepcopy})
+    module.__class__ = _CLASSES[cls]
+
+
+def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
+    raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method other than ``forward`` gather and reshard; no effect on a module that is not sharded."""
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    method = getattr(module, method_name)
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self._get_fsdp_state()
+        args, kwargs = state.pre_forward(self, args, kwargs)
+        return state.post_forward(self, args, method(*args, **kwargs))
+
+    setattr(module, method_name, wrapped.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots, such as the chunks of a pipeline stage, use the same streams."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    if not modules:
+        return
+    states = [module._get_fsdp_state() for module in modules]
+    for state in states[1:]:
+        state.comm = state.root.comm = states[0].comm
+        for group in state.groups:
+            group.context = states[0].comm
+
+
+def _states_of(modules: Iterable[Any]) -> list[ModuleState]:
+    modules = list(modules)
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [module._get_fsdp_state() for module in modules]

@@ -1,0 +1,123 @@
+"""One managed parameter: its sharded form, its unsharded form, and where it is registered.
+
+[Note: tensors of a parameter]
+- original: what was registered when ``fully_shard`` was called; a plain tensor, or a DTensor from tensor
+  or expert parallelism. It is dropped.
+- inner: the original's local tensor, which data parallelism cuts; the original itself if plain.
+- sharded: a ragged DTensor; its local tensor is this rank's piece of the group's main shard.
+- unsharded: the parameter computation uses; a slice of the gathered buffer with the inner shape, wrapped
+  in the original's DTensor spec if it had one. Its object is made once: autograd may hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ragged_fsdp.dbuffer.storage import contiguous_stride
+from ragged_fsdp.dtensor import ragged_spec, wrap_local
+from ragged_fsdp.fsdp.managed import Place, unique_id
+
+__all__ = ["ManagedParam"]
+
+
+class ManagedParam:
+    """See [Note: tensors of a parameter]."""
+
+    def __init__(self, name: str, original: nn.Parameter, places: Sequence[Place]) -> None:
+        self.name = name
+        self.fqn: str | None = None
+        self.places = tuple(places)
+        self.uid = unique_id(original)
+        self.inner_spec: DTensorSpec | None = original._spec if isinstance(original, DTensor) else None
+        inner = original._local_tensor if isinstance(original, DTensor) else original
+        self.inner_shape = inner.shape
+        self.global_shape = original.shape
+        self.dtype = original.dtype
+        self.sharded: nn.Parameter = original
+        self.unsharded: nn.Parameter | None = None
+        self.grad_hook: Any = None
+        """Handle of the hook that takes a large gradient as soon as it is accumulated."""
+
+    def attach_shard(self, piece: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> None:
+        """Make the sharded parameter from this rank's flat ``piece`` and register it."""
+        self.spec = ragged_spec(mesh, tuple(placements), self.global_shape, self.dtype)
+        row = self._row_shape()
+        local = piece.view(-1, *row) if row.numel() else piece.view(0, *row)
+        sharded = wrap_local(local, self.spec)
+        self.sharded = nn.Parameter(sharded, requires_grad=self.sharded.requires_grad)
+        self.local_shape = local.shape
+        self.register(self.sharded)
+
+    def attach_replicated(self, whole: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> None:
+        """The same where no dim shards: the local tensor is the whole inner tensor."""
+        self.spec = ragged_spec(mesh, tuple(placements), self.global_shape, self.dtype)
+        local = whole.view(self.inner_shape)
+        self.sharded = nn.Parameter(wrap_local(local, self.spec), requires_grad=self.sharded.requires_grad)
+        self.local_shape = local.shape
+        self.register(self.sharded)
+
+    def _row_shape(self) -> torch.Size:
+        """Dims of the inner tensor that the ragged placement leaves whole."""
+        dims = max((len(p.dims) for p in self.spec.placements if hasattr(p, "local_units")), default=0)
+        return self.inner_shape[dims:]
+
+    def register(self, param: nn.Parameter) -> None:
+        """Put ``param`` wherever this parameter is registered."""
+        for place in self.places:
+            # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
+            if type(place.module).__setattr__ is nn.Module.__setattr__:
+                place.module._parameters[place.attribute] = param
+            else:
+                setattr(place.module, place.attribute, param)
+
+    def registered(self) -> nn.Parameter:
+        """What is registered now; users may have replaced it."""
+        return getattr(self.places[0].module, self.places[0].attribute)
+
+    def adopt(self, param: nn.Parameter) -> None:
+        """Take over a parameter that the user registered in place of the sharded one."""
+        if param is self.sharded:
+            return
+        if not isinstance(param, DTensor):
+            raise ValueError(
+                f"{self.fqn or self.name}: the sharded parameter was replaced by a {type(param).__name__}; "
+                f"expected a DTensor with placements {self.spec.placements}."
+            )
+        self.sharded = param
+        for place in self.places[1:]:
+            place.module._parameters[place.attribute] = param
+
+    def point_at(self, piece: torch.Tensor) -> None:
+        """Let the sharded parameter's local tensor be ``piece``; its object stays the same."""
+        self.sharded._local_tensor = piece.view(self.local_shape)
+        self.dtype = piece.dtype
+        meta = self.spec.tensor_meta
+        if meta is not None and meta.dtype != piece.dtype:
+            self.spec = replace(self.spec, tensor_meta=TensorMeta(meta.shape, meta.stride, piece.dtype))
+        self.sharded._spec = self.spec
+
+    def sharded_grad(self, piece: torch.Tensor) -> DTensor:
+        """A gradient of the sharded parameter whose local part is ``piece``."""
+        return wrap_local(piece.view(self.local_shape), self.spec)
+
+    def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
+        """The unsharded parameter over a slice of the gathered buffer."""
+        data = view
+        if self.inner_spec is not None:
+            meta = self.inner_spec.tensor_meta
+            if meta is not None and meta.dtype != view.dtype:
+                meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), view.dtype)
+            data = DTensor(view, replace(self.inner_spec, tensor_meta=meta), requires_grad=False)
+        self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        self.grad_hook = None
+        return self.unsharded
+
+    def __repr__(self) -> str:
+        return f"ManagedParam({self.fqn or self.name}, {tuple(self.global_shape)}, {self.dtype})"

@@ -1,0 +1,392 @@
+"""ParamGroup: parameters that are gathered and reduced together, and the state of their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from enum import Enum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Replicate
+
+from ragged_fsdp import collectives
+from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.fsdp.main_shard import MainShard
+from ragged_fsdp.fsdp.mesh import ParallelMesh
+from ragged_fsdp.fsdp.param import ManagedParam
+from ragged_fsdp.fsdp.parking import ParkingSpot
+from ragged_fsdp.fsdp.plan import GroupPlan, gathered_dtype
+from ragged_fsdp.fsdp.reduction import GradReducer
+from ragged_fsdp.fsdp.schedule import CommContext
+from ragged_fsdp.fsdp.settings import GroupSettings
+
+__all__ = ["ParamGroup", "Phase", "Residence"]
+
+_EAGER_GRAD_BYTES = 1 << 20  # gradients from this size on move into the buffer one by one, as they come
+
+
+class Residence(Enum):
+    """Where the parameters are; see docs/design.md."""
+
+    SHARDED = auto()
+    GATHERING = auto()
+    UNSHARDED = auto()
+    PARKED = auto()
+
+
+_ALLOWED = {
+    (Residence.SHARDED, Residence.GATHERING),
+    (Residence.PARKED, Residence.GATHERING),
+    (Residence.GATHERING, Residence.UNSHARDED),
+    (Residence.UNSHARDED, Residence.SHARDED),
+    (Residence.UNSHARDED, Residence.PARKED),
+    (Residence.UNSHARDED, Residence.GATHERING),
+    (Residence.GATHERING, Residence.SHARDED),
+    (Residence.PARKED, Residence.SHARDED),
+}
+
+
+class Phase(Enum):
+    """What the group is doing in the current iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class ParamGroup:
+    """Parameters with one plan, one gather and one reduction."""
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        modules: tuple[nn.Module, ...],
+        mesh: ParallelMesh,
+        plan: GroupPlan,
+        main: MainShard,
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        offload_policy: OffloadPolicy,
+    ) -> None:
+        self.params = list(params)
+        self.modules = modules
+        self.mesh = mesh
+        self.plan = plan
+        self.main = main
+        self.device = device
+        self.mp_policy = mp_policy
+        self.offload = isinstance(offload_policy, CPUOffloadPolicy)
+        self.pin_memory = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+        self.settings = GroupSettings()
+        self.context = CommContext()
+        self.reducer = GradReducer(self)
+        self.model_weight: DBuffer | None = None
+        self.parking: ParkingSpot | None = None
+        self.reshard_after_forward = True
+        self.fqn: str | None = None
+        self.phase = Phase.IDLE
+        self.residence = Residence.SHARDED
+        self.keep_gathered = False
+        """Whether the next reshard after forward keeps the data, because backward starts here."""
+        self.speculative = False
+        """Whether the gather under way was issued by the recorded order, not asked for."""
+        self.forward_positions: list[int] = []
+        """Where this group stands in the backward order: once for each forward since the last backward."""
+        self.reduce_dtype: torch.dtype | None = None
+        self._gather_done: Any = None
+        self._gather_work: Any = None
+        self.initialized = False
+        self.stale = False
+        """Whether a state dict was loaded since: it may have replaced parameters."""
+        self._follow_state_dicts()
+
+    # -- initialisation --------------------------------------------------------------------------
+
+    @property
+    def label(self) -> str:
+        """Name for errors and profiles."""
+        return self.fqn or (self.params[0].name if self.params else "")
+
+    def lazy_init(self) -> None:
+        """Read the parameters again before the first use: users may have replaced or cast them."""
+        self.context.use_device(self.device)
+        if self.residence is Residence.SHARDED and not self.initialized:
+            self.reset_sharded_params()
+            self.initialized = True
+        self._check_materialized()
+        self._choose_dtypes()
+
+    def _follow_state_dicts(self) -> None:
+        """State dicts are saved from and loaded into the sharded parameters."""
+
+        def shard(*_: Any, **__: Any) -> None:
+            self.to_sharded()
+
+        def loaded(*_: Any) -> None:
+            self.stale = True
+
+        for module in {place.module for param in self.params for place in param.places}:
+            module.register_state_dict_pre_hook(shard)
+            module._register_load_state_dict_pre_hook(shard)
+            module.register_load_state_dict_post_hook(loaded)
+
+    def _choose_dtypes(self) -> None:
+        param_dtype, reduce_dtype = self.mp_policy.param_dtype, self.mp_policy.reduce_dtype
+        self.reduce_dtype = None if reduce_dtype == param_dtype else reduce_dtype
+        trainable = {p.dtype for p in self.params if p.sharded.requires_grad}
+        if len(trainable) > 1:
+            raise AssertionError(f"FSDP expects uniform original parameter dtype but got {trainable}")
+        self.trainable_dtype = next(iter(trainable), torch.float32)
+        self.gradient_dtype = self.reduce_dtype or gathered_dtype(self.trainable_dtype, param_dtype)
+        dtypes = tuple(gathered_dtype(p.dtype, param_dtype) for p in self.params)
+        if self.model_weight is not None and self.model_weight.dtypes == dtypes:
+            return
+        if not self.plan.same_items and tuple(d.itemsize for d in dtypes) != self.plan.item_bytes:
+            raise RuntimeError(
+                f"{self.label}: the group mixes item sizes and its layout was planned for them; the dtypes "
+                f"changed to {[str(d) for d in dtypes]} afterwards. Cast the module before fully_shard."
+            )
+        same = len(set(dtypes)) == 1
+        item_bytes = dtypes[0].itemsize if self.plan.same_items else self.plan.cell_bytes
+        mesh = self.mesh.mesh
+        self.model_weight = DBuffer(
+            self.plan.layout,
+            self.plan.shapes,
+            mesh,
+            (Replicate(),) * mesh.ndim,
+            dtype=dtypes[0] if same else dtypes,
+            cell_bytes=item_bytes,
+            device=self.device,
+            allocate=False,
+        )
+        for param in self.params:
+            param.unsharded = None
+
+    def _check_materialized(self) -> None:
+        on_meta = [p.fqn or p.name for p in self.params if p.sharded.device.type == "meta"]
+        if on_meta:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, "
+                f"but the following were still on meta device: {on_meta}\n"
+                "For example, call module.to_empty(device) to materialize to device and "
+                "call module.reset_parameters() on each module to initialize values."
+            )
+        if not self.offload:
+            return
+        elsewhere = [
+            (p.fqn or p.name, p.sharded.device) for p in self.params if p.sharded.device.type != "cpu"
+        ]
+        if elsewhere:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+                'For example, load a CPU state dict or call module.to_empty(device="cpu"). '
+                f"Found following parameters on non-CPU device: {elsewhere}\n"
+            )
+
+    @torch.no_grad()
+    def reset_sharded_params(self) -> None:
+        """Bring parameters that were replaced, cast or moved back into one main shard."""
+        for param in self.params:
+            param.adopt(param.registered())
+        locals_ = [p.sharded._local_tensor for p in self.params]
+        if all(self.main.holds(i, local) for i, local in enumerate(locals_)):
+            return
+        devices = {local.device for local in locals_}
+        if len(devices) > 1 or next(iter(devices)).type == "meta":
+            self._note_dtypes(locals_)
+            return  # partly materialised: lazy init will name those that are missing
+        device = devices.pop()
+        self.main = MainShard(
+            self.plan,
+            self.mesh,
+            [local.dtype for local in locals_],
+            device,
+            pin_memory=self.pin_memory and device.type == "cpu",
+        )
+        for param, piece, local in zip(self.params, self.main.pieces, locals_):
+            piece.copy_(local.reshape(-1))
+            param.point_at(piece)
+
+    def _note_dtypes(self, locals_: Sequence[torch.Tensor]) -> None:
+        for param, local in zip(self.params, locals_):
+            param.dtype = local.dtype
+            param.spec = param.sharded._spec
+
+    # -- gather and reshard ----------------------------------------------------------------------
+
+    def _move(self, to: Residence) -> None:
+        if (self.residence, to) not in _ALLOWED:
+            raise RuntimeError(
+                f"{self.label}: no transition from {self.residence.name} to {to.name}; this is a bug."
+            )
+        self.residence = to
+
+    @torch.no_grad()
+    def unshard(self, async_op: bool = False) -> None:
+        """Issue the gather, unless it is under way or done."""
+        if self.residence in (Residence.GATHERING, Residence.UNSHARDED):
+            return
+        if self.phase is Phase.PRE_BACKWARD and not self.settings.unshard_in_backward:
+            return
+        if self.stale:
+            self.stale = False
+            self.reset_sharded_params()
+            self.lazy_init()
+        weight = self.model_weight
+        assert weight is not None
+        weight.materialize()
+        if self.params[0].unsharded is None:
+            for param, view in zip(self.params, weight.tensors):
+                param.make_unsharded(view)
+        with self.context.on_stream("gather"):
+            self._gather_work = self._gather(weight, async_op)
+            self._gather_done = self.context.record()
+        self._move(Residence.GATHERING)
+
+    def _gather(self, weight: DBuffer, async_op: bool) -> Any:
+        if self.residence is Residence.PARKED and self.parking is not None:
+            slot, group = self.parking.fill(weight)
+        else:
+            self.main.fill_slot(weight, non_blocking=self.pin_memory)
+            slot, group = weight.slot, self.mesh.shard_group
+        if group.size() == 1:
+            return None
+        self.context.note_collective("all_gather", self)
+        with collectives.explain_failure("all-gather", self.label, group), self.profile("all_gather"):
+            return collectives.all_gather_(
+                weight.flat, slot, group, async_op=async_op, comm=self.settings.custom_all_gather
+            )
+
+    def wait_for_unshard(self) -> None:
+        """Let the current stream see the gathered parameters and register them."""
+        if self.residence is not Residence.GATHERING:
+            return
+        self._wait_gather()
+        self.speculative = self.keep_gathered = False
+        for param in self.params:
+            unsharded = param.unsharded
+            assert unsharded is not None
+            if unsharded.requires_grad != param.sharded.requires_grad:
+                unsharded.requires_grad_(param.sharded.requires_grad)
+            if param.grad_hook is None and unsharded.requires_grad:
+                self._hook_gradient(param, unsharded)
+            param.register(unsharded)
+        if self.parking is not None:
+            self.parking.clear()
+        self._move(Residence.UNSHARDED)
+
+    def _wait_gather(self) -> None:
+        self.context.wait(self._gather_done)
+        if self._gather_work is not None:
+            with collectives.explain_failure("all-gather", self.label, self.mesh.shard_group):
+                self._gather_work.wait()
+        self._gather_done = self._gather_work = None
+
+    def _hook_gradient(self, param: ManagedParam, unsharded: nn.Parameter) -> None:
+        large = param.inner_shape.numel() * unsharded.dtype.itemsize >= _EAGER_GRAD_BYTES
+        if not large:
+            param.grad_hook = False
+            return
+        take = partial(self._take_gradient, self.params.index(param))
+        param.grad_hook = unsharded.register_post_accumulate_grad_hook(take)
+
+    def _take_gradient(self, index: int, unsharded: torch.Tensor) -> None:
+        grad = unsharded.grad
+        if grad is not None:
+            unsharded.grad = None
+            self.reducer.store(index, grad)
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the gathered ones, as the phase and settings say."""
+        if self.phase is Phase.FORWARD:
+            if not self.reshard_after_forward:
+                return
+            if self.parking is not None and self.residence is Residence.UNSHARDED:
+                self._park()
+                return
+            if self.keep_gathered and self.residence is Residence.UNSHARDED:
+                self._register_sharded()
+                self._move(Residence.GATHERING)
+                return
+        self.to_sharded()
+
+    def to_sharded(self) -> None:
+        """Free the gathered parameters whatever the phase."""
+        if self.residence is Residence.SHARDED:
+            return
+        if self.residence is Residence.GATHERING:
+            self._wait_gather()
+        self._register_sharded()
+        if self.parking is not None:
+            self.parking.clear()
+        assert self.model_weight is not None
+        self.model_weight.release()
+        self._move(Residence.SHARDED)
+
+    def drop_kept(self) -> None:
+        """Give up data that was kept for a backward that did not come."""
+        self.keep_gathered = False
+        if self.residence is Residence.GATHERING:
+            self.to_sharded()
+
+    def _park(self) -> None:
+        assert self.parking is not None and self.model_weight is not None
+        self.parking.keep(self.model_weight, self.params)
+        self.model_weight.release()
+        self._move(Residence.PARKED)
+
+    def _register_sharded(self) -> None:
+        for param in self.params:
+            param.register(param.sharded)
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def collect_gradients(self) -> None:
+        """Move the gradients that are still on the unsharded parameters into the buffer."""
+        grads = []
+        for index, param in enumerate(self.params):
+            unsharded = param.unsharded
+            if unsharded is not None and unsharded.grad is not None:
+                grads.append((index, unsharded.grad))
+                unsharded.grad = None
+        if grads:
+            self.reducer.store_many(grads)
+
+    def post_backward(self) -> None:
+        """Reshard and reduce; safe to call for a group that took no part in the backward."""
+        self.phase = Phase.POST_BACKWARD
+        self.collect_gradients()
+        if self.settings.reshard_after_backward:
+            self.reshard()
+        if self.settings.reduce_grads:
+            self.reducer.reduce()
+
+    def finish_backward(self) -> None:
+        """After the last backward: drop an unused prefetch, wait for offloaded gradients."""
+        self.reducer.finish_offload()
+        if self.residence is Residence.GATHERING:
+            self.to_sharded()
+        self.forward_positions.clear()
+
+    def reset_iteration(self) -> None:
+        """Forget an iteration that failed: gathered parameters and collected gradients are dropped."""
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        self.reducer.discard()
+        self.forward_positions.clear()
+        self.keep_gathered = False
+        self.phase = Phase.IDLE
+        self.to_sharded()
+
+    def profile(self, what: str) -> AbstractContextManager:
+        """A named range in the profiler."""
+        return torch.profiler.record_function(f"FSDP::{what} ({self.label})")
+
+    def __repr__(self) -> str:
+        return f"ParamGroup({self.label}, {len(self.params)} parameters, {self.residence.name})"

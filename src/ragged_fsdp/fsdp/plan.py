@@ -1,0 +1,135 @@
+"""From parameters and policies to the frozen plan of a group, and its agreement across ranks.
+
+The layout is counted in cells. Where all tensors are gathered with one item size a cell is an element,
+and the plan does not depend on the dtype. Where they differ (int8 codes beside bf16 norms) a cell is
+the greatest common divisor of the item sizes, so that one all-gather carries every dtype byte-exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+
+from ragged_fsdp.collectives import same_on_all_ranks
+from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
+from ragged_fsdp.planner import plan_group
+
+__all__ = ["GroupPlan", "agree", "gathered_dtype", "make_plan"]
+
+_ALIGN_BYTES = 16
+_UNIT_CELLS = 128
+_SMALL_SHARD_UNITS = 8  # below this many units per shard, padding to 128 cells would show
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Names, shapes and dtypes of a group and where its tensors lie."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the tensors as this data-parallel group sees them: after tensor or expert parallelism."""
+    item_bytes: tuple[int, ...]
+    """Bytes of one gathered element of each tensor."""
+    layout: GroupLayout
+    cell_bytes: int
+
+    @property
+    def same_items(self) -> bool:
+        """Whether a cell is an element of every tensor."""
+        return len(set(self.item_bytes)) <= 1
+
+    def local_range(self, index: int, rank: int) -> LocalRange:
+        """The part of tensor ``index`` on ``rank``, in elements; the shard start stays in cells."""
+        part = self.layout.local_range(index, rank)
+        if self.same_items:
+            return part
+        cells = self.item_bytes[index] // self.cell_bytes
+        return LocalRange(part.shard_start, part.tensor_start // cells, part.numel // cells)
+
+    def tensor_layout(self, index: int) -> GroupLayout:
+        """The layout of one tensor alone, in its elements."""
+        cells = 1 if self.same_items else self.item_bytes[index] // self.cell_bytes
+        spec = self.layout.specs[index]
+        return GroupLayout(
+            (TensorSpec(spec.name, spec.numel // cells, max(1, spec.block_numel // cells)),),
+            self.layout.ranks,
+            1,
+            self.layout.shard_numel // cells,
+            (self.layout.offsets[index] // cells,),
+            0,
+        )
+
+    @cached_property
+    def description(self) -> str:
+        """One line per tensor and the layout's digest: what ranks must agree on."""
+        lines = [
+            f"{name} {shape} itemsize {item} block {spec.block_numel}"
+            for name, shape, item, spec in zip(self.names, self.shapes, self.item_bytes, self.layout.specs)
+        ]
+        return "\n".join(
+            [*lines, f"layout {self.layout.ranks} x {self.layout.shard_numel} {self.layout.digest}"]
+        )
+
+
+def gathered_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype a parameter is gathered in: the policy's, except for integers and one-byte floats."""
+    if param_dtype is None or not dtype.is_floating_point or dtype.itemsize == 1:
+        return dtype
+    return param_dtype
+
+
+def make_plan(
+    names: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    blocks: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    param_dtype: torch.dtype | None,
+    ranks: int,
+) -> GroupPlan:
+    """Plan a group of tensors of ``shapes`` whose ``blocks`` (in elements) may not be cut."""
+    item_bytes = tuple(gathered_dtype(dtype, param_dtype).itemsize for dtype in dtypes)
+    mixed = len(set(item_bytes)) > 1
+    cell_bytes = math.gcd(*item_bytes) if item_bytes else 1
+    specs = tuple(
+        TensorSpec(name, math.prod(shape) * (item // cell_bytes), block * (item // cell_bytes))
+        for name, shape, block, item in zip(names, shapes, blocks, item_bytes)
+    )
+    smallest = cell_bytes if mixed else min([cell_bytes, *(d.itemsize for d in dtypes)])
+    align = max(1, _ALIGN_BYTES // smallest)
+    total = sum(spec.numel for spec in specs)
+    large = total >= ranks * _UNIT_CELLS * _SMALL_SHARD_UNITS
+    unit = max(_UNIT_CELLS, align) if large else align
+    layout = plan_group(specs, ranks, unit=unit, align=align)
+    return GroupPlan(tuple(names), tuple(tuple(s) for s in shapes), item_bytes, layout, cell_bytes)
+
+
+def agree(description: str, groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Raise on every rank, naming the first difference, unless all ranks planned the same."""
+    value = int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 2
+    for group in groups:
+        if group is None or same_on_all_ranks(value, group, device):
+            continue
+        texts: list[str] = [""] * group.size()
+        dist.all_gather_object(texts, description, group=group)
+        raise ValueError(_first_difference(texts, dist.get_process_group_ranks(group)))
+
+
+def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
+    reference = texts[0].splitlines()
+    for rank, text in zip(ranks, texts):
+        lines = text.splitlines()
+        for index in range(max(len(lines), len(reference))):
+            ours = reference[index] if index < len(reference) else "nothing"
+            theirs = lines[index] if index < len(lines) else "nothing"
+            if ours != theirs:
+                return (
+                    "fully_shard: the ranks disagree on the parameters of a group; "
+                    f"rank {ranks[0]} has '{ours}', rank {rank} has '{theirs}'."
+                )
+    return "fully_shard: the ranks disagree on the parameters of a group."

@@ -1,0 +1,352 @@
+"""The gradients of a group: collected into one buffer as they are produced, reduced in one collective.
+
+``full`` holds the gradients of the whole group in the reduction dtype, from the first gradient of a
+backward to the end of its reduction (or, without gradient sync, of a later one). ``main`` is this rank's
+part after the reduction, in the parameters' dtype; the ``.grad`` of the sharded parameters are its views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ragged_fsdp import collectives
+from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.fsdp.grad_layout import GradLayout, grad_layout
+from ragged_fsdp.fsdp.schedule import PendingReduction
+
+if TYPE_CHECKING:
+    from ragged_fsdp.fsdp.param_group import ParamGroup
+
+__all__ = ["GradReducer", "Scaling", "scaling"]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum over the ranks becomes the gradient."""
+
+    average: bool
+    before: float | None = None
+    after: float | None = None
+
+
+def scaling(dtype: torch.dtype, ranks: int, divide_factor: float | None, sum_only: bool) -> Scaling:
+    """Divide in the collective if it can, else the small shard afterwards; half precision in two steps.
+
+    fp16 sums overflow and pre-divided ones underflow: dividing by about the square root on either side of
+    the reduction avoids both.
+    """
+    factor = float(ranks) if divide_factor is None else divide_factor
+    safe_range = dtype in (torch.float32, torch.bfloat16)
+    if safe_range and divide_factor is None and not sum_only:
+        return Scaling(average=ranks > 1)
+    if safe_range:
+        return Scaling(average=False, after=factor)
+    before = 1.0
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return Scaling(average=False, before=before, after=factor / before)
+
+
+class GradReducer:
+    """Collects and reduces the gradients of one group."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+        self.full: DBuffer | None = None
+        self.written: set[int] = set()
+        """Parameters whose slot of ``full`` holds a gradient."""
+        self.partial: torch.Tensor | None = None
+        """HSDP without all-reduce: the reduce-scattered shard, accumulated over backwards."""
+        self.offload_event: Any = None
+        self._layouts: dict[tuple[bool, ...], GradLayout] = {}
+        self._layout: GradLayout | None = None
+        self._splits: tuple[list[int], dict[int, int]] | None = None
+
+    # -- collecting ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def store(self, index: int, grad: torch.Tensor) -> None:
+        """Cast one gradient into its slot, or add it if the slot holds one already."""
+        self.store_many([(index, grad)])
+
+    @torch.no_grad()
+    def store_many(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """The same for several gradients, with one call for all."""
+        fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        for index, grad in grads:
+            inner = self._inner(index, grad)
+            slots = self._slots(index, inner)
+            targets, sources = again if index in self.written else fresh
+            for slot, source in slots:
+                targets.append(slot)
+                sources.append(source)
+            self.written.add(index)
+        if fresh[0]:
+            torch._foreach_copy_(*fresh)
+        if again[0]:
+            torch._foreach_add_(*again)
+
+    def _slots(self, index: int, inner: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        full = self._buffer(index, inner.dtype)
+        layout = self._layout
+        assert layout is not None
+        if layout.same_as_weights:
+            return [(full.tensors[index], inner)]
+        flat = inner.reshape(-1)
+        return [
+            (full.tensors[s.index], flat[s.tensor_start : s.tensor_start + s.numel])
+            for s in layout.segments[index]
+        ]
+
+    def _inner(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """The part of a gradient that data parallelism reduces: local, in the parameter's placements."""
+        spec = self.group.params[index].inner_spec
+        if spec is None:
+            return grad
+        if isinstance(grad, AsyncCollectiveTensor):
+            grad = grad.wait()
+        if not isinstance(grad, DTensor):
+            name = self.group.params[index].name
+            raise AssertionError(f"{name}: expected a DTensor gradient, got {type(grad).__name__}.")
+        wanted = self.group.mesh.gradient_placements(grad, spec.placements)
+        if grad.placements != wanted:
+            grad = grad.redistribute(placements=wanted)
+        local = grad._local_tensor
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+    def _buffer(self, index: int, grad_dtype: torch.dtype) -> DBuffer:
+        """The gradient buffer, allocated at the first gradient."""
+        full = self.full
+        if full is not None and self.written:
+            if self.group.reduce_dtype is None and grad_dtype != full.dtype:
+                raise AssertionError(
+                    f"FSDP reduce-scatter expects uniform gradient dtype but got {full.dtype} and "
+                    f"{grad_dtype} for {self.group.params[index].name}"
+                )
+            return full
+        context = self.group.context
+        context.finish_of(self)  # the last reduction of this very buffer
+        context.make_room()
+        self._choose_layout()
+        dtype = self.group.reduce_dtype or grad_dtype
+        if self.full is None or self.full.dtype != dtype or self.full.layout is not self._layout.layout:  # type: ignore[union-attr]
+            self.full = self._make_buffer(dtype, Partial(), allocate=False)
+        return self.full.materialize()
+
+    def _choose_layout(self) -> None:
+        trainable = tuple(p.sharded.requires_grad for p in self.group.params)
+        if trainable not in self._layouts:
+            self._layouts[trainable] = grad_layout(self.group.plan, trainable)
+        if self._layout is not self._layouts[trainable]:
+            self._layout = self._layouts[trainable]
+            self._splits = None
+
+    def _make_buffer(
+        self, dtype: torch.dtype, placement: Any, *, device: torch.device | None = None, allocate: bool = True
+    ) -> DBuffer:
+        assert self._layout is not None
+        mesh = self.group.mesh.mesh
+        return DBuffer(
+            self._layout.layout,
+            self._layout.shapes,
+            mesh,
+            (*[Replicate()] * (mesh.ndim - 1), placement),
+            dtype=dtype,
+            device=device or self.group.device,
+            pin_memory=device is not None and self.group.pin_memory,
+            allocate=allocate,
+        )
+
+    # -- reducing --------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Reduce what was collected into the ``.grad`` of the sharded parameters."""
+        if self.group.settings.reduce_unused:
+            self._touch_unused()
+        if not self.written:
+            return
+        full, context, settings = self.full, self.group.context, self.group.settings
+        assert full is not None
+        self._zero_unwritten()
+        mesh = self.group.mesh
+        ranks = mesh.shard_size * mesh.replicate_size
+        how = scaling(full.dtype, ranks, settings.divide_factor, settings.sum_only)
+        main_dtype = self.group.trainable_dtype
+        direct = full.dtype == main_dtype
+        main = self._make_buffer(main_dtype, Shard(0))
+        reduced = main.flat if direct else full.slot
+        event = self._communicate(full, reduced, how)
+        if event is not None:
+            context.pending.append(PendingReduction(event[0], self._releaser(full, main), self))
+            self.written.clear()
+            return
+        stream, hook_stream = self._last_stream()
+        with context.on_stream(stream, hook_stream):
+            if how.after not in (None, 1.0):
+                reduced.div_(how.after)
+            if not direct:
+                main.flat.copy_(reduced)
+            self._assign(main)
+            done = context.record()
+        context.pending.append(PendingReduction(done, self._releaser(full, main), self))
+        self.written.clear()
+
+    def _communicate(self, full: DBuffer, reduced: torch.Tensor, how: Scaling) -> tuple[Any] | None:
+        """Reduce-scatter and all-reduce; a 1-tuple of an event if the all-reduce is to come later."""
+        group, context, settings = self.group, self.group.context, self.group.settings
+        mesh = group.mesh
+        with context.on_stream("reduce"):
+            if how.before not in (None, 1.0):
+                full.flat.div_(how.before)
+            if mesh.shard_size > 1:
+                pg = mesh.reduce_group or mesh.shard_group
+                with (
+                    collectives.explain_failure("reduce-scatter", group.label, pg),
+                    group.profile("reduce_scatter"),
+                ):
+                    op = collectives.reduce_op(how.average)
+                    comm = settings.custom_reduce_scatter
+                    context.note_collective("reduce_scatter", group)
+                    collectives.reduce_scatter(reduced, full.flat, pg, op=op, comm=comm)
+            elif reduced.data_ptr() != full.slot.data_ptr():
+                reduced.copy_(full.slot)
+            if mesh.replicate_group is not None:
+                if self.partial is not None:
+                    reduced.add_(self.partial)
+                    self.partial = None
+                if not settings.all_reduce_grads:
+                    self.partial = reduced.clone()
+                    return (context.record(),)
+        stream, hook_stream = self._last_stream()
+        if mesh.replicate_group is not None and mesh.replicate_size > 1:
+            with context.on_stream("reduce"), context.on_stream(stream):
+                label = collectives.explain_failure("all-reduce", group.label, mesh.replicate_group)
+                with label, group.profile("all_reduce"):
+                    context.note_collective("all_reduce", group)
+                    op = collectives.reduce_op(how.average)
+                    collectives.all_reduce_(reduced, mesh.replicate_group, op=op)
+        if settings.all_reduce_hook is not None:
+            with context.on_stream("reduce"), context.on_stream(stream, hook_stream):
+                settings.all_reduce_hook(reduced)
+        return None
+
+    def _last_stream(self) -> tuple[str, Any]:
+        settings = self.group.settings
+        last = self.group.mesh.replicate_group is not None or settings.all_reduce_hook is not None
+        return ("all_reduce" if last else "reduce"), settings.all_reduce_hook_stream
+
+    def _assign(self, main: DBuffer) -> None:
+        """Give each sharded parameter its part of ``main``; add where it already has a gradient."""
+        group = self.group
+        written = sorted(self.written)
+        params = [group.params[i] for i in written]
+        if group.offload:
+            main = self._offload(main, [p.sharded for p in params])
+        pieces = self._pieces(main)
+        targets, sources = [], []
+        for index, param in zip(written, params):
+            existing = param.sharded.grad
+            if existing is None:
+                param.sharded.grad = param.sharded_grad(pieces[index])
+            elif pieces[index].numel():
+                targets.append(existing._local_tensor)
+                sources.append(pieces[index].view(param.local_shape))
+        if targets:
+            torch._foreach_add_(targets, sources)
+        for param in params:
+            hooks = getattr(param.sharded, "_post_accumulate_grad_hooks", None)
+            for hook in (hooks or {}).values():
+                hook(param.sharded)
+
+    def _pieces(self, main: DBuffer) -> dict[int, torch.Tensor]:
+        """Each parameter's flat part of ``main``: one split for all of them."""
+        if self._splits is None:
+            self._splits = self._make_splits()
+        sizes, position_of = self._splits
+        parts = torch.split_with_sizes(main.flat, sizes)
+        return {i: parts[position_of[i]] for i in position_of}
+
+    def _make_splits(self) -> tuple[list[int], dict[int, int]]:
+        """Sizes that cut the shard into pieces and gaps, and where each parameter's piece is among them."""
+        assert self._layout is not None
+        rank, shard_numel = self.group.mesh.shard_rank, self._layout.layout.shard_numel
+        found = [(i, self._layout.local_piece(i, rank)) for i in range(len(self.group.params))]
+        here = sorted(
+            ((p[1].shard_start, p[1].numel, i) for i, p in found if p is not None), key=lambda t: t[0]
+        )
+        sizes, position_of, end = [0], {i: 0 for i, p in found if p is None}, 0
+        for start, numel, index in here:
+            sizes.append(start - end)
+            position_of[index] = len(sizes)
+            sizes.append(numel)
+            end = start + numel
+        sizes.append(shard_numel - end)
+        return sizes, position_of
+
+    def _offload(self, main: DBuffer, sharded: Sequence[torch.Tensor]) -> DBuffer:
+        """Copy the reduced shard to the host; without waiting if nobody on the host reads it in backward."""
+        on_host = self._make_buffer(main.dtype, Shard(0), device=torch.device("cpu"))
+        read_now = any(p.grad is not None or getattr(p, "_post_accumulate_grad_hooks", None) for p in sharded)
+        non_blocking = self.group.pin_memory and not read_now and main.device.type != "cpu"
+        on_host.flat.copy_(main.flat, non_blocking=non_blocking)
+        if non_blocking:
+            self.offload_event = self.group.context.record()
+        return on_host
+
+    def _touch_unused(self) -> None:
+        """Take every trainable parameter of a gathered group as used, with a zero gradient."""
+        unused = [
+            i
+            for i, p in enumerate(self.group.params)
+            if p.unsharded is not None and p.sharded.requires_grad and i not in self.written
+        ]
+        if not unused:
+            return
+        self._buffer(unused[0], self.full.dtype if self.full and self.written else self.group.gradient_dtype)
+        missing = set(unused)
+        self._zero(missing)
+        self.written |= missing
+
+    def _zero_unwritten(self) -> None:
+        assert self._layout is not None
+        self._zero({i for i, s in enumerate(self._layout.segments) if s} - self.written)
+
+    def _zero(self, indices: set[int]) -> None:
+        assert self._layout is not None and self.full is not None
+        slots = [self.full.tensors[s.index] for i in indices for s in self._layout.segments[i]]
+        if slots:
+            torch._foreach_zero_(slots)
+
+    def _releaser(self, full: DBuffer, main: DBuffer) -> Any:
+        def release() -> None:
+            # ``main`` is kept until here: a gradient dropped during backward must not give its memory
+            # to the compute stream while the reduction still writes it
+            nonlocal main
+            full.release()
+            del main
+
+        return release
+
+    # -- end of backward -------------------------------------------------------------------------
+
+    def finish_offload(self) -> None:
+        """Block the host until offloaded gradients have arrived."""
+        if self.offload_event is not None:
+            self.offload_event.synchronize()
+            self.offload_event = None
+
+    def discard(self) -> None:
+        """Drop collected gradients and partial sums."""
+        self.group.context.finish_of(self)
+        self.written.clear()
+        self.partial = None
+        if self.full is not None:
+            self.full.release()

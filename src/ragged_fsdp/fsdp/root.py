@@ -1,0 +1,160 @@
+"""What the states below one root share: the iteration and its order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ragged_fsdp.fsdp.autograd import outside_compile, queue_callback
+from ragged_fsdp.fsdp.param_group import ParamGroup, Phase, Residence
+from ragged_fsdp.fsdp.schedule import CommContext, ForwardOrder
+
+if TYPE_CHECKING:
+    from ragged_fsdp.fsdp.state import ModuleState
+
+__all__ = ["RootContext"]
+
+
+class RootContext:
+    """One per root; before lazy initialisation every state has an empty one of its own."""
+
+    def __init__(self) -> None:
+        self.states: list[ModuleState] = []
+        self.comm = CommContext()
+        self.forward_root: ModuleState | None = None
+        """Where the forward that is running started; not always the root (an encoder alone, for example)."""
+        self.orders: dict[Any, ForwardOrder] = {}
+        self.order = ForwardOrder()
+        self.callback_queued = False
+        self.is_last_backward = True
+        self.post_optim_event: Any = None
+        self.first_gathered: ParamGroup | None = None
+        self._owner: dict[ParamGroup, ModuleState] = {}
+
+    def adopt(self, root: ModuleState, states: Sequence[ModuleState], module: nn.Module) -> None:
+        """Make ``states`` share this context and prepare their groups."""
+        self.states = list(states)
+        self.comm = root.comm
+        self.comm.use_device(root.device)
+        for state in self.states:
+            if state is not root:
+                state.is_root = False
+                state.root = self
+                state.comm = self.comm
+            for group in state.groups:
+                group.context = self.comm
+                self._owner[group] = state
+        groups = list(self._owner)
+        self.comm.max_pending = max((g.settings.max_pending_reductions for g in groups), default=1)
+        self._name(groups, module)
+        self._check_shared(groups)
+        for group in groups:
+            group.lazy_init()
+
+    def _name(self, groups: Sequence[ParamGroup], module: nn.Module) -> None:
+        by_param = {param.sharded: param for group in groups for param in group.params}
+        for name, registered in module.named_parameters():
+            if registered in by_param:
+                by_param[registered].fqn = name
+        by_module: dict[nn.Module, list[ParamGroup]] = {}
+        for group in groups:
+            for owner in group.modules:
+                by_module.setdefault(owner, []).append(group)
+        for name, owner in module.named_modules():
+            for group in by_module.get(owner, ()):
+                group.fqn = name if group.fqn is None else f"{group.fqn}, {name}"
+
+    def _check_shared(self, groups: Sequence[ParamGroup]) -> None:
+        seen: set[int] = set()
+        for group in groups:
+            for param in group.params:
+                if param.uid in seen:
+                    raise ValueError(
+                        f"Parameter '{param.fqn or param.name}' is shared with a parameter already managed "
+                        "by another FSDP group. For shared/tied parameters, use "
+                        "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+                    )
+                seen.add(param.uid)
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def begin_forward(self, state: ModuleState) -> None:
+        """A forward starts at ``state``."""
+        self.forward_root = state
+        self.order = self.orders.setdefault(state, ForwardOrder())
+        self.order.begin()
+        for group in self._owner:
+            if group.keep_gathered:  # no backward followed: the parameters may have changed since
+                group.drop_kept()
+
+    def end_forward(self) -> None:
+        """The forward that is running ends; prefetched groups it did not use are dropped."""
+        self.order.end()
+        self.forward_root = None
+        for group in self._owner:
+            if group.speculative and group.residence is Residence.GATHERING:
+                group.to_sharded()
+            group.speculative = False
+
+    def groups_with(self, group: ParamGroup) -> list[ParamGroup]:
+        """All groups of the state that owns ``group``: they are needed together."""
+        return self._owner[group].groups
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def before_in_forward(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
+        """The groups of the state whose forward ended before that of ``groups``: their backward is next."""
+        order = self.comm.backward_order
+        positions = [group.forward_positions.pop() for group in groups if group.forward_positions]
+        if not positions:
+            return []
+        mine = self._owner[groups[0]]
+        for position in range(min(positions) - 1, -1, -1):
+            owner = self._owner.get(order[position])
+            if owner is not None and owner is not mine:
+                return list(reversed(owner.groups))
+        return []
+
+    def begin_backward(self) -> None:
+        """Once per backward: run :meth:`end_backward` when it is over."""
+        if not self.callback_queued:
+            self.callback_queued = True
+            self.first_gathered = None
+            queue_callback(self.end_backward)
+
+    def note_gather(self, group: ParamGroup) -> None:
+        """The first group that backward had to gather: its forward need not give the data up next time."""
+        if self.first_gathered is None:
+            self.first_gathered = group
+
+    @outside_compile
+    def end_backward(self) -> None:
+        """Post-backward of the groups whose inputs needed no gradient; then wait for all reductions."""
+        self.forward_root = None
+        for state in self.states:
+            state.still_to_run.clear()
+            for group in reversed(state.groups):
+                if group.phase is not Phase.POST_BACKWARD:
+                    group.post_backward()
+                group.phase = Phase.IDLE
+            state.phase = Phase.IDLE
+        if self.is_last_backward:
+            self.comm.finish_all()
+            for group in self._owner:
+                group.finish_backward()
+            self.comm.backward_order.clear()
+        self.callback_queued = False
+
+    def reset(self) -> None:
+        """Forget an iteration that failed in the middle."""
+        self.comm.finish_all()
+        self.comm.backward_order.clear()
+        for state in self.states:
+            state.still_to_run.clear()
+            state.phase = Phase.IDLE
+            for group in state.groups:
+                group.reset_iteration()
+        self.forward_root = None
+        self.callback_queued = False

@@ -1,0 +1,149 @@
+"""Streams, events and the order of groups: what the groups below one root share.
+
+Everything is allocated and freed on the compute stream (the stream current when hooks run); the other
+streams wait for it before they touch new memory, and it waits for their events before memory goes back.
+So the allocator never sees a cross-stream lifetime and ``record_stream`` is not needed.
+See docs/schedule.md.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ragged_fsdp.dbuffer import debug_enabled
+from ragged_fsdp.fsdp.debug import OrderCheck
+
+if TYPE_CHECKING:
+    from ragged_fsdp.fsdp.param_group import ParamGroup
+
+__all__ = ["CommContext", "ForwardOrder", "PendingReduction"]
+
+
+@dataclass
+class PendingReduction:
+    """Buffers that a reduction still uses; ``release`` frees them once ``event`` has been waited for."""
+
+    event: Any
+    release: Callable[[], None]
+    owner: Any
+
+
+class CommContext:
+    """Streams and pending work of all groups below one root."""
+
+    def __init__(self) -> None:
+        self.device: torch.device | None = None
+        self.device_module: Any = None
+        self.streams: dict[str, Any] = {}
+        self.pending: deque[PendingReduction] = deque()
+        self.max_pending = 1
+        """Gradient buffers whose reduction may still run while another is being filled."""
+        self.order_check = OrderCheck() if debug_enabled() else None
+        self.backward_order: list[ParamGroup] = []
+        """Groups in the order their forward ended; backward runs through it from the end."""
+
+    def use_device(self, device: torch.device) -> None:
+        """Create the streams; a device without streams (CPU) runs everything in order."""
+        if self.device is not None:
+            return
+        self.device = device
+        if device.type in ("cpu", "meta"):
+            return
+        self.device_module = torch.get_device_module(device)
+        for name in ("gather", "reduce", "all_reduce"):
+            self.streams[name] = self.device_module.Stream(device=device, priority=-1)
+
+    @contextmanager
+    def on_stream(self, name: str, stream: Any = None) -> Iterator[None]:
+        """Run on a communication stream, behind everything launched so far on the current one."""
+        target = stream if stream is not None else self.streams.get(name)
+        if target is None or self.device_module is None:
+            yield
+            return
+        target.wait_stream(self.device_module.current_stream())
+        with self.device_module.stream(target):
+            yield
+
+    def record(self) -> Any:
+        """An event behind the current stream's work; None without streams."""
+        return None if self.device_module is None else self.device_module.current_stream().record_event()
+
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait for ``event``."""
+        if event is not None and self.device_module is not None:
+            self.device_module.current_stream().wait_event(event)
+
+    def wait_user_event(self, event: Any) -> None:
+        """Let gathers wait for an event the user recorded after the optimizer step."""
+        if event is not None and self.streams:
+            self.streams["gather"].wait_event(event)
+
+    def note_collective(self, kind: str, group: ParamGroup) -> None:
+        """In debug mode: compare the order of collectives across the ranks of the group."""
+        if self.order_check is not None:
+            self.order_check.note(kind, group)
+
+    def make_room(self) -> None:
+        """Before another gradient buffer is filled: wait for reductions beyond the allowed number."""
+        while len(self.pending) > self.max_pending:
+            self._finish(self.pending.popleft())
+
+    def finish_of(self, owner: Any) -> None:
+        """Wait for the pending reductions of one group."""
+        for entry in [p for p in self.pending if p.owner is owner]:
+            self.pending.remove(entry)
+            self._finish(entry)
+
+    def finish_all(self) -> None:
+        """Wait for every pending reduction and free its buffers."""
+        while self.pending:
+            self._finish(self.pending.popleft())
+
+    def _finish(self, entry: PendingReduction) -> None:
+        self.wait(entry.event)
+        entry.release()
+
+
+class ForwardOrder:
+    """The order in which groups start their forward, recorded to prefetch the next one.
+
+    One per root of a forward: a training step and an evaluation that starts at a submodule have
+    different orders. A forward that leaves the recorded order stops prefetching until it is seen again.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: list[ParamGroup] = []
+        self._current: list[ParamGroup] = []
+        self._position: int | None = 0
+
+    def begin(self) -> None:
+        """A forward starts."""
+        self._current = []
+        self._position = 0
+
+    def advance(self, group: ParamGroup) -> ParamGroup | None:
+        """``group`` starts; the group that started next the last time, if this is the same order."""
+        self._current.append(group)
+        if self._position is None or self._position >= len(self.recorded):
+            return None
+        if self.recorded[self._position] is not group:
+            self._position = None
+            return None
+        self._position += 1
+        return self.recorded[self._position] if self._position < len(self.recorded) else None
+
+    def end(self) -> None:
+        """The forward is over; what was seen is what the next one will follow."""
+        self.recorded = self._current
+        self._current = []
+
+    @property
+    def last(self) -> ParamGroup | None:
+        """The group that started last in the recorded forward."""
+        return self.recorded[-1] if self.recorded else None

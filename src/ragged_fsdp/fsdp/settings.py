@@ -1,0 +1,33 @@
+"""The switches of a group that users change between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["GroupSettings"]
+
+
+@dataclass
+class GroupSettings:
+    """One per group; ``FSDPModule``'s setters write it, the group reads it when it acts."""
+
+    reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    reduce_unused: bool = False
+    """Whether a trainable parameter without a gradient takes part with zeros and gets a gradient."""
+    divide_factor: float | None = None
+    """What the sum of gradients is divided by; None is the number of data-parallel ranks."""
+    sum_only: bool = False
+    """Whether collectives may only sum; scaling is then done before or after them."""
+    unshard_async_op: bool = False
+    max_pending_reductions: int = 1
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook_stream: Any = None
+    custom_all_gather: Any = None
+    custom_reduce_scatter: Any = None
