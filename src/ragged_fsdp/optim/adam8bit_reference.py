@@ -1,0 +1,180 @@
+"""The 8-bit Adam update in plain tensor operations: the CPU path, and the reference of the GPU kernel.
+
+Every operation rounds once (no fused multiply-add), in a fixed order, so that an element's result
+depends on its block alone: not on the vector width, the shard it lies in, or the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ragged_fsdp.optim.quant import codebook, dequantize, quantize, rounding_noise
+from ragged_fsdp.optim.quant_grid import LocalBlocks
+
+__all__ = ["AdamScalars", "BlockEntry", "from_blocks", "to_blocks", "update_entry", "update_exact"]
+
+_CHUNK_NUMEL = 1 << 19  # bounds the temporaries of a large parameter, and keeps them in cache
+
+
+@dataclass(frozen=True)
+class AdamScalars:
+    """What one Adam step multiplies with; computed once in double precision on the host."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    step_size: float
+    root_scale: float
+    decay_factor: float
+    l2: float
+    maximize: bool
+
+    @classmethod
+    def of(cls, group: dict, step: int, decoupled: bool) -> AdamScalars:
+        """Of a param group at the ``step``-th update, counted from 1."""
+        beta1, beta2 = group["betas"]
+        lr, decay = float(group["lr"]), float(group["weight_decay"])
+        return cls(
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            step_size=lr / (1 - beta1**step),
+            root_scale=(1 - beta2**step) ** -0.5,
+            decay_factor=1 - lr * decay if decoupled else 1.0,
+            l2=0.0 if decoupled else decay,
+            maximize=group["maximize"],
+        )
+
+
+@dataclass(frozen=True)
+class BlockEntry:
+    """The local tensors of one quantised parameter, and the blocks they hold."""
+
+    param: Tensor
+    grad: Tensor
+    exp_avg_codes: Tensor
+    exp_avg_scales: Tensor
+    exp_avg_sq_codes: Tensor
+    exp_avg_sq_scales: Tensor
+    blocks: LocalBlocks
+    noise_key: tuple[int, int] | None
+
+
+def to_blocks(flat: Tensor, blocks: LocalBlocks, fill: int = 0) -> Tensor:
+    """The local elements as (count, block_numel), short blocks padded with ``fill``."""
+    grid, rows = blocks.grid, blocks.rows
+    matrix = F.pad(flat, (0, rows * blocks.cols - flat.numel()), value=fill).view(rows, blocks.cols)
+    matrix = F.pad(matrix, (0, blocks.grid_cols * grid.block_cols - blocks.cols), value=fill)
+    tiles = matrix.view(blocks.grid_rows, grid.block_rows, blocks.grid_cols, grid.block_cols)
+    return tiles.transpose(1, 2).reshape(-1, grid.block_rows * grid.block_cols)
+
+
+def from_blocks(tiles: Tensor, blocks: LocalBlocks) -> Tensor:
+    """The inverse of :func:`to_blocks`: the flat local elements."""
+    grid = blocks.grid
+    matrix = tiles.view(blocks.grid_rows, blocks.grid_cols, grid.block_rows, grid.block_cols)
+    matrix = matrix.transpose(1, 2).reshape(blocks.rows, blocks.grid_cols * grid.block_cols)
+    return matrix[:, : blocks.cols].reshape(-1)[: blocks.numel]
+
+
+def adam_direction(
+    grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamScalars
+) -> tuple[Tensor, Tensor, Tensor]:
+    """New moments, and first moment over root of the second, each operation rounding once."""
+    exp_avg = exp_avg * scalars.beta1 + grad * (1 - scalars.beta1)
+    exp_avg_sq = exp_avg_sq * scalars.beta2 + (grad * (1 - scalars.beta2)) * grad
+    return exp_avg, exp_avg_sq, exp_avg / (correct_sqrt(exp_avg_sq) * scalars.root_scale + scalars.eps)
+
+
+def prepared_grad(grad: Tensor, param: Tensor, scalars: AdamScalars) -> Tensor:
+    """The fp32 gradient, negated to maximise, with the L2 term of Adam without decoupled decay."""
+    grad = grad.float()
+    if scalars.maximize:
+        grad = -grad
+    return grad + param * scalars.l2 if scalars.l2 else grad
+
+
+def update_exact(
+    params: list[Tensor],
+    grads: list[Tensor],
+    means: list[Tensor],
+    squares: list[Tensor],
+    scalars: AdamScalars,
+) -> None:
+    """One step of local tensors whose moments are fp32: the same arithmetic, one call for all of them."""
+    weights = [param.float() for param in params]
+    gradients = [grad.float() for grad in grads]
+    if scalars.maximize:
+        gradients = list(torch._foreach_neg(gradients))
+    if scalars.l2:
+        gradients = list(torch._foreach_add(gradients, torch._foreach_mul(weights, scalars.l2)))
+    torch._foreach_mul_(means, scalars.beta1)
+    torch._foreach_add_(means, torch._foreach_mul(gradients, 1 - scalars.beta1))
+    torch._foreach_mul_(squares, scalars.beta2)
+    rest = torch._foreach_mul(gradients, 1 - scalars.beta2)
+    torch._foreach_mul_(rest, gradients)
+    torch._foreach_add_(squares, rest)
+    roots = [correct_sqrt(square) for square in squares]
+    torch._foreach_mul_(roots, scalars.root_scale)
+    torch._foreach_add_(roots, scalars.eps)
+    direction = torch._foreach_div(means, roots)
+    torch._foreach_mul_(direction, scalars.step_size)
+    decayed = torch._foreach_mul(weights, scalars.decay_factor)
+    torch._foreach_copy_(params, torch._foreach_sub(decayed, direction))
+
+
+def correct_sqrt(square: Tensor) -> Tensor:
+    """The correctly rounded root: that of CPU vector libraries is not, and differs in a vector's tail."""
+    return square.sqrt() if square.is_cuda else square.double().sqrt().float()
+
+
+def update_entry(entry: BlockEntry, scalars: AdamScalars) -> None:
+    """One step of one parameter: codes, scales and weights are updated in place."""
+    rows_per_chunk = max(1, _CHUNK_NUMEL // entry.blocks.grid.granule_numel) * entry.blocks.grid.block_rows
+    for first in range(0, entry.blocks.rows, rows_per_chunk):
+        _update_rows(entry, scalars, first, min(rows_per_chunk, entry.blocks.rows - first))
+
+
+def _update_rows(entry: BlockEntry, scalars: AdamScalars, first: int, count: int) -> None:
+    blocks, chunk = entry.blocks, _rows_of(entry.blocks, first, count)
+    grid_first = first // blocks.grid.block_rows * blocks.grid_cols
+    of_grid = slice(grid_first, grid_first + chunk.grid_rows * chunk.grid_cols)
+    of_flat = slice(first * blocks.cols, first * blocks.cols + chunk.numel)
+
+    def blocked(local: Tensor, fill: int = 0) -> Tensor:
+        return to_blocks(local.view(-1)[of_flat], chunk, fill)
+
+    noise: tuple[Tensor | None, Tensor | None] = (None, None)
+    if entry.noise_key is not None:
+        noise = rounding_noise(to_blocks(_elements(chunk, entry.param.device), chunk), entry.noise_key)
+    param = blocked(entry.param).float()
+    grad = prepared_grad(blocked(entry.grad), param, scalars)
+    mean_scales, square_scales = entry.exp_avg_scales.view(-1), entry.exp_avg_sq_scales.view(-1)
+    mean_codes = blocked(entry.exp_avg_codes, fill=codebook(signed=True).zero_code)
+    mean = dequantize(mean_codes, mean_scales[of_grid], signed=True)
+    square = dequantize(blocked(entry.exp_avg_sq_codes), square_scales[of_grid], signed=False)
+    mean, square, direction = adam_direction(grad, mean, square, scalars)
+    param = param * scalars.decay_factor - direction * scalars.step_size
+    entry.param.view(-1)[of_flat] = from_blocks(param, chunk).to(entry.param.dtype)
+    for value, signed, codes, scales, rounding in (
+        (mean, True, entry.exp_avg_codes, mean_scales, noise[0]),
+        (square, False, entry.exp_avg_sq_codes, square_scales, noise[1]),
+    ):
+        new_codes, scales[of_grid] = quantize(value, signed, rounding)
+        codes.view(-1)[of_flat] = from_blocks(new_codes, chunk)
+
+
+def _rows_of(blocks: LocalBlocks, first: int, count: int) -> LocalBlocks:
+    """The part made of ``count`` rows from ``first``."""
+    numel = min(count * blocks.cols, blocks.numel - first * blocks.cols)
+    return replace(blocks, numel=numel, first_row=blocks.first_row + first)
+
+
+def _elements(blocks: LocalBlocks, device: torch.device) -> Tensor:
+    """The global flat index of each local element."""
+    rows = blocks.element_of_row(torch.arange(blocks.rows, device=device))
+    return (rows[:, None] + torch.arange(blocks.cols, device=device)).view(-1)[: blocks.numel]

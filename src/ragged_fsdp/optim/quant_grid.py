@@ -1,0 +1,317 @@
+"""Which blocks a parameter has, and which of them lie on a rank.
+
+Blocks come from the *global shape* alone. A matrix (leading dims flattened into rows) is tiled; a
+vector, or a matrix too small for a tile, is cut into runs of consecutive elements. Both are one
+picture: rows of ``cols`` elements, in blocks of ``block_rows`` x ``block_cols``; a run is a row::
+
+    (64, 96), tiles of 32 x 32              (1000,), runs of 256
+    +----+----+----+                        +--------------+
+    | 0  | 1  | 2  |   grid (2, 3)          |      0       |   cols 256, blocks 1 x 256, grid (4, 1)
+    +----+----+----+                        |      1       |
+    | 3  | 4  | 5  |                        |      2       |
+    +----+----+----+                        |      3    |      (the last run is short)
+
+Tile rows are halved, and tile columns doubled, until they divide the rows of the matrix, so that a
+granularity of whole blocks always exists. A rank's part of a parameter is *intact* if it is made of
+whole blocks; ``locate_blocks`` finds it for every rank of the mesh at once, so that all ranks agree on
+an error. Per-block state (scales) is laid out like the parameter, over the grid instead of elements.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from torch import Tensor
+from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+
+from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
+
+__all__ = ["BlockGrid", "LocalBlocks", "block_grid", "block_policy", "blocks_placements", "locate_blocks"]
+
+Shape = tuple[int, ...]
+_LEAST_BLOCK = 128
+"""Smaller tiles would spend too much on scales; such parameters are cut into runs."""
+
+
+@dataclass(frozen=True)
+class BlockGrid:
+    """The blocks of one parameter; see the module's picture."""
+
+    shape: Shape
+    cols: int
+    block_rows: int
+    block_cols: int
+    tiled: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def rows(self) -> int:
+        """Rows of ``cols`` elements; the last may be short if not ``tiled``."""
+        return -(-self.numel // self.cols)
+
+    @property
+    def granule_numel(self) -> int:
+        """Consecutive elements that hold whole blocks: what a shard must be a multiple of."""
+        return self.block_rows * self.cols
+
+    @property
+    def granularity(self) -> Granularity:
+        """What to answer in ``orig_param_policy`` so that no block is cut."""
+        if self.numel % self.granule_numel:
+            return Whole()
+        return Rows(self.block_rows) if self.tiled else Elements(self.cols)
+
+    @property
+    def grid_shape(self) -> Shape:
+        """Shape of per-block state; keeps leading dims where blocks do not straddle them."""
+        if self.tiled:
+            return (*self.shape[:-2], self.shape[-2] // self.block_rows, -(-self.cols // self.block_cols))
+        return (self.rows, 1)
+
+
+@dataclass(frozen=True)
+class LocalBlocks:
+    """The whole blocks on one rank: ``numel`` elements in rows of ``cols``, and where they come from.
+
+    Element (r, c) of the local matrix is element ``element_of_row(r) + c`` of the flattened parameter.
+    """
+
+    grid: BlockGrid
+    numel: int
+    cols: int
+    first_row: int
+    row_base: int
+    row_period: int
+    row_stride: int
+    col_base: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the local matrix."""
+        return -(-self.numel // self.cols) if self.numel else 0
+
+    @property
+    def grid_rows(self) -> int:
+        """Rows of blocks on this rank."""
+        return -(-self.rows // self.grid.block_rows)
+
+    @property
+    def grid_cols(self) -> int:
+        """Columns of blocks on this rank."""
+        return -(-self.cols // self.grid.block_cols)
+
+    def element_of_row(self, row: Tensor) -> Tensor:
+        """Global flat index of the first element of local rows."""
+        inner = row + self.first_row
+        outer = inner // self.row_period
+        return (
+            self.row_base + outer * self.row_stride + inner - outer * self.row_period
+        ) * self.grid.cols + self.col_base
+
+
+def _power_of_two(what: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
+        raise ValueError(f"{what} must be a power of two, got {value!r}.")
+
+
+@lru_cache(maxsize=4096)
+def block_grid(shape: Shape, block_shape: tuple[int, int] = (32, 32), run: int = 256) -> BlockGrid:
+    """The blocks of a parameter of this global shape."""
+    if not isinstance(block_shape, tuple) or len(block_shape) != 2:
+        raise ValueError(f"block_shape must be two powers of two, got {block_shape!r}.")
+    for what, value in (*(("block_shape", b) for b in block_shape), ("run", run)):
+        _power_of_two(what, value)
+    block_rows, block_cols = block_shape
+    if len(shape) >= 2 and 0 not in shape:
+        while shape[-2] % block_rows:
+            block_rows, block_cols = block_rows // 2, block_cols * 2
+        if block_rows * min(block_cols, shape[-1]) >= min(_LEAST_BLOCK, block_shape[0] * block_shape[1]):
+            return BlockGrid(shape, shape[-1], block_rows, block_cols, tiled=True)
+    return BlockGrid(shape, run, 1, run, tiled=False)
+
+
+def block_policy(
+    block_shape: tuple[int, int] = (32, 32), run: int = 256, min_numel: int = 4096
+) -> Callable[[str, Tensor], Granularity | None]:
+    """An ``orig_param_policy`` for ``fully_shard`` under which no block of these optimizers is cut.
+
+    Pass what the optimizer gets; parameters under ``min_numel`` elements stay element-wise.
+    """
+
+    def policy(name: str, param: Tensor) -> Granularity | None:
+        if param.numel() < min_numel:
+            return None
+        return block_grid(tuple(param.shape), tuple(block_shape), run).granularity
+
+    return policy
+
+
+@lru_cache(maxsize=4096)
+def locate_blocks(
+    grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...]
+) -> tuple[LocalBlocks | None, ...]:
+    """The blocks on every rank of the mesh, in row-major order; None where a block is cut."""
+    return tuple(
+        _blocks_at(grid, mesh_shape, coordinate, placements)
+        for coordinate in itertools.product(*map(range, mesh_shape))
+    )
+
+
+def whole_blocks(grid: BlockGrid) -> LocalBlocks:
+    """The blocks of a parameter that is not distributed."""
+    return _blocks_of(grid, (0,) * len(grid.shape), grid.shape, 0, grid.numel)  # type: ignore[return-value]
+
+
+def _blocks_at(
+    grid: BlockGrid, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> LocalBlocks | None:
+    offset, size = inner_box(grid.shape, mesh_shape, coordinate, placements)
+    start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, placements)
+    return _blocks_of(grid, offset, size, start, stop)
+
+
+def _blocks_of(grid: BlockGrid, offset: Shape, size: Shape, start: int, stop: int) -> LocalBlocks | None:
+    """The blocks in elements [start, stop) of the flattened box, or None if one is cut."""
+    if start == stop:
+        return LocalBlocks(grid, 0, grid.cols, 0, 0, 1, 0, 0)
+    if not grid.tiled:
+        if size[1:] != grid.shape[1:]:
+            return None  # the box is not one stretch of the flattened parameter
+        base = offset[0] * math.prod(grid.shape[1:]) if offset else 0
+        first, end = base + start, base + stop
+        if first % grid.cols or (end % grid.cols and end != grid.numel):
+            return None
+        return LocalBlocks(grid, stop - start, grid.cols, first // grid.cols, 0, grid.rows, 0, 0)
+    cols, left = size[-1], offset[-1]
+    if left % grid.block_cols or (cols % grid.block_cols and left + cols != grid.cols):
+        return None
+    step = grid.block_rows * cols
+    if any(value % grid.block_rows for value in (size[-2], offset[-2])) or start % step or stop % step:
+        return None
+    if len(size) > 3 and size[1:-1] != grid.shape[1:-1]:
+        return None
+    outer = offset[0] if len(size) > 2 else 0
+    matrix_rows = math.prod(grid.shape[1:-1]) if len(size) > 2 else grid.rows
+    inner_rows = math.prod(size[1:-1]) if len(size) > 2 else grid.rows
+    row_base = outer * matrix_rows + offset[-2]
+    return LocalBlocks(grid, stop - start, cols, start // cols, row_base, inner_rows, matrix_rows, left)
+
+
+def inner_box(
+    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> tuple[Shape, Shape]:
+    """Offset and size of what Shard and strided Shard placements leave on the rank at ``coordinate``."""
+    offset, size = [0] * len(shape), list(shape)
+    in_order = [d for d, p in enumerate(placements) if isinstance(p, Shard)]
+    strided = [d for d, p in enumerate(placements) if isinstance(p, _StridedShard)]  # applied right to left
+    for mesh_dim in [*in_order, *reversed(strided)]:
+        dim = placements[mesh_dim].dim
+        chunk = -(-size[dim] // mesh_shape[mesh_dim])
+        begin = min(chunk * coordinate[mesh_dim], size[dim])
+        offset[dim] += begin
+        size[dim] = min(chunk, size[dim] - begin)
+    return tuple(offset), tuple(size)
+
+
+def ragged_interval(
+    inner_numel: int, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> tuple[int, int]:
+    """The elements of the flattened inner tensor on the rank at ``coordinate``."""
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard):
+            units = placement.units_of(_outer_index(mesh_shape, coordinate, placements))
+            unit_numel = inner_numel // (sum(units) or 1)
+            start = sum(units[: coordinate[mesh_dim]]) * unit_numel
+            return start, start + units[coordinate[mesh_dim]] * unit_numel
+    return 0, inner_numel
+
+
+def _outer_index(mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> int:
+    index = 0
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            index = index * mesh_shape[mesh_dim] + coordinate[mesh_dim]
+    return index
+
+
+@lru_cache(maxsize=4096)
+def blocks_placements(
+    grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...]
+) -> tuple[Placement, ...] | None:
+    """Placements under which a tensor over the grid lies where its blocks do; None if there are none."""
+    candidates = [tuple(_grid_placement(grid, p) for p in placements)]
+    cut = [d for d, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard, RaggedShard))]
+    if len(cut) == 1:
+        parts = _along(cut[0], mesh_shape, locate_blocks(grid, mesh_shape, placements))
+        units = tuple(part.grid_rows for part in parts if part is not None)
+        dims = tuple(range(len(grid.grid_shape) - 1))
+        ragged = RaggedShard(dims, units if sum(units) else (1,) * len(units))
+        candidates.append(tuple(ragged if d == cut[0] else p for d, p in enumerate(placements)))
+    return next((c for c in candidates if _same_place(grid, mesh_shape, placements, c)), None)
+
+
+def _along(mesh_dim: int, mesh_shape: Shape, parts: Sequence[LocalBlocks | None]) -> list[LocalBlocks | None]:
+    """The parts of the ranks along one mesh dim, at coordinate 0 of the others."""
+    stride = math.prod(mesh_shape[mesh_dim + 1 :])
+    return [parts[index * stride] for index in range(mesh_shape[mesh_dim])]
+
+
+def _grid_placement(grid: BlockGrid, placement: Placement) -> Placement:
+    if isinstance(placement, RaggedShard):  # units are relative: rows of blocks divide like elements
+        return type(placement)(range(len(grid.grid_shape) - 1), placement.local_units)
+    return placement
+
+
+def _same_place(
+    grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...], candidate: tuple[Placement, ...]
+) -> bool:
+    """Whether ``candidate`` over the grid puts on every rank exactly the blocks it holds."""
+    shape, ranks = grid.grid_shape, itertools.product(*map(range, mesh_shape))
+    for coordinate, part in zip(ranks, locate_blocks(grid, mesh_shape, placements)):
+        if any(isinstance(p, (Shard, _StridedShard)) and p.dim >= len(shape) for p in candidate):
+            return False
+        for p in candidate:
+            if isinstance(p, RaggedShard) and not _divides(p, shape, mesh_shape, coordinate, candidate):
+                return False
+        offset, size = inner_box(shape, mesh_shape, coordinate, candidate)
+        start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, candidate)
+        if part is None or stop - start != part.grid_rows * part.grid_cols:
+            return False
+        if stop > start and _first_block(shape, offset, size, start) != _first_block_of(part):
+            return False
+    return True
+
+
+def _divides(
+    ragged: RaggedShard, shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> bool:
+    rows = math.prod(inner_box(shape, mesh_shape, coordinate, placements)[1][:-1])
+    units = ragged.units_of(_outer_index(mesh_shape, coordinate, placements))
+    return not rows or (sum(units) > 0 and rows % sum(units) == 0)
+
+
+def _first_block(shape: Shape, offset: Shape, size: Shape, start: int) -> tuple[int, int]:
+    """Row and column in the flattened global grid of local block ``start``."""
+    index, position = start, []
+    for length, base in zip(reversed(size), reversed(offset)):
+        position.append(index % length + base)
+        index //= length
+    row = 0
+    for length, place in zip(shape[:-1], reversed(position[1:])):
+        row = row * length + place
+    return row, position[0]
+
+
+def _first_block_of(part: LocalBlocks) -> tuple[int, int]:
+    outer = part.first_row // part.row_period
+    row = part.row_base + outer * part.row_stride + part.first_row - outer * part.row_period
+    return row // part.grid.block_rows, part.col_base // part.grid.block_cols

@@ -1,0 +1,164 @@
+"""Optimizer state that follows its parameter: wrapping, naming, and loading without a change of dtype.
+
+State of a DTensor parameter is a DTensor too, over the same mesh: of the parameter's layout if it has one
+value per element, of its blocks' layout if it has one per block. Checkpoints then save, load and reshard
+it like the parameter. All of it is local bookkeeping: nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_fsdp.dtensor import is_ragged, ragged_layout, ragged_spec, wrap_local
+from ragged_fsdp.optim.quant_grid import (
+    BlockGrid,
+    LocalBlocks,
+    blocks_placements,
+    inner_box,
+    locate_blocks,
+    whole_blocks,
+)
+
+__all__ = ["ExactStateOptimizer", "local_of", "require_whole_blocks", "state_like", "state_over_blocks"]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, the tensor itself otherwise; without autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def mesh_shape_of(tensor: DTensor) -> tuple[int, ...]:
+    """Ranks along each dim of the tensor's mesh."""
+    mesh = tensor.device_mesh
+    return tuple(mesh.size(dim) for dim in range(mesh.ndim))
+
+
+def state_like(param: Tensor, local: Tensor) -> Tensor:
+    """``local``, one value per element of the parameter's local part, laid out like the parameter."""
+    return _wrap(param, local, tuple(param.shape), getattr(param, "placements", ()))
+
+
+def state_over_blocks(param: Tensor, grid: BlockGrid, local: Tensor) -> Tensor:
+    """``local``, (blocks on this rank, *rest) values, laid out like the blocks of the parameter."""
+    rest = tuple(local.shape[1:])
+    if not isinstance(param, DTensor):
+        return local.view(*grid.grid_shape, *rest)
+    placements = blocks_placements(grid, mesh_shape_of(param), param.placements)
+    if placements is None:
+        raise ValueError(
+            f"blocks of a parameter of shape {grid.shape} under {param.placements} have no layout."
+        )
+    return _wrap(param, local, (*grid.grid_shape, *rest), placements)
+
+
+def _wrap(param: Tensor, local: Tensor, shape: tuple[int, ...], placements: Sequence[Placement]) -> Tensor:
+    if not isinstance(param, DTensor):
+        return local
+    spec = ragged_spec(param.device_mesh, tuple(placements), shape, local.dtype)
+    if is_ragged(spec):
+        local_shape = ragged_layout(spec).local_shape
+    else:
+        coordinate = tuple(param.device_mesh.get_coordinate() or ())
+        local_shape = inner_box(shape, mesh_shape_of(param), coordinate, spec.placements)[1]
+    return wrap_local(local.view(local_shape), spec)
+
+
+def require_whole_blocks(name: str, param: Tensor, grid: BlockGrid) -> LocalBlocks:
+    """The blocks on this rank; raises alike on every rank if the sharding cuts one anywhere."""
+    if not isinstance(param, DTensor):
+        return whole_blocks(grid)
+    mesh_shape = mesh_shape_of(param)
+    parts = locate_blocks(grid, mesh_shape, param.placements)
+    block = f"{grid.block_rows} x {grid.block_cols} blocks" if grid.tiled else f"runs of {grid.cols} elements"
+    if None in parts:
+        raise ValueError(
+            f"{name}: the sharding {param.placements} of shape {grid.shape} cuts {block}; shard it with a "
+            f"granularity of {grid.granularity}, or a multiple (fully_shard(..., orig_param_policy=...)), "
+            "or exclude the parameter."
+        )
+    if blocks_placements(grid, mesh_shape, param.placements) is None:
+        raise ValueError(
+            f"{name}: the {block} of shape {grid.shape} under {param.placements} are whole, but "
+            f"no placement describes them; shard it with a granularity of {grid.granularity}, or exclude it."
+        )
+    coordinate = param.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"{name}: this rank is not in the parameter's mesh {param.device_mesh}.")
+    index = 0
+    for size, place in zip(mesh_shape, coordinate):
+        index = index * size + place
+    part = parts[index]
+    assert part is not None
+    return part
+
+
+def require_plain_shards(name: str, param: Tensor) -> None:
+    """Raise unless each rank may update its part of the parameter alone."""
+    for placement in getattr(param, "placements", ()):
+        if placement.is_partial():
+            raise ValueError(f"{name}: a parameter cannot be {placement}; redistribute it first.")
+
+
+def require_matching_grad(name: str, param: Tensor) -> None:
+    """Raise unless the gradient lies where the parameter does: then it can be used part by part."""
+    grad = param.grad
+    if grad is None or grad.is_sparse:
+        raise RuntimeError(
+            f"{name}: expected a dense gradient, got {'none' if grad is None else 'a sparse one'}."
+        )
+    ours, theirs = getattr(param, "placements", None), getattr(grad, "placements", None)
+    if ours != theirs:
+        raise RuntimeError(f"{name}: the gradient's placements {theirs} differ from the parameter's {ours}.")
+
+
+@dataclass(frozen=True)
+class _Untouched:
+    """Hides a tensor from ``Optimizer.load_state_dict``, which would cast it to the parameter's dtype."""
+
+    tensor: Tensor
+
+
+class ExactStateOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state keeps its dtypes through ``load_state_dict``, and that can name parameters."""
+
+    def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a group with the names given to the constructor, or their position."""
+        group = self.param_groups[group_index]
+        names = group.get("param_names")
+        for index, param in enumerate(group["params"]):
+            yield (names[index] if names else f"param_groups[{group_index}]['params'][{index}]"), param
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # written by an optimizer without some of our options
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch, except that state tensors keep their dtype; they move to the parameter's device."""
+        hidden = {
+            param_id: {
+                key: _Untouched(value) if isinstance(value, Tensor) and key != "step" else value
+                for key, value in entries.items()
+            }
+            for param_id, entries in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": hidden})
+        for param, entries in self.state.items():
+            for key, value in entries.items():
+                if isinstance(value, _Untouched):
+                    entries[key] = value.tensor.to(device=param.device)
+
+    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
