@@ -42,7 +42,6 @@ __all__ = [
 ]
 
 
-@contract(state_cls=ModuleState)  # type: ignore[arg-type]
 def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
@@ -78,30 +77,59 @@ def fully_shard(
             ``Elements(n)``, ``Rows(n)``, ``Whole()``, or None for no constraint. Names are relative to
             ``module``.
     """
-    modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
-    try:
-        _attach(
-            modules,
-            Options(
-                mesh=mesh,
-                reshard_after_forward=reshard_after_forward,
-                shard_placement_fn=shard_placement_fn,
-                mp_policy=mp_policy,
-                offload_policy=offload_policy,
-                ignored_params=frozenset(ignored_params or ()),
-                dp_mesh_dims=dp_mesh_dims,
-                orig_param_policy=orig_param_policy,
-            ),
+    options = Options(
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=frozenset(ignored_params or ()),
+        dp_mesh_dims=dp_mesh_dims,
+        orig_param_policy=orig_param_policy,
+    )
+    options.check_types()
+    for one in [module] if isinstance(module, nn.Module) else _listed(module):
+        _check_module(one)
+    return _APPLY(module, options)
+
+
+def _listed(module: Any) -> list[nn.Module]:
+    if not isinstance(module, (list, tuple)) or not module:
+        raise TypeError(
+            f"fully_shard: module must be a module or a non-empty list of modules, got {module!r}."
         )
-    except BaseException:
-        _forget(modules)
-        raise
-    return module
+    return list(module)
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"fully_shard: module must be an nn.Module, got {module!r}.")
+    container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if container and type(module).forward is nn.Module.forward:
+        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
+
+
+def _composable() -> Any:
+    """The composable API of this name: it keeps one state per module and refuses a second application."""
+
+    @contract(state_cls=ModuleState)  # type: ignore[arg-type]
+    def fully_shard(module: Any, options: Options) -> Any:
+        modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
+        try:
+            _attach(modules, options)
+        except BaseException:
+            _forget(modules)
+            raise
+        return module
+
+    return fully_shard
+
+
+_APPLY = _composable()
+fully_shard.state = _APPLY.state  # type: ignore[attr-defined]
 
 
 def _attach(modules: Sequence[nn.Module], options: Options) -> None:
-    for module in modules:
-        _check_module(module)
     mesh = options.mesh if options.mesh is not None else default_mesh()
     validate_mesh(mesh, options.dp_mesh_dims)
     own_mesh = parallel_mesh(mesh, options.dp_mesh_dims)
@@ -111,19 +139,12 @@ def _attach(modules: Sequence[nn.Module], options: Options) -> None:
     builder.check(managed)
     move_to_device(managed, device)
     groups = builder.build(managed, tuple(modules))
-    state = fully_shard.state(modules[0])
+    state = _APPLY.state(modules[0])
     state.init(modules, groups, device, options.mp_policy, options.reshard_after_forward is None)
     for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
-        owned._is_fsdp_managed_module = True
-        owned._fsdp_use_orig_params = True
+        owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in modules:
         swap_class(module)
-
-
-def _check_module(module: nn.Module) -> None:
-    container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    if container and type(module).forward is nn.Module.forward:
-        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
 
 
 def _forget(modules: Sequence[nn.Module]) -> None:

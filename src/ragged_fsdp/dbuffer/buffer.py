@@ -340,7 +340,7 @@ class DBuffer:
 
     def _as(self, placements: tuple[Placement, ...], *, slot: bool) -> DBuffer:
         """The same storage under other placements: this rank's slot of it, or all of it."""
-        offset = self.slot.storage_offset() * self.dtype.itemsize if slot else self.offset_bytes
+        offset = int(self.slot.storage_offset()) * self.dtype.itemsize if slot else self.offset_bytes
         return DBuffer(
             self.layout,
             self.shapes,

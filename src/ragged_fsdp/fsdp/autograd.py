@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "AfterBackward",
     "BeforeBackward",
+    "as_ordinary_tensors",
     "cast_floating",
     "in_backward",
     "map_tensors",
@@ -116,6 +117,20 @@ def outside_compile(function: Callable) -> Callable:
                 return function(*args, **kwargs)
             disabled.append(torch._dynamo.disable(function, recursive=True))
         return disabled[0](*args, **kwargs)
+
+    return call
+
+
+def as_ordinary_tensors(function: Callable) -> Callable:
+    """Run ``function`` without autograd and outside inference mode: its tensors outlive the forward."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
 
     return call
 

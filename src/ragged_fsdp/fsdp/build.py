@@ -43,6 +43,26 @@ class Options:
     dp_mesh_dims: Any
     orig_param_policy: Callable[[str, nn.Parameter], Any] | None
 
+    def check_types(self) -> None:
+        """Raise on an argument of the wrong type, naming it."""
+        expected: dict[str, type | tuple[type, ...]] = {
+            "mesh": (DeviceMesh, type(None)),
+            "mp_policy": MixedPrecisionPolicy,
+            "offload_policy": OffloadPolicy,
+        }
+        for name, types in expected.items():
+            if not isinstance(getattr(self, name), types):
+                kind = types[0].__name__ if isinstance(types, tuple) else types.__name__
+                raise TypeError(f"fully_shard: {name} must be a {kind}, got {getattr(self, name)!r}.")
+        for name in ("shard_placement_fn", "orig_param_policy"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
+        for param in self.ignored_params:
+            if not isinstance(param, nn.Parameter):
+                raise TypeError(
+                    f"fully_shard: ignored_params must be a set of parameters, got {param!r} in it."
+                )
+
 
 @dataclass
 class _Choice:

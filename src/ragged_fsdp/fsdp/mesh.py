@@ -46,7 +46,7 @@ class ParallelMesh:
         """The sharding dim alone, as all-gather extensions receive it."""
         if self.user_mesh.ndim == 1:
             return self.user_mesh
-        return self.user_mesh[self.user_mesh.mesh_dim_names[-1]]
+        return self.user_mesh[(self.user_mesh.mesh_dim_names or ())[-1]]
 
     def key(self) -> tuple[Any, Any]:
         """Parameters with equal keys can share a buffer."""
@@ -186,7 +186,7 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         raise AssertionError(
             f"FSDP requires the DP and model parallel TP/EP mesh to have the same parent mesh: {meshes}"
         )
-    return roots.pop()[tuple(name for mesh in meshes for name in mesh.mesh_dim_names)]
+    return roots.pop()[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
 
 
 def default_mesh() -> DeviceMesh:

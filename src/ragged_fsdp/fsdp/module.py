@@ -84,7 +84,7 @@ class FSDPModule(TorchFSDPModule):
                 group.lazy_init()
         return result
 
-    def _get_fsdp_state(self) -> ModuleState:
+    def _get_fsdp_state(self) -> ModuleState:  # type: ignore[override]
         state = state_of(self)  # type: ignore[arg-type]
         if state is None:
             raise AssertionError(f"No FSDP state found on {self}")
@@ -127,11 +127,11 @@ class FSDPModule(TorchFSDPModule):
         for group in self._groups(recurse=False):
             group.settings.unshard_in_backward = unshard_in_backward
 
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Modules to gather when this one's forward starts, instead of the recorded next one."""
         self._get_fsdp_state().forward_prefetch = _states_of(modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Modules to gather when this one's backward starts, instead of the one before it in forward."""
         self._get_fsdp_state().backward_prefetch = _states_of(modules)
 
@@ -167,14 +167,17 @@ class FSDPModule(TorchFSDPModule):
             group.settings.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many gradient buffers may be in reduction while another is filled: memory against overlap."""
+        """Gradient buffers alive at once (default 2: one is filled, one is reduced): memory against overlap.
+
+        With 1 the gradients of a group are only collected once the reduction before it is over.
+        """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
         for group in self._groups(recurse):
-            group.settings.max_pending_reductions = max_input_buffers
-            group.context.max_pending = max_input_buffers
+            group.settings.max_grad_buffers = max_input_buffers
+            group.context.max_grad_buffers = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Whether reduce-scatters get a communicator of their own and can overlap gathers on the wire."""
@@ -226,7 +229,7 @@ class FSDPModule(TorchFSDPModule):
         if enable:
             raise NotImplementedError(
                 "set_allocate_memory_from_process_group_for_comm: ragged_fsdp gathers into buffers that are "
-                "freed and brought back by resizing their storage; process-group allocators do not offer that."
+                "freed and brought back by resizing their storage; process-group allocators cannot do that."
             )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
@@ -239,7 +242,7 @@ class FSDPModule(TorchFSDPModule):
     # -- helpers ---------------------------------------------------------------------------------
 
     def _states(self, recurse: bool) -> Iterator[ModuleState]:
-        modules = self.modules() if recurse else [self]  # type: ignore[attr-defined]
+        modules: Iterable[Any] = self.modules() if recurse else [self]
         seen: set[ModuleState] = set()
         for module in modules:
             state = state_of(module)

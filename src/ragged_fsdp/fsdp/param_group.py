@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.fsdp.autograd import as_ordinary_tensors, outside_functorch
 from ragged_fsdp.fsdp.main_shard import MainShard
 from ragged_fsdp.fsdp.mesh import ParallelMesh
 from ragged_fsdp.fsdp.param import ManagedParam
@@ -112,6 +113,7 @@ class ParamGroup:
         """Name for errors and profiles."""
         return self.fqn or (self.params[0].name if self.params else "")
 
+    @as_ordinary_tensors
     def lazy_init(self) -> None:
         """Read the parameters again before the first use: users may have replaced or cast them."""
         self.context.use_device(self.device)
@@ -188,7 +190,7 @@ class ParamGroup:
                 f"Found following parameters on non-CPU device: {elsewhere}\n"
             )
 
-    @torch.no_grad()
+    @as_ordinary_tensors
     def reset_sharded_params(self) -> None:
         """Bring parameters that were replaced, cast or moved back into one main shard."""
         for param in self.params:
@@ -226,7 +228,8 @@ class ParamGroup:
             )
         self.residence = to
 
-    @torch.no_grad()
+    @outside_functorch
+    @as_ordinary_tensors
     def unshard(self, async_op: bool = False) -> None:
         """Issue the gather, unless it is under way or done."""
         if self.residence in (Residence.GATHERING, Residence.UNSHARDED):
@@ -262,6 +265,7 @@ class ParamGroup:
                 weight.flat, slot, group, async_op=async_op, comm=self.settings.custom_all_gather
             )
 
+    @outside_functorch
     def wait_for_unshard(self) -> None:
         """Let the current stream see the gathered parameters and register them."""
         if self.residence is not Residence.GATHERING:
@@ -301,6 +305,8 @@ class ParamGroup:
             unsharded.grad = None
             self.reducer.store(index, grad)
 
+    @outside_functorch
+    @as_ordinary_tensors
     def reshard(self) -> None:
         """Register the sharded parameters and free the gathered ones, as the phase and settings say."""
         if self.phase is Phase.FORWARD:

@@ -34,6 +34,8 @@ class GroupPlan:
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     """Of the tensors as this data-parallel group sees them: after tensor or expert parallelism."""
+    dtypes: tuple[str, ...]
+    """Of the parameters when they were planned; later casts do not change the layout."""
     item_bytes: tuple[int, ...]
     """Bytes of one gathered element of each tensor."""
     layout: GroupLayout
@@ -69,8 +71,8 @@ class GroupPlan:
     def description(self) -> str:
         """One line per tensor and the layout's digest: what ranks must agree on."""
         lines = [
-            f"{name} {shape} itemsize {item} block {spec.block_numel}"
-            for name, shape, item, spec in zip(self.names, self.shapes, self.item_bytes, self.layout.specs)
+            f"{name} {shape} {dtype} block {spec.block_numel}"
+            for name, shape, dtype, spec in zip(self.names, self.shapes, self.dtypes, self.layout.specs)
         ]
         return "\n".join(
             [*lines, f"layout {self.layout.ranks} x {self.layout.shard_numel} {self.layout.digest}"]
@@ -106,7 +108,14 @@ def make_plan(
     large = total >= ranks * _UNIT_CELLS * _SMALL_SHARD_UNITS
     unit = max(_UNIT_CELLS, align) if large else align
     layout = plan_group(specs, ranks, unit=unit, align=align)
-    return GroupPlan(tuple(names), tuple(tuple(s) for s in shapes), item_bytes, layout, cell_bytes)
+    return GroupPlan(
+        tuple(names),
+        tuple(tuple(s) for s in shapes),
+        tuple(str(d) for d in dtypes),
+        item_bytes,
+        layout,
+        cell_bytes,
+    )
 
 
 def agree(description: str, groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:

@@ -42,8 +42,8 @@ class CommContext:
         self.device_module: Any = None
         self.streams: dict[str, Any] = {}
         self.pending: deque[PendingReduction] = deque()
-        self.max_pending = 1
-        """Gradient buffers whose reduction may still run while another is being filled."""
+        self.max_grad_buffers = 2
+        """Gradient buffers alive at once: one is filled while the others are reduced."""
         self.order_check = OrderCheck() if debug_enabled() else None
         self.backward_order: list[ParamGroup] = []
         """Groups in the order their forward ended; backward runs through it from the end."""
@@ -91,7 +91,7 @@ class CommContext:
 
     def make_room(self) -> None:
         """Before another gradient buffer is filled: wait for reductions beyond the allowed number."""
-        while len(self.pending) > self.max_pending:
+        while len(self.pending) >= self.max_grad_buffers:
             self._finish(self.pending.popleft())
 
     def finish_of(self, owner: Any) -> None:
