@@ -71,8 +71,10 @@ class GroupPlan:
     def description(self) -> str:
         """One line per tensor and the layout's digest: what ranks must agree on."""
         lines = [
-            f"{name} {shape} {dtype} block {spec.block_numel}"
-            for name, shape, dtype, spec in zip(self.names, self.shapes, self.dtypes, self.layout.specs)
+            f"{name} {shape} {dtype} block {spec.block_numel * self.cell_bytes // item}"
+            for name, shape, dtype, item, spec in zip(
+                self.names, self.shapes, self.dtypes, self.item_bytes, self.layout.specs
+            )
         ]
         return "\n".join(
             [*lines, f"layout {self.layout.ranks} x {self.layout.shard_numel} {self.layout.digest}"]
