@@ -13,6 +13,8 @@ import torch
 import torch.distributed.tensor as dtensor
 from torch import Tensor, nn
 
+from ragged_fsdp.models.names import plain_name
+
 __all__ = ["InitModule", "copy_full", "materialize", "seed_for"]
 
 InitModule = Callable[[nn.Module, torch.Generator], None]
@@ -38,17 +40,28 @@ def copy_full(target: Tensor, full: Tensor) -> None:
 
 
 def materialize(
-    model: nn.Module, twin: nn.Module, init_module: InitModule, *, seed: int, device: torch.device
+    model: nn.Module,
+    twin: nn.Module,
+    init_module: InitModule,
+    *,
+    seed: int,
+    device: torch.device,
+    buffers_only: bool = False,
 ) -> None:
-    """Allocate ``model`` on ``device`` and give it the initial values that ``twin`` would have."""
+    """Allocate ``model`` on ``device`` and give it the initial values that ``twin`` would have.
+
+    ``buffers_only`` leaves modules without buffers empty: their weights will be loaded from a file.
+    """
     model.to_empty(device=device)
-    targets: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    targets.update(model.named_buffers(remove_duplicate=False))
+    held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    targets = {plain_name(name): tensor for name, tensor in held}
     # Tied tensors are initialised by the first module that holds them, as an unsharded model would be.
     wanted = {name for name, _ in [*twin.named_parameters(), *twin.named_buffers()]}
     for module_name, module in twin.named_modules():
         prefix = f"{module_name}." if module_name else ""
         if not any(prefix + name in wanted for name in _own_tensors(module)):
+            continue
+        if buffers_only and not any(True for _ in module.buffers(recurse=False)):
             continue
         module._apply(lambda t: torch.empty_like(t, device=device), recurse=False)
         generator = torch.Generator(device=device).manual_seed(seed_for(seed, module_name))

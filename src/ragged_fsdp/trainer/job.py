@@ -68,7 +68,7 @@ class TrainingJob:
         while counters.step < config.run.steps and reason is None:
             self._step()
             profiler.step()
-            if _due(counters.step, config.eval.eval_every):
+            if _due(counters.step, config.eval.eval_every) or counters.step == config.run.steps:
                 self._evaluate()
             if _due(counters.step, config.checkpoint.checkpoint_every):
                 self._save()
@@ -77,8 +77,6 @@ class TrainingJob:
         profiler.close()
         self._flush()
         finished = counters.step >= config.run.steps
-        if finished and counters.eval_step != counters.step:
-            self._evaluate()
         wanted = config.checkpoint.save_at_end if finished else config.checkpoint.save_on_interrupt
         if wanted and saved_step != counters.step:
             self._save()
@@ -95,7 +93,18 @@ class TrainingJob:
         self._parameters = sum(p.numel() for p in twin.parameters())
         prepare_layers(model, config.sharding)
         shard(model, config.sharding, ranks)
-        materialize(model, twin, source.init_with(twin), seed=config.run.seed, device=ranks.device)
+        materialize(
+            model,
+            twin,
+            source.init_with(twin),
+            seed=config.run.seed,
+            device=ranks.device,
+            buffers_only=source.weights is not None,
+        )
+        if source.weights is not None and not self._will_resume():
+            from ragged_fsdp.models.hf_weights import load_weights
+
+            load_weights(model, twin, source.weights)
         self.model = ShardedModel(model, config.sharding, ranks)
         self.optimizer = build_optimizer(config.optimizer, model)
         self._lr = LearningRate(self.optimizer)
@@ -127,6 +136,10 @@ class TrainingJob:
         for message in messages:
             self._view.say(message)
         self._clock.skip()
+
+    def _will_resume(self) -> bool:
+        """Whether weights will come from a checkpoint, so that the first ones need not be read."""
+        return self.config.run.resume not in ("auto", "never") or bool(self._store.steps())
 
     def _resume(self) -> list[str]:
         """Load the checkpoint that ``--resume`` means, if any; returns what to tell the user."""

@@ -21,6 +21,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
+from ragged_fsdp.trainer.config_file import ConfigError
+
 __all__ = ["RankFailure", "launch"]
 
 _REPORT_S = 2.0  # how long the others may take to report after a first failure, before they are ended
@@ -44,6 +46,7 @@ class _Rank:
     pipe: Connection
     result: Any = None
     trace: str | None = None
+    refusal: str | None = None
     failed_at: float | None = None
     ended: bool = field(default=False)
 
@@ -51,8 +54,9 @@ class _Rank:
 def launch(target: str, argument: Any, processes: int) -> Any:
     """Call ``module:function`` with (argument, pipe) on each of ``processes`` ranks; returns rank 0's result.
 
-    Raises :class:`RankFailure` within seconds of a rank's death, after ending the others. Ctrl-C and
-    SIGTERM ask all ranks to stop; a second one kills them.
+    Raises :class:`RankFailure` within seconds of a rank's death, after ending the others, or the
+    :class:`ConfigError` with which a rank refused to start. Ctrl-C and SIGTERM ask all ranks
+    to stop; a second one kills them.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["ragged_fsdp.trainer.worker"])
@@ -87,17 +91,13 @@ def _serve(target: str, argument: Any, environment: dict[str, str], pipe: Connec
     module, _, name = target.partition(":")
     try:
         result = getattr(import_module(module), name)(argument, pipe)
-    except BaseException:
-        pipe.send(("failed", traceback.format_exc()))
-        _flush_and_exit(1)
+    except BaseException as error:
+        refused = isinstance(error, ConfigError)
+        pipe.send(("refused", str(error)) if refused else ("failed", traceback.format_exc()))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # interpreter shutdown could wait for a collective whose peers are gone
     pipe.send(("result", result))
-    _flush_and_exit(0)
-
-
-def _flush_and_exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # interpreter shutdown could wait for a collective whose peers are gone
 
 
 def _watch(ranks: list[_Rank]) -> Any:
@@ -114,6 +114,9 @@ def _watch(ranks: list[_Rank]) -> Any:
             if rank.failed_at is not None and first_failure is None:
                 first_failure = rank.failed_at
     failed = [rank for rank in ranks if rank.failed_at is not None]
+    refusals = [rank.refusal for rank in failed if rank.refusal]
+    if refusals:
+        raise ConfigError(refusals[0])
     if failed:
         raise RankFailure(_story(failed, len(ranks)))
     return ranks[0].result
@@ -124,7 +127,9 @@ def _collect(rank: _Rank) -> None:
     try:
         while rank.pipe.poll():
             kind, value = rank.pipe.recv()
-            if kind == "failed":
+            if kind == "refused":
+                rank.refusal, rank.failed_at = value, time.monotonic()
+            elif kind == "failed":
                 rank.trace, rank.failed_at = value, time.monotonic()
             else:
                 rank.result = value

@@ -16,14 +16,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
+from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
 from ragged_fsdp.trainer.config import ShardingConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.ranks import Ranks
 
 __all__ = ["ShardedModel", "parse_granularity", "prepare_layers", "shard", "transformer_layers"]
-
-_ACTIVATION_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 class ShardedModel:
@@ -137,9 +136,8 @@ def _granularity_policy(
     chosen: dict[nn.Parameter, Granularity] = {}
     used: set[str] = set()
     for name, parameter in model.named_parameters():
-        clean = name.replace(_ACTIVATION_CHECKPOINT_PREFIX, "")
         for pattern, granularity in parsed.items():
-            if fnmatch.fnmatchcase(clean, pattern):
+            if fnmatch.fnmatchcase(plain_name(name), pattern):
                 used.add(pattern)
                 chosen.setdefault(parameter, granularity)
     if unused := sorted(set(parsed) - used):

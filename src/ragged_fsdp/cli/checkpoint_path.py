@@ -1,0 +1,30 @@
+"""The checkpoint that a user means: a checkpoint folder itself, or one of a run's."""
+
+from pathlib import Path
+
+import click
+
+from ragged_fsdp.checkpoint.store import CheckpointStore, damage
+
+__all__ = ["find_checkpoint"]
+
+
+def find_checkpoint(path: Path, *, best: bool = False) -> Path:
+    """``path`` if it is a checkpoint; of a run's folder the best or the newest one that is whole."""
+    if (path / ".metadata").exists():
+        return path
+    for root in (path / "checkpoints", path):
+        store = CheckpointStore(root)
+        steps = store.steps()
+        if not steps:
+            continue
+        if best:
+            if (step := store.best_step()) is None:
+                raise click.ClickException(f"{root} has no checkpoint that was evaluated")
+            return store.path(step)
+        for step in reversed(steps):
+            problems = damage(store.path(step))
+            if not problems:
+                return store.path(step)
+            click.echo(f"passing over a damaged checkpoint: {problems[0]}", err=True)
+    raise click.ClickException(f"{path} is neither a checkpoint nor a run with a complete checkpoint")

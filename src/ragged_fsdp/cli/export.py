@@ -1,0 +1,45 @@
+"""``ragged-fsdp export``: a checkpoint as safetensors."""
+
+from pathlib import Path
+
+import click
+
+from ragged_fsdp.cli.checkpoint_path import find_checkpoint
+
+__all__ = ["command"]
+
+_DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), default="keep", help="type of the weights")
+@click.option("--max-file-gib", type=click.FloatRange(min=0, min_open=True), default=5.0, help="largest file")
+@click.option("--best", is_flag=True, help="of a run, the best checkpoint instead of the newest")
+def command(checkpoint: Path, out: Path, dtype: str, max_file_gib: float, best: bool) -> None:
+    """Write the model in CHECKPOINT (or in a run's newest checkpoint) to the folder OUT.
+
+    Tensors are streamed one at a time. Names are those of the model's library, so that transformers can
+    load the folder; several files get an index.
+    """
+    import torch
+    from rich.console import Console
+
+    from ragged_fsdp.trainer.exporting import export
+
+    source = find_checkpoint(checkpoint, best=best)
+    type_name = _DTYPES[dtype]
+    with Console(stderr=True).status("") as status:
+        try:
+            files = export(
+                source,
+                out,
+                dtype=getattr(torch, type_name) if type_name else None,
+                max_file_bytes=round(max_file_gib * 2**30),
+                on_tensor=lambda name: status.update(f"writing {name}"),
+            )
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
+    for file in files:
+        click.echo(f"{file}  {file.stat().st_size / 2**20:,.1f} MiB")

@@ -1,0 +1,93 @@
+"""``ragged-fsdp inspect``: what a checkpoint holds, without loading it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ragged_fsdp.cli.checkpoint_path import find_checkpoint
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--verify", is_flag=True, help="read every file and compare its checksum")
+@click.option("--all", "show_all", is_flag=True, help="list all tensors, not only the model's")
+@click.option("--json", "as_json", is_flag=True, help="print one JSON object")
+def command(checkpoint: Path, verify: bool, show_all: bool, as_json: bool) -> None:
+    """Show the step, the losses, the tensors and the files of CHECKPOINT (or of a run's newest one)."""
+    from ragged_fsdp.checkpoint.contents import CheckpointReader
+    from ragged_fsdp.checkpoint.store import damage
+
+    path = find_checkpoint(checkpoint)
+    try:
+        reader = CheckpointReader(path)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    summary = _summary(reader)
+    summary["problems"] = damage(path) if verify else None
+    if as_json:
+        click.echo(json.dumps(summary, indent=1))
+    else:
+        _print(summary, show_all)
+    if summary["problems"]:
+        raise SystemExit(1)
+
+
+def _summary(reader: Any) -> dict[str, Any]:
+    tensors = [
+        {
+            "name": t.name,
+            "shape": list(t.shape),
+            "dtype": str(t.dtype).removeprefix("torch."),
+            "pieces": t.pieces,
+            "bytes": t.byte_count,
+        }
+        for t in reader.tensors()
+    ]
+    files = {p.name: p.stat().st_size for p in sorted(reader.path.iterdir()) if p.is_file()}
+    info = {k: v for k, v in reader.info.items() if k != "config"}
+    return {
+        "path": str(reader.path),
+        "info": info,
+        "tensors": tensors,
+        "values": reader.values(),
+        "files": files,
+    }
+
+
+def _print(summary: dict[str, Any], show_all: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    info = summary["info"]
+    console.print(f"[bold]{summary['path']}[/bold]")
+    for key in ("step", "samples", "tokens", "train_loss", "eval_loss", "world_size"):
+        if info.get(key) is not None:
+            shown_value = f"{info[key]:,}" if isinstance(info[key], int) else f"{info[key]:.4f}"
+            console.print(f"  {key:<11} {shown_value}")
+    table = Table(box=None, pad_edge=False)
+    for title in ("tensor", "shape", "type"):
+        table.add_column(title, no_wrap=True)
+    for title in ("pieces", "MiB"):
+        table.add_column(title, justify="right", no_wrap=True)
+    shown = [t for t in summary["tensors"] if show_all or t["name"].startswith("model.")]
+    for t in shown:
+        shape = " x ".join(map(str, t["shape"])) or "scalar"
+        table.add_row(t["name"], shape, t["dtype"], str(t["pieces"]), f"{t['bytes'] / 2**20:.2f}")
+    console.print(table)
+    total = sum(t["bytes"] for t in summary["tensors"])
+    hidden = len(summary["tensors"]) - len(shown)
+    more = f"; {hidden} more with --all" if hidden else ""
+    counts = (
+        f"{len(summary['tensors'])} tensors, {total / 2**20:,.2f} MiB{more}; {len(summary['files'])} files"
+    )
+    console.print(counts)
+    if summary["problems"] is not None:
+        for problem in summary["problems"]:
+            console.print(f"[red]damaged:[/red] {problem}")
+        if not summary["problems"]:
+            console.print("every file is as it was written")

@@ -1,0 +1,36 @@
+"""``ragged-fsdp report``: the curves of runs in one page."""
+
+from pathlib import Path
+
+import click
+
+__all__ = ["command"]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), default=None, help="page (.html or .svg)"
+)
+def command(runs: tuple[str, ...], out: Path | None) -> None:
+    """Draw loss, learning rate, speed, memory and step times of each RUN folder into one page.
+
+    A run may be given as LABEL=FOLDER. Without --out the page is report.html in the first run's folder.
+    """
+    from ragged_fsdp.trainer.report import write_report
+
+    folders: dict[str, Path] = {}
+    for text in runs:
+        label, separator, folder = text.partition("=")
+        path = Path(folder if separator else text)
+        if not path.is_dir():
+            raise click.ClickException(f"{path} is not the folder of a run")
+        folders[label if separator else path.name] = path
+    target = out or next(iter(folders.values())) / "report.html"
+    if target.suffix not in (".html", ".svg"):
+        raise click.ClickException(f"--out {target}: expected a name ending in .html or .svg")
+    try:
+        write_report(folders, target)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(target)

@@ -1,0 +1,95 @@
+"""``ragged-fsdp train``: every setting is a flag; a TOML file may come first."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, get_origin, get_type_hints
+
+import click
+
+from ragged_fsdp.trainer.config import TrainConfig
+from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml
+
+__all__ = ["command"]
+
+_EPILOG = """
+Flags override the file given with --config; the settings of a run are saved as config.toml in its folder.
+Runs alone (it starts its own processes), under torchrun and under srun. Ctrl-C stops after the current step
+and saves. The same command again continues where the run stopped.
+"""
+
+
+def _flags(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One option per setting, grouped as the sections of the file are."""
+    for section in reversed(TrainConfig.sections().values()):
+        hints = get_type_hints(section)
+        for field in reversed(fields(section)):
+            function = _flag(field, hints[field.name])(function)
+    return function
+
+
+def _flag(field: Any, hint: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    name = field.name.replace("_", "-")
+    default = field.default_factory() if callable(field.default_factory) else field.default
+    shown = " ".join(default) if isinstance(default, list) else default
+    text = field.metadata["help"] + (f"  [default: {shown}]" if shown not in ("", {}) else "")
+    options: dict[str, Any] = {"default": None, "help": text}
+    if hint is bool:
+        return click.option(f"--{name}/--no-{name}", field.name, **options)
+    if get_origin(hint) in (list, dict):
+        options.update(multiple=True, metavar="KEY=VALUE" if get_origin(hint) is dict else "SOURCE")
+    elif field.metadata["choices"]:
+        options["type"] = click.Choice(field.metadata["choices"])
+    else:
+        options["type"] = hint
+    return click.option(f"--{name}", field.name, **options)
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags that were on the command line, with ``KEY=VALUE`` texts as tables."""
+    hints = {k: h for cls in TrainConfig.sections().values() for k, h in get_type_hints(cls).items()}
+    values: dict[str, Any] = {}
+    for name, value in flags.items():
+        if value is None or value == ():
+            continue
+        if get_origin(hints[name]) is dict:
+            for text in value:
+                if "=" not in text:
+                    raise ConfigError(f"--{name.replace('_', '-')} {text}: expected KEY=VALUE")
+            values[name] = dict(text.split("=", 1) for text in value)
+        else:
+            values[name] = list(value) if isinstance(value, tuple) else value
+    return values
+
+
+@click.command(
+    epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
+@click.option("--config", type=click.Path(dir_okay=False), default=None, help="settings file (TOML)")
+@_flags
+def command(config: str | None, **flags: Any) -> None:
+    """Train a language model, sharded over the processes of this machine, torchrun or SLURM."""
+    try:
+        settings = from_values(load_toml(config) if config else {}, _given(flags))
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    run(settings)
+
+
+def run(settings: TrainConfig) -> dict[str, Any]:
+    """Start a run and turn its failures into messages and exit codes."""
+    from ragged_fsdp.trainer.launch import RankFailure
+    from ragged_fsdp.trainer.start import start
+
+    try:
+        outcome = start(settings)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+    except RankFailure as error:
+        print(f"\n{error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if outcome["status"] == "interrupted":
+        sys.exit(130)
+    return outcome

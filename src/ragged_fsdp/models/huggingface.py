@@ -1,0 +1,110 @@
+"""Hugging Face's causal language models: built on the meta device, by config class or from a local folder."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from ragged_fsdp.models.materialize import InitModule
+from ragged_fsdp.models.source import ModelSource
+
+__all__ = ["find_hugging_face", "model_from_settings"]
+
+
+def find_hugging_face(name: str, changes: Mapping[str, str], *, random_weights: bool) -> ModelSource:
+    """The source for a config class such as ``LlamaConfig``, or for a folder with a ``config.json``."""
+    folder = Path(name) if Path(name).is_dir() else None
+    config = _config(name, folder, changes)
+    config.use_cache = False  # training never continues a sequence
+
+    def build() -> nn.Module:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    has_weights = folder is not None and any(folder.glob("*.safetensors"))
+    return ModelSource(
+        name=name,
+        build=build,
+        init_with=_init_with,
+        vocab_size=text.vocab_size,
+        layers=text.num_hidden_layers,
+        attention_width=heads * head_dim,
+        settings={"family": "transformers", **json.loads(config.to_json_string(use_diff=False))},
+        weights=folder if has_weights and not random_weights else None,
+    )
+
+
+def _config(name: str, folder: Path | None, changes: Mapping[str, str]) -> PretrainedConfig:
+    """The config with its changes; fields that follow from others (a list of layers) do so."""
+    if folder is not None:
+        if not (folder / "config.json").exists():
+            raise ValueError(f"model = {name!r}: the folder has no config.json")
+        stored = AutoConfig.from_pretrained(folder, local_files_only=True)
+        cls, values = type(stored), stored.to_dict()
+    else:
+        cls, values = _config_class(name), {}
+    values.update(_parsed(cls(), changes))
+    try:
+        config = cls(**values)
+        config.validate()
+    except Exception as error:  # the library's validators raise errors of several kinds
+        raise ValueError(f"model = {name!r} with {dict(changes)}: {error}") from error
+    return config
+
+
+def _config_class(name: str) -> type[PretrainedConfig]:
+    known = {cls.__name__: cls for cls in AutoModelForCausalLM._model_mapping}
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(
+        f"model = {name!r}: transformers {transformers.__version__} has no causal language model with this "
+        f"config class{hint}"
+    )
+
+
+def _parsed(config: PretrainedConfig, changes: Mapping[str, str]) -> dict[str, Any]:
+    """Values from texts, as JSON where it is JSON; only for fields that the config knows."""
+    fields = [key for key in config.to_dict() if not key.startswith("_")]
+    fields += [*config.attribute_map, "head_dim"]  # aliases; and what models read whether it is set or not
+    values: dict[str, Any] = {}
+    for key, text in changes.items():
+        if key not in fields:
+            close = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"fields are {', '.join(fields)}"
+            raise ValueError(f"model_set {key}={text}: unknown field of {type(config).__name__}; {hint}")
+        try:
+            values[key] = json.loads(text)
+        except json.JSONDecodeError:
+            values[key] = text
+    return values
+
+
+def _init_with(model: nn.Module) -> InitModule:
+    """The library's own initial values for a module, drawn from the given generator's seed."""
+
+    def init_module(module: nn.Module, generator: torch.Generator) -> None:
+        devices = [generator.device] if generator.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(generator.initial_seed())
+            init: Any = model._init_weights
+            init(module)
+
+    return init_module
+
+
+def model_from_settings(settings: dict[str, Any]) -> nn.Module:
+    """A model on the meta device from the values of its ``config.json``."""
+    config = AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

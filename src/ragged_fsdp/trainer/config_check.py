@@ -1,0 +1,83 @@
+"""Combinations of settings that cannot work, found before any process is started."""
+
+from pathlib import Path
+
+import torch
+
+from ragged_fsdp.models.source import find_model
+from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
+from ragged_fsdp.trainer.config_file import ConfigError, nearest
+from ragged_fsdp.trainer.sharding import parse_granularity
+
+__all__ = ["check"]
+
+
+def check(config: TrainConfig, world_size: int) -> None:
+    """Raise :class:`ConfigError` naming the setting, what it is and what would work."""
+    _check_run(config)
+    _check_mesh(config.sharding, world_size)
+    _check_batch(config, world_size)
+    _check_device(config.sharding)
+    for text in config.sharding.granularity.values():
+        parse_granularity(text)
+    if config.sharding.granularity and config.sharding.sharding != "ragged":
+        raise ConfigError(f"granularity needs sharding = ragged, not {config.sharding.sharding}")
+    try:
+        find_model(
+            config.model.model, config.model.model_set, random_weights=config.model.weights == "random"
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _check_run(config: TrainConfig) -> None:
+    resume = config.run.resume
+    if resume not in ("auto", "never", "must") and not Path(resume).is_dir():
+        hint = nearest(resume, ("auto", "never", "must"))
+        raise ConfigError(f"resume = {resume!r}: no such folder, and not a mode; {hint}")
+    optimizer = config.optimizer
+    for name in ("beta1", "beta2", "min_lr", "decay"):
+        limit_open = name.startswith("beta")
+        value = getattr(optimizer, name)
+        if value > 1 or (limit_open and value == 1):
+            raise ConfigError(
+                f"{name} = {value}: expected a share from 0 to {'below ' if limit_open else ''}1"
+            )
+    if config.eval.eval_sequences and not config.data.eval_fraction:
+        raise ConfigError(
+            "eval_sequences needs eval_fraction > 0; set eval_sequences = 0 to train without evaluation"
+        )
+
+
+def _check_mesh(config: ShardingConfig, world_size: int) -> None:
+    if config.sharding == "none" and world_size > 1:
+        raise ConfigError(f"sharding = none is for one process, not {world_size}; use ddp, fsdp2 or ragged")
+    if config.ep > 1:
+        raise ConfigError(
+            "ep > 1 is not supported by any model yet; experts are sharded with the rest of their layer"
+        )
+    if config.tp > 1 and config.sharding not in ("ragged", "fsdp2"):
+        raise ConfigError(f"tp = {config.tp} needs sharding = ragged or fsdp2, not {config.sharding}")
+    if config.replicas > 1 and config.sharding not in ("ragged", "fsdp2"):
+        raise ConfigError(
+            f"replicas = {config.replicas} needs sharding = ragged or fsdp2, not {config.sharding}"
+        )
+    if world_size % (config.replicas * config.tp):
+        raise ConfigError(
+            f"replicas * tp = {config.replicas} * {config.tp} does not divide the {world_size} processes"
+        )
+
+
+def _check_batch(config: TrainConfig, world_size: int) -> None:
+    data_size = world_size // config.sharding.tp
+    batch, pieces = config.data.batch, config.data.accumulate
+    if batch // pieces < data_size:
+        raise ConfigError(
+            f"batch = {batch} in {pieces} micro-batches is less than one sequence for each of {data_size} "
+            f"data ranks; use at least {data_size * pieces}"
+        )
+
+
+def _check_device(config: ShardingConfig) -> None:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = cuda, but torch sees no GPU here")

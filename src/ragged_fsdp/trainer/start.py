@@ -1,0 +1,40 @@
+"""Starting a run: checked here, then run by our own processes, torchrun's or SLURM's."""
+
+import os
+from typing import Any
+
+import torch
+
+from ragged_fsdp.trainer.config import TrainConfig
+from ragged_fsdp.trainer.config_check import check
+from ragged_fsdp.trainer.data import open_tokens
+from ragged_fsdp.trainer.launch import launch
+from ragged_fsdp.trainer.ranks import rank_variables
+
+__all__ = ["local_processes", "start"]
+
+
+def local_processes(config: TrainConfig) -> int:
+    """How many processes our launcher starts."""
+    if config.sharding.processes:
+        return config.sharding.processes
+    if config.sharding.sharding == "none":
+        return 1
+    if config.sharding.device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(4, os.cpu_count() or 1)
+
+
+def start(config: TrainConfig) -> dict[str, Any]:
+    """Train; returns what came of it. Refuses settings that cannot work before any process exists."""
+    given = rank_variables()
+    if given is None:
+        processes = local_processes(config)
+        check(config, processes)
+        open_tokens(config.data)  # refuses missing data, and fills the cache before the ranks race for it
+        return launch("ragged_fsdp.trainer.worker:run_rank", config, processes)
+    check(config, int(given["WORLD_SIZE"]))
+    os.environ.update(given)
+    from ragged_fsdp.trainer.worker import run_rank
+
+    return run_rank(config, None)
