@@ -20,7 +20,16 @@ import torch.distributed.checkpoint  # names bound there are rebound too
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
-from ragged_fsdp.dtensor import compile_support, construct, dcp, dispatch, handlers, redistribute, state_dict
+from ragged_fsdp.dtensor import (
+    compile_support,
+    construct,
+    dcp,
+    dispatch,
+    handlers,
+    meshes,
+    redistribute,
+    state_dict,
+)
 from ragged_fsdp.dtensor.geometry import (
     contiguous_stride,
     is_ragged,
@@ -42,8 +51,6 @@ class Touched:
     name: str
     parameters: tuple[str, ...]
     reason: str
-    optional: bool = False
-    """Whether a release may lack it: what it improves is then only slower."""
 
     @property
     def found(self) -> Any:
@@ -71,11 +78,10 @@ TOUCHED = (
         "the moves of redistribute and of implicit redistribution",
     ),
     Touched(
-        redistribute_module,
-        "_redistribute_backward",
-        ("grad_output", "previous_spec"),
+        redistribute_module.Redistribute,
+        "backward",
+        ("ctx", "grad_output"),
         "the gradient of Partial to ragged is gathered, as for Shard, instead of made Partial",
-        optional=True,
     ),
     Touched(
         utils_module,
@@ -139,7 +145,7 @@ def _check_torch() -> None:
         found = touched.found
         known = set(inspect.signature(_plain(found)).parameters) if callable(_plain(found)) else set()
         missing = [p for p in touched.parameters if p not in known]
-        if (found is None and touched.optional) or (found is not None and not missing):
+        if found is not None and not missing:
             continue
         owner = getattr(touched.owner, "__name__", type(touched.owner).__name__)
         what = "is missing" if found is None else f"has no parameter {missing[0]!r}"
@@ -167,6 +173,10 @@ def _patch_dispatcher() -> None:
     stock = OpDispatcher._propagate_op_sharding_dispatch_slow_path
 
     def propagate(self: Any, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+        if meshes.has_several_meshes(op_info):
+            result = meshes.reduced_scalars(op_call, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if dispatch.has_ragged(op_info):
             propagator = self.sharding_propagator
             return dispatch.dispatch(propagator, op_call, args, kwargs, op_info.schema, try_cache)
@@ -177,17 +187,16 @@ def _patch_dispatcher() -> None:
 
 
 def _patch_redistribute_backward() -> None:
-    stock = getattr(redistribute_module, "_redistribute_backward", None)
-    if stock is None:  # torch 2.11
-        return
+    owner: Any = redistribute_module.Redistribute
+    stock = owner.backward
 
-    def redistribute_backward(grad_output: DTensor, previous_spec: Any, *args: Any, **kwargs: Any) -> Any:
+    def backward(ctx: Any, grad_output: DTensor) -> Any:
         if is_ragged(grad_output._spec):
-            settled = tuple(Replicate() if p.is_partial() else p for p in previous_spec.placements)
-            previous_spec = with_placements(previous_spec, settled)
-        return stock(grad_output, previous_spec, *args, **kwargs)
+            settled = tuple(Replicate() if p.is_partial() else p for p in ctx.current_spec.placements)
+            ctx.current_spec = with_placements(ctx.current_spec, settled)
+        return stock(ctx, grad_output)
 
-    _rebind(stock, redistribute_backward)
+    owner.backward = staticmethod(backward)
 
 
 def _patch_local_shape() -> None:
