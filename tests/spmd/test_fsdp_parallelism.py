@@ -208,5 +208,7 @@ def test_tensor_parallel_parameters_are_ragged_on_the_parent_mesh(rank):
     for parameter, dim in ((column, 0), (row, 1)):
         assert isinstance(parameter.placements[0], RaggedShard | StridedRaggedShard)
         assert parameter.placements[1] == Shard(dim)
-        local = distribute_tensor(full(parameter), parameter.device_mesh, parameter.placements).to_local()
+        local = torch.distributed.tensor.distribute_tensor(
+            full(parameter), parameter.device_mesh, parameter.placements
+        ).to_local()
         assert torch.equal(local, parameter.to_local())

@@ -215,7 +215,6 @@ def test_replaced_communication_objects(rank):
 
     class Gather(api.AllGather):
         def allocate(self, size, *, dtype, device):
-            calls.append("allocate")
             return torch.empty(*size, dtype=dtype, device=device)
 
         def __call__(self, output_tensor, input_tensor, group, async_op=False):
@@ -240,7 +239,7 @@ def test_replaced_communication_objects(rank):
         module(rows(rank, 0)).square().sum().backward()
     average_gradients(reference)
     assert_same(model, reference, grads=True)
-    assert {"allocate", "gather", "scatter"} <= set(calls)
+    assert {"gather", "scatter"} <= set(calls)
     with pytest.raises(AssertionError):
         model.set_allocate_memory_from_process_group_for_comm(True)
 
