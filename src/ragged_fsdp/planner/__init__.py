@@ -4,7 +4,7 @@ Needs no torch. ``plan_group`` is what the runtime calls; ``plan`` is the same o
 """
 
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
-from ragged_fsdp.planner.group import plan, plan_group
+from ragged_fsdp.planner.group import bound_group, plan, plan_group
 from ragged_fsdp.planner.orders import ORDERS, Order, register_order
 from ragged_fsdp.planner.split import SPLIT_THRESHOLD, plan_buffers
 
@@ -15,6 +15,7 @@ __all__ = [
     "LocalRange",
     "Order",
     "TensorSpec",
+    "bound_group",
     "plan",
     "plan_buffers",
     "plan_group",

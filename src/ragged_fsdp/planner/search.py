@@ -15,7 +15,7 @@ from ragged_fsdp.planner.mixtures import full_mixes, relaxed_mix
 from ragged_fsdp.planner.orders import cheap_orders
 from ragged_fsdp.planner.problem import Kind, Problem
 
-__all__ = ["EFFORT", "Outcome", "best_layout", "order_layout"]
+__all__ = ["EFFORT", "Outcome", "best_layout", "order_layout", "quick_bound"]
 
 EFFORT = 60_000_000
 """Array elements the programme may touch per group; about a second on a slow core."""
@@ -45,6 +45,17 @@ def order_layout(problem: Problem, order: Sequence[Kind]) -> Outcome:
     for divisor, floor in search.floors.items():
         search._bisect_order(order, divisor, floor)
     return Outcome(search.best, search.order, bound)
+
+
+def quick_bound(problem: Problem) -> int:
+    """A shard size no layout goes under, without searching for one: fast enough to scan many rank counts."""
+    if not problem.kinds:
+        return 0
+    search = _Search(problem, 0)
+    search.best, search.order = problem.largest_shard, problem.kinds
+    search._climb_ladder(cheap_orders(problem)[0])
+    search.floors = class_floors(problem, search.best)
+    return search.bound
 
 
 @dataclass

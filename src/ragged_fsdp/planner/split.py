@@ -35,7 +35,7 @@ def plan_buffers(
         raise ValueError(f"plan_buffers: max_buffers must be an int of at least 1, got {max_buffers!r}.")
     if not 0 <= threshold < 1:
         raise ValueError(f"plan_buffers: threshold must be in [0, 1), got {threshold!r}.")
-    best = (plan_group(specs, ranks, unit=unit, align=align),)
+    best: tuple[GroupLayout, ...] = (plan_group(specs, ranks, unit=unit, align=align),)
     numel = best[0].tensor_numel
     for buffers in range(2, max_buffers + 1):
         found = _best_split(specs, ranks, buffers, unit, align)

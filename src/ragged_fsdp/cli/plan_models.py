@@ -1,0 +1,175 @@
+"""Parameter shapes for ``ragged-fsdp plan``: a model by name, a Hugging Face config, or a list of tensors.
+
+Models are built from ``transformers`` config classes on the meta device, so nothing is downloaded and no
+memory is used. Expert weights follow the published checkpoints: DeepSeek and Qwen have one matrix per
+expert, GPT-OSS one tensor for all. ``transformers`` holds all experts of a layer in one tensor either way;
+``experts="fused"`` plans that, ``experts="separate"`` takes every expert apart.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["NAMED_MODELS", "ModelShapes", "TensorShape", "load_shapes"]
+
+_LLAMA3: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+_QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+
+NAMED_MODELS: dict[str, dict[str, Any]] = {
+    "deepseek-v3": {"model_type": "deepseek_v3"},
+    "gpt-oss-120b": {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 128},
+    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
+    "llama3-8b": _LLAMA3
+    | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
+    "llama3-70b": _LLAMA3
+    | {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
+    "llama3-405b": _LLAMA3
+    | {
+        "num_hidden_layers": 126,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_attention_heads": 128,
+    },
+    "qwen3-30b-a3b": _QWEN3_MOE
+    | {"num_hidden_layers": 48, "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32},
+    "qwen3-235b-a22b": _QWEN3_MOE
+    | {
+        "num_hidden_layers": 94,
+        "hidden_size": 4096,
+        "moe_intermediate_size": 1536,
+        "num_attention_heads": 64,
+    },
+}
+
+_FUSED_AS_PUBLISHED = {"gpt_oss", "llama4", "llama4_text"}
+_EXPERT_TENSOR = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<leaf>[^.]+)$")
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """One parameter: its name, its shape and, where a plain list gives it, its own block."""
+
+    name: str
+    shape: tuple[int, ...]
+    block_numel: int | None = None
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """All parameters of a model, in the order of the model."""
+
+    title: str
+    tensors: tuple[TensorShape, ...]
+
+
+def load_shapes(source: str, *, experts: str = "published", ep: int = 1) -> ModelShapes:
+    """The parameters of ``source``: a name of ``NAMED_MODELS`` or the path of a JSON file."""
+    if experts not in ("published", "fused", "separate"):
+        raise ValueError(f"experts must be published, fused or separate, got {experts!r}.")
+    if source in NAMED_MODELS:
+        config, title = dict(NAMED_MODELS[source]), source
+    else:
+        path = Path(source)
+        if path.is_dir():
+            path = path / "config.json"
+        if not path.is_file():
+            names = ", ".join(NAMED_MODELS)
+            raise ValueError(f"{source!r} is neither a file nor a known model; known are {names}.")
+        content = _read_json(path)
+        if isinstance(content, list) or "tensors" in content:
+            return _from_list(path, content)
+        config, title = content, path.stem if path.stem != "config" else path.parent.name or "model"
+    tensors = _from_config(title, config)
+    fused = experts == "fused" or (experts == "published" and config["model_type"] in _FUSED_AS_PUBLISHED)
+    stacked = config["model_type"] not in _FUSED_AS_PUBLISHED
+    return ModelShapes(title, tuple(_with_experts(tensors, fused, stacked, ep)))
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not valid JSON: {error}.") from None
+
+
+def _from_list(path: Path, content: Any) -> ModelShapes:
+    """``[{"name": ..., "shape": [...]}, ...]``, or the same under ``tensors`` next to a ``model`` name."""
+    entries = content if isinstance(content, list) else content["tensors"]
+    title = path.stem if isinstance(content, list) else str(content.get("model", path.stem))
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: tensors must be a list, got {type(entries).__name__}.")
+    tensors = []
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise ValueError(f"{path}: entry {place} must be an object with a name, got {entry!r:.80}.")
+        name, shape, block = entry["name"], entry.get("shape"), entry.get("block")
+        if not isinstance(shape, list) or not all(type(extent) is int and extent >= 0 for extent in shape):
+            raise ValueError(f"{path}: {name}: shape must be a list of sizes, got {shape!r:.80}.")
+        if block is not None and (type(block) is not int or block < 1):
+            raise ValueError(f"{path}: {name}: block must be a number of elements, got {block!r:.80}.")
+        tensors.append(TensorShape(name, tuple(shape), block))
+    return ModelShapes(title, tuple(tensors))
+
+
+def _from_config(title: str, config: dict[str, Any]) -> Iterator[TensorShape]:
+    """Builds the model on the meta device, without running any initialisation."""
+    if "model_type" not in config:
+        raise ValueError(f"{title}: the config has no model_type; expected a Hugging Face config.json.")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    settings = {
+        key: value for key, value in config.items() if key not in ("model_type", "quantization_config")
+    }
+    try:
+        built = AutoConfig.for_model(config["model_type"], **settings)
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(built)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{title}: transformers cannot build this config: {error}") from None
+    for name, parameter in model.named_parameters():
+        yield TensorShape(name, tuple(parameter.shape))
+
+
+def _with_experts(
+    tensors: Iterable[TensorShape], fused: bool, stacked: bool, ep: int
+) -> Iterator[TensorShape]:
+    """The expert tensors of one expert-parallel rank, together or one by one.
+
+    ``stacked`` says that a ``gate_up_proj`` is the two published matrices on top of each other.
+    """
+    for tensor in tensors:
+        match = _EXPERT_TENSOR.match(tensor.name)
+        if match is None or len(tensor.shape) < 2:
+            yield tensor
+            continue
+        experts = tensor.shape[0]
+        if experts % ep:
+            raise ValueError(f"{tensor.name}: {experts} experts cannot be split over {ep} ranks (--ep).")
+        if fused:
+            yield TensorShape(tensor.name, (experts // ep, *tensor.shape[1:]))
+            continue
+        leaf, shape = match["leaf"], tensor.shape[1:]
+        for expert in range(experts // ep):
+            prefix = f"{match['prefix']}.{expert}"
+            if stacked and leaf == "gate_up_proj":
+                for half in ("gate_proj", "up_proj"):
+                    yield TensorShape(f"{prefix}.{half}.weight", (shape[0] // 2, *shape[1:]))
+            else:
+                yield TensorShape(f"{prefix}.{leaf}.weight", shape)
