@@ -54,17 +54,16 @@ def distribute_tensor(
         )
     mesh = device_mesh or api_module._mesh_resources.get_current_mesh()
     spec = ragged_spec(mesh, placements, tensor.shape, tensor.dtype)  # raises before any collective
-    base = stock_distribute_tensor(
-        tensor.detach(), mesh, unragged(spec.placements), src_data_rank=src_data_rank
-    )
-    local = redistribute_local_tensor(
-        base._local_tensor, base._spec, with_placements(base._spec, spec.placements)
-    )
-    if local.untyped_storage()._cdata == tensor.untyped_storage()._cdata and not tensor.is_meta:
-        local = local.clone()  # as stock: a sharded tensor never shares the memory of its source
-    return DTensor(
-        local.detach().requires_grad_(tensor.requires_grad), spec, requires_grad=tensor.requires_grad
-    )
+    source = tensor.detach()
+    if src_data_rank is not None and not tensor.is_meta:
+        source = source.clone()  # stock receives the source rank's values in place
+    base = stock_distribute_tensor(source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
+    target = with_placements(base._spec, spec.placements)
+    local = redistribute_local_tensor(base._local_tensor, base._spec, target)
+    if not tensor.is_meta and local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+        local = local.clone()  # a sharded tensor never shares the memory of its source
+    local = local.detach().requires_grad_(tensor.requires_grad)
+    return DTensor(local, spec, requires_grad=tensor.requires_grad)
 
 
 def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
