@@ -1,0 +1,322 @@
+"""Muon on sharded parameters: each matrix is gathered to one rank, orthogonalized there, and sent back.
+
+    momentum (every rank, its own elements)
+        -> packed all-to-all: slabs to their roots
+        -> Newton-Schulz on the root, same-shape matrices as one batch
+        -> packed all-to-all: updates to the holders
+        -> weights (every rank, its own elements)
+
+The state is one momentum buffer per parameter, placed like the parameter: it never depends on how the
+work is divided, so a checkpoint resumes at any world size. What is divided how is the plan
+(:mod:`ragged_fsdp.optim.muon_plan`), made at the first step and compared between ranks before the first
+transfer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ragged_fsdp.optim.matrices import Flattened, Fused, MatrixRule, slabs_of
+from ragged_fsdp.optim.muon_adamw import adamw_step, local_of
+from ragged_fsdp.optim.muon_exchange import FamilyStep, LocalState
+from ragged_fsdp.optim.muon_groups import BoundExchange, bind_exchanges
+from ragged_fsdp.optim.muon_rules import is_hidden_matrix, scale_function
+from ragged_fsdp.optim.newton_schulz import Coefficients, choose_backend, orthogonalize, per_iteration
+
+__all__ = ["Flattened", "Fused", "Muon"]
+
+_LOG = logging.getLogger(__name__)
+_MUON, _ADAMW = "muon", "adamw"
+
+IsMatrix = Callable[[str | None, Tensor], bool]
+SplitRule = Callable[[str | None, Tensor], MatrixRule]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What belongs to the whole optimizer rather than to a param group."""
+
+    is_matrix: IsMatrix
+    split: SplitRule | None
+    ns_dtype: torch.dtype
+    ns_backend: str
+    compile: bool
+    bucket_numel: int
+    buckets_in_flight: int
+    muon_defaults: dict[str, Any]
+    adamw_defaults: dict[str, Any]
+
+
+class Muon(Optimizer):
+    """Muon for hidden matrices, AdamW for everything else, on plain tensors and on any DTensor parameters.
+
+    Pass ``model.named_parameters()``: names tell embeddings and heads from hidden matrices. Each given
+    param group becomes up to two, with ``group["algorithm"]`` ``"muon"`` and ``"adamw"``; a group that
+    already has that key is taken as it says. :meth:`describe` shows who got what.
+
+    Args:
+        params: parameters, named parameters, or param groups of either.
+        lr, weight_decay, momentum, nesterov: as in ``torch.optim.Muon``; the decay is decoupled.
+        ns_coefficients: (a, b, c) of the iteration, or one triple per iteration.
+        eps: lower bound of the norm that a matrix is divided by.
+        ns_steps: iterations.
+        adjust_lr_fn: how the step depends on the shape of a matrix: ``"original"`` (None),
+            ``"match_rms_adamw"``, ``"spectral"`` or ``"none"``.
+        transposed: weights are stored (inputs, outputs), not (outputs, inputs); matters to ``adjust_lr_fn``.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the inner AdamW; a learning rate or decay
+            of None means Muon's.
+        is_matrix: ``(name, parameter) -> bool``, the rule that chooses; by default
+            :func:`~ragged_fsdp.optim.muon_rules.is_hidden_matrix`.
+        split: ``(name, parameter) -> Fused | Flattened | None``: the matrices inside a parameter. Without
+            a rule, the last two dims are a matrix and the others count matrices (experts).
+        ns_dtype: of the iteration and of what is sent; bfloat16 or float32.
+        ns_backend: ``"auto"``, ``"plain"``, ``"triton"`` or ``"reference"``.
+        compile: use ``torch.compile`` for the plain iteration.
+        bucket_numel: elements of one bucket on one root.
+        buckets_in_flight: how many buckets a rank may hold at once: 1, 2 or 3.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Coefficients = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        transposed: bool = False,
+        adamw_lr: float | Tensor | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float | None = None,
+        is_matrix: IsMatrix = is_hidden_matrix,
+        split: SplitRule | None = None,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        ns_backend: str = "auto",
+        compile: bool = False,
+        bucket_numel: int = 1 << 26,
+        buckets_in_flight: int = 3,
+    ) -> None:
+        if ns_dtype not in (torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(f"ns_dtype must be bfloat16, float32 or float64, got {ns_dtype}.")
+        if bucket_numel < 1 or buckets_in_flight not in (1, 2, 3):
+            raise ValueError(
+                f"bucket_numel must be positive and buckets_in_flight 1, 2 or 3, got {bucket_numel} and "
+                f"{buckets_in_flight}."
+            )
+        muon = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "transposed": transposed,
+        }
+        adamw = {
+            "lr": lr if adamw_lr is None else adamw_lr,
+            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
+            "betas": adamw_betas,
+            "eps": adamw_eps,
+        }
+        self._options = _Options(
+            is_matrix, split, ns_dtype, ns_backend, compile, bucket_numel, buckets_in_flight, muon, adamw
+        )
+        self._bound: dict[tuple[int, ...], tuple[BoundExchange, ...]] = {}
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add the parameters of a group, as a Muon group and an AdamW group where both kinds are there."""
+        named = _named(param_group["params"])
+        chosen = param_group.get("algorithm")
+        if chosen not in (None, _MUON, _ADAMW):
+            raise ValueError(f"algorithm must be 'muon' or 'adamw', got {chosen!r}.")
+        if chosen is None and any(name is None and p.ndim > 1 for name, p in named):
+            _LOG.warning(
+                "Muon got parameters without names: embeddings and heads cannot be told from hidden "
+                "matrices; pass model.named_parameters() or groups with algorithm='muon' or 'adamw'."
+            )
+        is_matrix = self._options.is_matrix
+        kinds = [chosen or (_MUON if is_matrix(name, p) else _ADAMW) for name, p in named]
+        rest = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
+        defaults = {_MUON: self._options.muon_defaults, _ADAMW: self._options.adamw_defaults}
+        for algorithm in (_MUON, _ADAMW):
+            members = [pair for pair, kind in zip(named, kinds) if kind == algorithm]
+            if not members and (named or algorithm == _ADAMW):
+                continue
+            group = {**defaults[algorithm], **rest, "algorithm": algorithm}
+            _check_group(group, members, self._rule_of)
+            group["params"] = [pair if pair[0] is not None else pair[1] for pair in members]
+            super().add_param_group(group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step of all parameters that have a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = [group for group in self.param_groups if group["algorithm"] == _MUON]
+        # Everything that can be wrong is looked at before anything is changed or sent.
+        prepared = []
+        for bound in self._exchanges(groups):
+            states = [self._local_state(name, p) for name, p in zip(bound.names, bound.parameters)]
+            families = [self._family_step(group, bound.device) for group in groups]
+            prepared.append((bound, states, families))
+        for group in self.param_groups:
+            if group["algorithm"] == _ADAMW:
+                adamw_step(group, self.state)
+        for bound, states, families in prepared:
+            bound.exchange.run(states, families, bound.device)
+        return loss
+
+    def describe(self) -> str:
+        """A line per parameter: name, shape, algorithm, its matrices, and the ranks that work on them."""
+        roots = {
+            id(p): ", ".join(str(rank) for rank in ranks)
+            for exchanges in self._bound.values()
+            for bound in exchanges
+            for p, ranks in zip(bound.parameters, bound.roots())
+        }
+        lines = []
+        for group in self.param_groups:
+            names = group.get("param_names", [None] * len(group["params"]))
+            for name, p in zip(names, group["params"]):
+                line = f"{name or '(unnamed)'}  {tuple(p.shape)}  {group['algorithm']}"
+                if group["algorithm"] == _MUON:
+                    line += f"  {_matrices_text(p, self._rule_of(name, p))}"
+                    line += f"  on ranks {roots[id(p)]}" if id(p) in roots else ""
+                lines.append(line)
+        return "\n".join(lines)
+
+    def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().__getstate__(), "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bound = {}  # bound to the parameters of the original
+
+    def _rule_of(self, name: str | None, parameter: Tensor) -> MatrixRule:
+        return self._options.split(name, parameter) if self._options.split is not None else None
+
+    def _exchanges(self, groups: list[dict[str, Any]]) -> tuple[BoundExchange, ...]:
+        """The exchanges of the trainable parameters, made when that set is first seen.
+
+        Parameters without a gradient take part all the same: transfers must not depend on what one rank
+        happens to have. Only where nothing is sent are they left out.
+        """
+        members = []
+        for family, group in enumerate(groups):
+            names = group.get("param_names", [None] * len(group["params"]))
+            for name, p in zip(names, group["params"]):
+                spread = isinstance(p, DTensor) and p.device_mesh.size() > 1
+                if p.requires_grad and (spread or p.grad is not None):
+                    members.append((name, p, self._rule_of(name, p), family))
+        key = tuple(id(p) for _, p, _, _ in members)
+        if key not in self._bound:
+            options = self._options
+            self._bound[key] = bind_exchanges(
+                members, options.bucket_numel, options.buckets_in_flight, options.ns_dtype
+            )
+        return self._bound[key]
+
+    def _local_state(self, name: str, parameter: Tensor) -> LocalState:
+        local = local_of(parameter)
+        if parameter.grad is None:
+            return LocalState(local.view(-1), None, local.view(-1))
+        gradient = parameter.grad
+        if gradient.is_sparse or gradient.is_complex():
+            raise ValueError(
+                f"{name}: Muon needs a dense real gradient, got {gradient.layout}, {gradient.dtype}."
+            )
+        if isinstance(parameter, DTensor) and (
+            not isinstance(gradient, DTensor) or gradient.placements != parameter.placements
+        ):
+            found = gradient.placements if isinstance(gradient, DTensor) else "a plain tensor"
+            raise ValueError(
+                f"{name}: the gradient must be placed like the parameter {parameter.placements}, got {found}."
+            )
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        buffer = local_of(state["momentum_buffer"])
+        return LocalState(local.view(-1), local_of(gradient).reshape(-1), buffer.view(-1))
+
+    def _family_step(self, group: dict[str, Any], device: torch.device) -> FamilyStep:
+        lr = float(group["lr"])
+        coefficients = per_iteration(group["ns_coefficients"], group["ns_steps"])
+        backend = choose_backend(self._options.ns_backend, device, self._options.ns_dtype)
+        compiled, eps = self._options.compile, group["eps"]
+        return FamilyStep(
+            momentum=group["momentum"],
+            nesterov=group["nesterov"],
+            decay=1.0 - lr * group["weight_decay"],
+            lr=lr,
+            scale_of=scale_function(group["adjust_lr_fn"], group["transposed"]),
+            orthogonalize=lambda batch: orthogonalize(
+                batch, coefficients, eps, backend=backend, compiled=compiled
+            ),
+        )
+
+
+def _named(params: Any) -> list[tuple[str | None, Tensor]]:
+    items = [params] if isinstance(params, Tensor) else list(params)
+    return [item if isinstance(item, tuple) else (None, item) for item in items]
+
+
+def _matrices_text(parameter: Tensor, rule: MatrixRule) -> str:
+    counts: dict[str, int] = {}
+    for slab in slabs_of(tuple(parameter.shape), rule):
+        for matrix in slab.matrices:
+            text = f"{matrix.rows}x{matrix.columns}"
+            counts[text] = counts.get(text, 0) + 1
+    return ", ".join(f"{count} of {text}" for text, count in counts.items())
+
+
+def _check_group(
+    group: dict[str, Any],
+    members: list[tuple[str | None, Tensor]],
+    rule_of: Callable[[str | None, Tensor], MatrixRule],
+) -> None:
+    """Bad values raise here, before anything is added, with the name of the parameter."""
+    for key in ("lr", "weight_decay", "eps"):
+        if not float(group[key]) >= 0.0:
+            raise ValueError(f"{key} must not be negative, got {group[key]}.")
+    if group["algorithm"] == _ADAMW:
+        if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
+            raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}.")
+        return
+    if not 0.0 <= group["momentum"] < 1.0:
+        raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}.")
+    per_iteration(group["ns_coefficients"], group["ns_steps"])
+    scale_function(group["adjust_lr_fn"], group["transposed"])
+    for name, parameter in members:
+        label = name or f"parameter of shape {tuple(parameter.shape)}"
+        if not parameter.is_floating_point():
+            raise ValueError(f"{label}: Muon needs floating point parameters, got {parameter.dtype}.")
+        if parameter.ndim < 2:
+            raise ValueError(
+                f"{label}: Muon needs at least two dims, got shape {tuple(parameter.shape)}; use 'adamw'."
+            )
+        if not local_of(parameter).is_contiguous():
+            raise ValueError(
+                f"{label}: Muon needs contiguous parameters, got strides {local_of(parameter).stride()}."
+            )
+        try:
+            slabs_of(tuple(parameter.shape), rule_of(name, parameter))
+        except ValueError as error:
+            raise ValueError(f"{label}: {error}") from None

@@ -1,0 +1,168 @@
+"""The element-wise passes of Muon as two Triton kernels over a table of pieces: one launch per pass.
+
+A launch gets a table with one row per piece (addresses, element count) and a list of (piece, chunk)
+pairs, one per program. Addresses of gradients may change from step to step, so the table is sent anew,
+from pinned memory, without waiting; the chunk lists depend on sizes only and are kept.
+
+Imported only where Triton is to be used.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ragged_fsdp.optim.muon_elementwise import Piece
+
+__all__ = ["launch_apply", "launch_momentum"]
+
+_BLOCK = 4096
+_ALIGNED_ELEMENTS = 16
+_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float64: tl.float64,
+}
+
+
+@triton.jit
+def _lerp(start, end, weight):
+    # torch's formula: exact at both ends
+    return tl.where(weight < 0.5, start + weight * (end - start), end - (end - start) * (1.0 - weight))
+
+
+@triton.jit
+def _typed(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    pointer = address.to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _extent(row, chunks, numel_column: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Element offsets of this program inside its piece, and which of them exist."""
+    chunk = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64)
+    numel = tl.load(row + numel_column)
+    if ALIGNED:
+        numel = tl.multiple_of(numel, 16)
+    offsets = chunk * BLOCK + tl.arange(0, BLOCK)
+    return offsets, offsets < numel
+
+
+@triton.jit
+def _momentum_kernel(
+    table,  # rows: gradient, buffer, target (0: none), numel
+    chunks,
+    momentum,
+    GRADIENT: tl.constexpr,
+    BUFFER: tl.constexpr,
+    TARGET: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = table + 4 * tl.load(chunks + 2 * tl.program_id(0))
+    offsets, exists = _extent(row, chunks, 3, BLOCK, ALIGNED)
+    buffer = _typed(tl.load(row + 1), BUFFER, ALIGNED)
+    gradient = tl.load(_typed(tl.load(row), GRADIENT, ALIGNED) + offsets, mask=exists).to(tl.float32)
+    held = tl.load(buffer + offsets, mask=exists).to(tl.float32)
+    held = _lerp(held, gradient, 1.0 - momentum).to(BUFFER)
+    tl.store(buffer + offsets, held, mask=exists)
+    target = tl.load(row + 2)
+    if target != 0:
+        update = held.to(tl.float32)
+        if NESTEROV:
+            update = _lerp(gradient, update, momentum).to(BUFFER).to(tl.float32)
+        tl.store(_typed(target, TARGET, ALIGNED) + offsets, update.to(TARGET), mask=exists)
+
+
+@triton.jit
+def _apply_kernel(
+    table,  # rows: parameter, update, step (the bits of a double), numel
+    chunks,
+    decay,
+    PARAMETER: tl.constexpr,
+    UPDATE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = table + 4 * tl.load(chunks + 2 * tl.program_id(0))
+    offsets, exists = _extent(row, chunks, 3, BLOCK, ALIGNED)
+    parameter = _typed(tl.load(row), PARAMETER, ALIGNED)
+    update = tl.load(_typed(tl.load(row + 1), UPDATE, ALIGNED) + offsets, mask=exists).to(tl.float32)
+    step = tl.load(row + 2).to(tl.float64, bitcast=True).to(tl.float32)
+    value = tl.load(parameter + offsets, mask=exists).to(tl.float32)
+    tl.store(parameter + offsets, (value * decay - step * update).to(PARAMETER), mask=exists)
+
+
+@lru_cache(maxsize=1024)
+def _chunk_list(numels: tuple[int, ...], device: torch.device) -> Tensor:
+    pairs = [(i, c) for i, numel in enumerate(numels) for c in range(-(-numel // _BLOCK))]
+    return torch.tensor(pairs, dtype=torch.int32, device=device).flatten()
+
+
+def _table(rows: list[tuple[int, int, int, int]], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def _aligned(rows: Sequence[tuple[int, ...]], address_columns: int) -> bool:
+    addresses = all(not row[c] % 16 for row in rows for c in range(address_columns))
+    return addresses and all(not row[3] % _ALIGNED_ELEMENTS for row in rows)
+
+
+def launch_momentum(
+    gradients: list[Piece], buffers: list[Piece], targets: list[Piece | None], momentum: float, nesterov: bool
+) -> None:
+    """:func:`ragged_fsdp.optim.muon_elementwise.update_momentum` for contiguous pieces on CUDA."""
+    device = gradients[0].flat.device
+    by_dtype: dict[tuple[torch.dtype, ...], list[tuple[int, int, int, int]]] = {}
+    for gradient, buffer, target in zip(gradients, buffers, targets):
+        written = target.flat.dtype if target is not None else torch.bfloat16
+        row = (gradient.address, buffer.address, target.address if target is not None else 0, gradient.numel)
+        by_dtype.setdefault((gradient.flat.dtype, buffer.flat.dtype, written), []).append(row)
+    for (gradient_dtype, buffer_dtype, target_dtype), rows in by_dtype.items():
+        chunks = _chunk_list(tuple(row[3] for row in rows), device)
+        _momentum_kernel[(chunks.numel() // 2,)](
+            _table(rows, device),
+            chunks,
+            momentum,
+            GRADIENT=_DTYPES[gradient_dtype],
+            BUFFER=_DTYPES[buffer_dtype],
+            TARGET=_DTYPES[target_dtype],
+            NESTEROV=nesterov,
+            ALIGNED=_aligned(rows, 3),
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )
+
+
+def launch_apply(parameters: list[Piece], updates: list[Piece], steps: list[float], decay: float) -> None:
+    """:func:`ragged_fsdp.optim.muon_elementwise.apply_updates` for contiguous pieces on CUDA."""
+    device = parameters[0].flat.device
+    by_dtype: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int, int]]] = {}
+    for parameter, update, step in zip(parameters, updates, steps):
+        bits = struct.unpack("<q", struct.pack("<d", step))[0]
+        row = (parameter.address, update.address, bits, parameter.numel)
+        by_dtype.setdefault((parameter.flat.dtype, update.flat.dtype), []).append(row)
+    for (parameter_dtype, update_dtype), rows in by_dtype.items():
+        chunks = _chunk_list(tuple(row[3] for row in rows), device)
+        _apply_kernel[(chunks.numel() // 2,)](
+            _table(rows, device),
+            chunks,
+            decay,
+            PARAMETER=_DTYPES[parameter_dtype],
+            UPDATE=_DTYPES[update_dtype],
+            ALIGNED=_aligned(rows, 2),
+            BLOCK=_BLOCK,
+            num_warps=8,
+        )

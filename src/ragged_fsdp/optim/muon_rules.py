@@ -1,0 +1,69 @@
+"""Which parameters Muon orthogonalizes, and how large its steps are."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from torch import Tensor
+
+__all__ = ["ADJUST_LR", "HEAD_OUTSIDE_LAYERS", "NEVER_HIDDEN", "is_hidden_matrix", "scale_function"]
+
+NEVER_HIDDEN = re.compile(r"(^|[._])(bias|\w*norm\w*|ln(_\w+|\d+)?|\w*embed\w*|wte|wpe|lm_head)([._]|$)")
+"""Names, or parts of names between dots and underscores, of embeddings, norms, biases and heads."""
+
+HEAD_OUTSIDE_LAYERS = re.compile(r"(^|[._])(head|output|score|classifier)([._]|$)")
+"""Names of heads, unless in a numbered layer: ``layers.3.attention.output`` is a hidden matrix."""
+
+_NUMBERED = re.compile(r"(^|\.)\d+(\.|$)")
+
+
+def is_hidden_matrix(name: str | None, parameter: Tensor) -> bool:
+    """The default rule: two or three dims, both sides of the matrix longer than 1, and no telling name.
+
+    Names matter: an embedding looks like any other matrix, and the stacked biases of experts have two
+    dims. Without a name only the shape decides.
+    """
+    if parameter.ndim not in (2, 3) or min(parameter.shape[-2:]) < 2:
+        return False
+    if name is None:
+        return True
+    if NEVER_HIDDEN.search(name):
+        return False
+    return not HEAD_OUTSIDE_LAYERS.search(name) or _NUMBERED.search(name) is not None
+
+
+def _original(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def _match_rms_adamw(rows: int, columns: int) -> float:
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _spectral(rows: int, columns: int) -> float:
+    return math.sqrt(rows / columns)
+
+
+def _none(rows: int, columns: int) -> float:
+    return 1.0
+
+
+ADJUST_LR: dict[str, Callable[[int, int], float]] = {
+    "original": _original,
+    "match_rms_adamw": _match_rms_adamw,
+    "spectral": _spectral,
+    "none": _none,
+}
+"""Factor on the learning rate from (fan out, fan in): Keller Jordan's; one that gives updates the RMS that
+AdamW's have (Moonshot); the one that keeps the spectral norm of the change of the outputs; or none."""
+
+
+def scale_function(adjust_lr_fn: str | None, transposed: bool) -> Callable[[int, int], float]:
+    """The factor as a function of the rows and columns of a matrix."""
+    name = "original" if adjust_lr_fn is None else adjust_lr_fn
+    if name not in ADJUST_LR:
+        raise ValueError(f"adjust_lr_fn must be one of {sorted(ADJUST_LR)} or None, got {adjust_lr_fn!r}.")
+    by_fans = ADJUST_LR[name]
+    return (lambda rows, columns: by_fans(columns, rows)) if transposed else by_fans

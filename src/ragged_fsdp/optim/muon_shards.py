@@ -1,0 +1,211 @@
+"""How a parameter is spread over ranks, as the plan of an exchange group needs it.
+
+Which mesh dims take part. A mesh dim that shards the batch dims of an expert tensor beside another
+sharded mesh dim (expert parallelism) leaves whole matrices on its ranks: it is *local*, and the ranks
+of each of its coordinates plan and exchange among themselves. All other dims are *exchanged* over:
+``RaggedShard`` and ``Shard`` cut matrices, ``Replicate`` makes replicas that share the work.
+
+=====================================  ==========================================================
+parameter                              exchange group
+=====================================  ==========================================================
+plain tensor                           none: this process does all of it
+DTensor, 1-D mesh                      the mesh
+(Replicate, Shard/Ragged): HSDP        both dims, flattened
+(Strided ragged/Shard, Shard(0)): EP   the first dim, one group per expert-parallel coordinate
+(Ragged/Shard, Shard(-1)): TP          both dims, flattened
+Partial                                raises
+=====================================  ==========================================================
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ragged_fsdp.dtensor.geometry import compute_layout
+from ragged_fsdp.dtensor.internals import StridedShard
+from ragged_fsdp.dtensor.intervals import chunk_bounds
+from ragged_fsdp.optim.matrices import Flattened, MatrixRule, matrix_shape
+from ragged_fsdp.optim.muon_plan import Holding, ParameterLayout
+from ragged_fsdp.placement import RaggedShard
+
+__all__ = ["Spread", "exchange_group", "parameter_layout", "spread_of"]
+
+Box = tuple[list[int], list[int]]  # offsets, sizes
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The exchange group of a parameter: the mesh dims exchanged over and its global ranks, rising.
+
+    Without mesh dims the parameter is local, and ``ranks`` is (0,) in every process.
+    """
+
+    ranks: tuple[int, ...]
+    mesh: DeviceMesh | None
+    mesh_dims: tuple[int, ...]
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        return self.ranks.index(dist.get_rank()) if self.mesh_dims else 0
+
+
+_LOCAL_RANKS = (0,)
+_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+
+def spread_of(parameter: Tensor, rule: MatrixRule) -> Spread:
+    """Which ranks exchange the matrices of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return Spread(_LOCAL_RANKS, None, ())
+    mesh, placements = parameter.device_mesh, parameter.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in the mesh {mesh} of the parameter.")
+    dims = _exchange_dims(mesh, placements, parameter.ndim, rule)
+    if not dims:
+        return Spread(_LOCAL_RANKS, mesh, ())
+    index = tuple(slice(None) if d in dims else coordinate[d] for d in range(mesh.ndim))
+    return Spread(tuple(sorted(mesh.mesh[index].flatten().tolist())), mesh, dims)
+
+
+def exchange_group(spread: Spread) -> dist.ProcessGroup | None:
+    """The process group of a spread: the mesh's own where there is one, else made once and kept."""
+    if spread.mesh is None or not spread.mesh_dims:
+        return None
+    if len(spread.mesh_dims) == 1:
+        group = spread.mesh.get_group(spread.mesh_dims[0])
+        if tuple(dist.get_process_group_ranks(group)) == spread.ranks:
+            return group
+    if spread.ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    if spread.ranks not in _GROUPS:
+        # Only members come here, so only members may have to take part in making the group.
+        _GROUPS[spread.ranks] = dist.new_group(list(spread.ranks), use_local_synchronization=True)
+    return _GROUPS[spread.ranks]
+
+
+def parameter_layout(
+    name: str, parameter: Tensor, rule: MatrixRule, spread: Spread, family: int
+) -> ParameterLayout:
+    """The layout of one parameter in its exchange group, checked against the local tensor."""
+    if spread.mesh is None:
+        size = matrix_shape(parameter.shape, rule)
+        whole = Holding((0, 0, 0), size, 0, math.prod(size))
+        return ParameterLayout(name, tuple(parameter.shape), rule, (whole,), (0,), family)
+    assert isinstance(parameter, DTensor)  # a spread with a mesh comes from one
+    mesh, placements, shape = spread.mesh, tuple(parameter.placements), tuple(parameter.shape)
+    mesh_shape = tuple(mesh.size(d) for d in range(mesh.ndim))
+    local_dims = [
+        d for d in range(mesh.ndim) if d not in spread.mesh_dims and isinstance(placements[d], Shard)
+    ]
+    inner = _box(shape, mesh_shape, tuple(mesh.get_coordinate()), placements, local_dims)
+    by_rank: dict[int, tuple[Holding, int]] = {}
+    for coordinate in _coordinates(mesh, spread.mesh_dims):
+        holding = _holding(name, shape, mesh_shape, coordinate, placements, rule, inner)
+        replica = 0
+        for d in spread.mesh_dims:
+            if isinstance(placements[d], Replicate):
+                replica = replica * mesh_shape[d] + coordinate[d]
+        by_rank[int(mesh.mesh[coordinate])] = (holding, replica)
+    holdings, replicas = zip(*(by_rank[rank] for rank in sorted(by_rank)))
+    mine, found = holdings[spread.index].numel, parameter.to_local().numel()
+    if mine != found:
+        raise ValueError(
+            f"{name}: placements {placements} imply {mine} local elements, the tensor has {found}."
+        )
+    return ParameterLayout(name, tuple(inner[1]), rule, holdings, replicas, family)
+
+
+def _exchange_dims(
+    mesh: DeviceMesh, placements: Sequence[Placement], ndim: int, rule: MatrixRule
+) -> tuple[int, ...]:
+    dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1]
+    for d in dims:
+        if not isinstance(placements[d], (Shard, StridedShard, RaggedShard, Replicate)):
+            raise ValueError(
+                f"placement {placements[d]} has no whole elements; reduce it before the optimizer."
+            )
+    sharded = [p for p in placements if not isinstance(p, Replicate)]
+    if len(sharded) < 2 or isinstance(rule, Flattened):
+        return tuple(dims)
+
+    def whole_matrices(placement: Placement) -> bool:
+        plain = isinstance(placement, Shard) and not isinstance(placement, StridedShard)
+        return plain and placement.dim % ndim < ndim - 2
+
+    return tuple(d for d in dims if not whole_matrices(placements[d]))
+
+
+def _coordinates(mesh: DeviceMesh, dims: tuple[int, ...]) -> list[tuple[int, ...]]:
+    here = mesh.get_coordinate()
+    ranges = [range(mesh.size(d)) if d in dims else (here[d],) for d in range(mesh.ndim)]
+    return list(itertools.product(*ranges))
+
+
+def _box(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    mesh_dims: Sequence[int],
+) -> Box:
+    """The part of the tensor that the Shard placements of these mesh dims leave at ``coordinate``."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    strided = [d for d in mesh_dims if isinstance(placements[d], StridedShard)]
+    plain = [d for d in mesh_dims if isinstance(placements[d], Shard) and d not in strided]
+    for d in plain + strided[::-1]:  # a strided shard is applied after the shards to its right
+        dim = placements[d].dim % len(shape)
+        begin, end = chunk_bounds(sizes[dim], mesh_shape[d], coordinate[d])
+        offsets[dim], sizes[dim] = offsets[dim] + begin, end - begin
+    return offsets, sizes
+
+
+def _holding(
+    name: str,
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    placements: tuple[Placement, ...],
+    rule: MatrixRule,
+    inner: Box,
+) -> Holding:
+    ragged = next((p for p in placements if isinstance(p, RaggedShard)), None)
+    if ragged is not None:
+        layout = compute_layout(shape, mesh_shape, coordinate, placements)
+        offsets, sizes = list(layout.inner_offset), list(layout.inner_shape)
+        start, stop = layout.start, layout.stop
+    else:
+        offsets, sizes = _box(shape, mesh_shape, coordinate, placements, range(len(mesh_shape)))
+        start, stop = 0, math.prod(sizes)
+    relative = [offset - base for offset, base in zip(offsets, inner[0])]
+    box = _matrix_box(name, tuple(inner[1]), relative, sizes, rule)
+    return Holding(*box, start, stop)
+
+
+def _matrix_box(
+    name: str, shape: tuple[int, ...], offsets: list[int], sizes: list[int], rule: MatrixRule
+) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """A box of the parameter as a box of (batches, rows, columns); other cuts have no such form."""
+    first, last = (1, len(shape)) if isinstance(rule, Flattened) else (1, len(shape) - 2)
+    if any(offsets[d] or sizes[d] != shape[d] for d in range(first, last)):
+        raise ValueError(
+            f"{name}: a shard cuts one of the dims {tuple(range(first, last))} of shape {shape}; only the "
+            "first dim and the rows and columns of the matrices may be cut."
+        )
+    if isinstance(rule, Flattened):
+        rest = math.prod(shape[1:])
+        return (0, offsets[0], 0), (1, sizes[0], rest)
+    if len(shape) == 2:
+        return (0, offsets[0], offsets[1]), (1, sizes[0], sizes[1])
+    middle = math.prod(shape[1:-2])
+    return (offsets[0] * middle, *offsets[-2:]), (sizes[0] * middle, *sizes[-2:])  # type: ignore[return-value]

@@ -1,0 +1,91 @@
+"""Parameters, placements and gradients for the tests of Muon, the same on every rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import distribute_tensor as stock_distribute_tensor
+
+from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_fsdp.optim.matrices import Fused
+
+SHAPES = {
+    "layers.0.up.weight": (24, 40),
+    "layers.0.down.weight": (40, 24),
+    "layers.0.odd.weight": (7, 13),
+    "layers.0.square.weight": (16, 16),
+    "layers.0.qkv.weight": (36, 16),
+    "layers.0.experts": (5, 12, 20),
+    "layers.0.experts_gate_up": (4, 10, 16),
+    "layers.0.norm.weight": (17,),
+    "embed_tokens.weight": (11, 6),
+}
+
+
+def split(name: str | None, parameter: Tensor) -> Fused | None:
+    """Three projections stacked by rows with unequal sizes; gate and up interleaved by columns."""
+    if name == "layers.0.qkv.weight":
+        return Fused(-2, (20, 8, 8))
+    if name == "layers.0.experts_gate_up":
+        return Fused(-1, (8, 8), interleaved=True)
+    return None
+
+
+def full_tensors(seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    """Values that depend on the seed and the name only."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def uneven_units(numel: int, ranks: int, block: int) -> tuple[int, ...]:
+    """Blocks per rank: rank 0 has most, the last but one has nothing (if there are three or more)."""
+    blocks = numel // block
+    units = [blocks // (2 * ranks)] * ranks
+    if ranks > 2:
+        units[-2] = 0
+    units[0] += blocks - sum(units)
+    return tuple(units)
+
+
+def place(full: Tensor, mesh, kind: str) -> Tensor:
+    """A parameter under one of the layouts of the tests."""
+    full = full.to(mesh.device_type)
+    ranks = mesh.size(0)
+    if kind == "ragged":
+        units = uneven_units(full.numel(), ranks, 1)
+        return distribute_tensor(full, mesh, [RaggedShard(range(full.ndim), units)])
+    if kind == "ragged_rows":
+        return distribute_tensor(full, mesh, [RaggedShard((0,), uneven_units(full.shape[0], ranks, 1))])
+    if kind == "shard0":
+        return stock_distribute_tensor(full, mesh, [Shard(0)])
+    if kind == "shard_last":
+        return stock_distribute_tensor(full, mesh, [Shard(full.ndim - 1)])
+    if kind == "replicate":
+        return stock_distribute_tensor(full, mesh, [Replicate()])
+    if kind == "hsdp_shard0":
+        return stock_distribute_tensor(full, mesh, [Replicate(), Shard(0)])
+    if kind == "hsdp_ragged":
+        units = uneven_units(full.numel(), mesh.size(1), 1)
+        return distribute_tensor(full, mesh, [Replicate(), RaggedShard(range(full.ndim), units)])
+    if kind == "ragged_tp":
+        if full.ndim < 2 or full.shape[-1] % 2:
+            return distribute_tensor(full, mesh, [RaggedShard((0,), (full.shape[0], 0)), Replicate()])
+        rows = full.numel() // full.shape[-1]
+        units = uneven_units(rows, ranks, 1)
+        return distribute_tensor(full, mesh, [RaggedShard(range(full.ndim - 1), units), Shard(full.ndim - 1)])
+    if kind == "ragged_ep":
+        if full.ndim < 3:
+            return distribute_tensor(
+                full, mesh, [RaggedShard((0,), uneven_units(full.shape[0], ranks, 1)), Replicate()]
+            )
+        first, second = -(-full.shape[0] // 2), full.shape[0] // 2
+        rows = full.shape[1] * full.shape[2]
+        units = tuple(uneven_units(n * rows, ranks, 1) for n in (first, second))
+        return distribute_tensor(full, mesh, [StridedRaggedShard(range(full.ndim), units), Shard(0)])
+    raise ValueError(kind)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a parameter or a state."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
