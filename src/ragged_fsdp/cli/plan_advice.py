@@ -22,6 +22,7 @@ from ragged_fsdp.policy import Rows
 __all__ = ["Candidate", "PaddingWarning", "advise", "explain", "recommendation", "warnings_for"]
 
 _CANDIDATES = 48
+_TOLERABLE = 0.25
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PaddingWarning:
 
     @property
     def text(self) -> str:
-        hint = f" Better: {'; '.join(self.advice)}." if self.advice else " No simple change lowers it."
+        hint = f" Better: {'; '.join(self.advice)}." if self.advice else " No single change makes it small."
         return f"{self.group} at {self.ranks} ranks: {self.padding_ratio:.2%} padding. {self.cause}{hint}"
 
     def as_json(self) -> dict[str, Any]:
@@ -56,7 +57,7 @@ def warnings_for(
     found = []
     for group_plan in plan.groups:
         if group_plan.padding_ratio > threshold:
-            target = max(threshold, group_plan.padding_ratio / 2)
+            target = max(threshold, min(group_plan.padding_ratio / 2, _TOLERABLE))
             advice = tuple(_advice(group_plan, settings, target, node))
             ratio = group_plan.padding_ratio
             cause = explain(group_plan)

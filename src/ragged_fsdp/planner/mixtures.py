@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from ragged_fsdp.planner.mixing import Mix, Piece
 from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
-__all__ = ["full_mixes", "relaxed_mix"]
+__all__ = ["full_mixes", "joined_pieces", "relaxed_mix"]
 
 _BANDS = (None, 64, 16)
 _CHAIN_LENGTHS = (64, 32, 16, 8, 4, 1)
@@ -39,7 +39,7 @@ def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind
         for _ in range(counts[kind])
     ]
     for length in _CHAIN_LENGTHS:
-        chain = (*links, *_pieces(problem, free, length))
+        chain = (*links, *joined_pieces(problem, free, length))
         for band in _BANDS:
             mix = Mix(bars, chain, band)
             if mix.work <= work:
@@ -47,7 +47,7 @@ def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind
     return None
 
 
-def _pieces(problem: Problem, free: list[Kind], most: int) -> list[Piece]:
+def joined_pieces(problem: Problem, free: list[Kind], most: int) -> list[Piece]:
     """Tensors that may be cut anywhere, joined to at most ``most`` pieces, longest first."""
     tensors = [kind for kind in free for _ in range(problem.counts[kind])]
     tensors.sort(key=lambda kind: (-kind[0], kind[1]))

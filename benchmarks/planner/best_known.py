@@ -1,0 +1,86 @@
+"""Searches far longer than the planner may, and records the best shard sizes known for the test corpus.
+
+    python benchmarks/planner/best_known.py [SECONDS_PER_CASE]
+
+Each case that is not proven optimal yet gets the planner with thirty times its effort, then programmes with
+random chains just below the best size until the time is up. Results only ever improve the record.
+"""
+
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from planner_corpus import BEST_KNOWN, Case, all_cases, best_known
+from ragged_fsdp.planner.bounds import class_floors
+from ragged_fsdp.planner.mixing import Mix, Piece, best_mix
+from ragged_fsdp.planner.mixtures import joined_pieces
+from ragged_fsdp.planner.problem import Problem
+from ragged_fsdp.planner.search import EFFORT, best_layout
+
+_RUN_WORK = 30_000_000
+
+
+def _random_mix(problem: Problem, rng: random.Random) -> Mix:
+    """A programme that counts some kinds and chains the rest in random order."""
+    counts = problem.counts
+    coarse = [kind for kind in counts if problem.align % kind[1]]
+    free = [kind for kind in counts if problem.align % kind[1] == 0]
+    number = rng.randint(1, min(4, len(coarse)))
+    frequent = sorted(coarse, key=lambda kind: -counts[kind])[:number]
+    counted = frequent if rng.random() < 0.5 else rng.sample(coarse, number)
+    chain = [Piece(kind, (kind,)) for kind in coarse if kind not in counted for _ in range(counts[kind])]
+    chain += joined_pieces(problem, free, rng.choice([4, 8, 16, 32, 64]))
+    rng.shuffle(chain)
+    return Mix(tuple((kind, counts[kind]) for kind in counted), tuple(chain), rng.choice([None, 64, 16]))
+
+
+def _improve(problem: Problem, best: int, seconds: float, rng: random.Random) -> int:
+    """Descend from ``best`` with random programmes until the time is up."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(problem.align % kind[1] for kind in problem.counts):
+        mix = _random_mix(problem, rng)
+        if mix.work > _RUN_WORK:
+            continue
+        for divisor, floor in sorted(class_floors(problem, best).items()):
+            low, high = floor // divisor, (best - 1) // divisor
+            stride = max(1, (high - low) // 8)
+            while high >= low and time.monotonic() < end:
+                if best_mix(problem, mix, high * divisor, divisor)[0] is None:
+                    break
+                best = high * divisor
+                high -= stride if high - stride >= low else 1
+    return best
+
+
+def _search(case: Case, known: dict[str, int], seconds: float) -> dict[str, int]:
+    problem = Problem.build(case.sizes, case.blocks, case.ranks, case.unit, case.align)
+    outcome = best_layout(problem, EFFORT)
+    shard, bound = min(outcome.shard, known["shard"]), max(outcome.lower_bound, known["bound"])
+    if shard > bound and seconds:
+        outcome = best_layout(problem, 30 * EFFORT)
+        shard, bound = min(outcome.shard, shard), max(outcome.lower_bound, bound)
+    if shard > bound and seconds:
+        shard = _improve(problem, shard, seconds, random.Random(case.name))
+    if shard < bound:
+        raise RuntimeError(f"{case.name}: found {shard} below the proven bound {bound}; the bound is wrong.")
+    return {"shard": shard, "bound": bound}
+
+
+def main(seconds: float) -> None:
+    known = best_known()
+    for case in all_cases():
+        before = known.get(case.name, {"shard": 2**62, "bound": 0})
+        if before["shard"] == before["bound"]:
+            continue
+        known[case.name] = _search(case, before, seconds)
+        if known[case.name] != before:
+            BEST_KNOWN.write_text(json.dumps(known, indent=0) + "\n")
+        print(case.name, before, known[case.name], flush=True)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]) if len(sys.argv) > 1 else 10.0)
