@@ -27,6 +27,7 @@ from ragged_fsdp.dtensor import (
     dispatch,
     handlers,
     meshes,
+    pickling,
     redistribute,
     state_dict,
 )
@@ -107,6 +108,7 @@ TOUCHED = (
         ("ctx", "grad_output"),
         "stock rebuilds the global stride from the local tensor; a ragged one needs the spec's",
     ),
+    Touched(DTensor, "__reduce_ex__", ("self", "proto"), "pickling a piece that lies inside a larger buffer"),
     Touched(DTensor, "__create_write_items__", ("self", "fqn", "object"), "checkpoints: pieces as boxes"),
     Touched(DTensor, "__create_chunk_list__", ("self",), "checkpoints: pieces as boxes"),
     Touched(DTensor, "__get_tensor_shard__", ("self", "index"), "checkpoints: the box asked for, as a view"),
@@ -135,6 +137,7 @@ def install() -> None:
     _patch_from_local()
     _patch_to_local_backward()
     dcp.install()
+    pickling.install()
     _rebind(state_dict.stock_distribute_tensors, state_dict.distribute_tensors)
     compile_support.register_placements()
     _installed = True

@@ -218,7 +218,10 @@ class FSDPModule(TorchFSDPModule):
             group.settings.custom_reduce_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported: gathered buffers are resized in place, which pools of a process group cannot do."""
+        """Accepted where the process group has no allocator of its own, so that nothing changes.
+
+        Where it has one it is not supported: gathered buffers are freed and brought back by resizing.
+        """
         for group in self._groups(recurse=False):
             for kind in ("custom_all_gather", "custom_reduce_scatter"):
                 if getattr(group.settings, kind) is not None:
@@ -226,7 +229,7 @@ class FSDPModule(TorchFSDPModule):
                         "cannot call set_allocate_memory_from_process_group_for_comm() "
                         f"when {kind} is set: {type(getattr(group.settings, kind)).__name__}"
                     )
-        if enable:
+        if enable and any(_has_allocator(group) for group in self._groups(recurse=False)):
             raise NotImplementedError(
                 "set_allocate_memory_from_process_group_for_comm: ragged_fsdp gathers into buffers that are "
                 "freed and brought back by resizing their storage; process-group allocators cannot do that."
@@ -308,6 +311,11 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         state.comm = state.root.comm = states[0].comm
         for group in state.groups:
             group.context = states[0].comm
+
+
+def _has_allocator(group: ParamGroup) -> bool:
+    backend = group.mesh.shard_group._get_backend(group.device)
+    return backend.supports_tensor_alloc(group.device)
 
 
 def _states_of(modules: Iterable[Any]) -> list[ModuleState]:

@@ -90,6 +90,14 @@ class ManagedParam:
                 f"{self.fqn or self.name}: the sharded parameter was replaced by a {type(param).__name__}; "
                 f"expected a DTensor with placements {self.spec.placements}."
             )
+        if param.shape != self.global_shape:
+            raise ValueError(
+                f"{self.fqn or self.name}: the sharded parameter was replaced by one of shape "
+                f"{tuple(param.shape)}; expected {tuple(self.global_shape)}."
+            )
+        if param.placements != self.spec.placements and not param.is_meta:
+            moved = param.detach().redistribute(self.spec.mesh, self.spec.placements)
+            param._local_tensor, param._spec = moved._local_tensor, moved._spec  # the user's object stays
         self.sharded = param
         for place in self.places[1:]:
             place.module._parameters[place.attribute] = param

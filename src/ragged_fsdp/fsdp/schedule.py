@@ -63,7 +63,11 @@ class CommContext:
     def on_stream(self, name: str, stream: Any = None) -> Iterator[None]:
         """Run on a communication stream, behind everything launched so far on the current one."""
         target = stream if stream is not None else self.streams.get(name)
-        if target is None or self.device_module is None:
+        if target is not None and self.device_module is None:
+            with torch.cpu.stream(target):  # no real stream, but the user's hook asks which is current
+                yield
+            return
+        if target is None:
             yield
             return
         target.wait_stream(self.device_module.current_stream())
