@@ -10,15 +10,17 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from planner_corpus import BEST_KNOWN, Case, all_cases, best_known
 from ragged_fsdp.planner.bounds import class_floors
+from ragged_fsdp.planner.earliest import place_in_order
 from ragged_fsdp.planner.mixing import Mix, Piece, best_mix
 from ragged_fsdp.planner.mixtures import joined_pieces
-from ragged_fsdp.planner.problem import Problem
+from ragged_fsdp.planner.problem import Kind, Problem
 from ragged_fsdp.planner.search import EFFORT, best_layout
 
 _RUN_WORK = 30_000_000
@@ -38,6 +40,14 @@ def _random_mix(problem: Problem, rng: random.Random) -> Mix:
     return Mix(tuple((kind, counts[kind]) for kind in counted), tuple(chain), rng.choice([None, 64, 16]))
 
 
+def _checked(problem: Problem, order: Sequence[Kind], shard: int) -> int:
+    """``shard``, if ``order`` really is all tensors and fits there: the record must be beyond doubt."""
+    complete = sorted(order) == sorted(problem.kinds)
+    if not complete or place_in_order(order, problem.ranks, shard, problem.align) is None:
+        raise RuntimeError(f"the order found does not fit at {shard}: {problem}.")
+    return shard
+
+
 def _improve(problem: Problem, best: int, seconds: float, rng: random.Random) -> int:
     """Descend from ``best`` with random programmes until the time is up."""
     end = time.monotonic() + seconds
@@ -49,9 +59,10 @@ def _improve(problem: Problem, best: int, seconds: float, rng: random.Random) ->
             low, high = floor // divisor, (best - 1) // divisor
             stride = max(1, (high - low) // 8)
             while high >= low and time.monotonic() < end:
-                if best_mix(problem, mix, high * divisor, divisor)[0] is None:
+                order, _ = best_mix(problem, mix, high * divisor, divisor)
+                if order is None:
                     break
-                best = high * divisor
+                best = _checked(problem, order, high * divisor)
                 high -= stride if high - stride >= low else 1
     return best
 
@@ -59,9 +70,11 @@ def _improve(problem: Problem, best: int, seconds: float, rng: random.Random) ->
 def _search(case: Case, known: dict[str, int], seconds: float) -> dict[str, int]:
     problem = Problem.build(case.sizes, case.blocks, case.ranks, case.unit, case.align)
     outcome = best_layout(problem, EFFORT)
+    _checked(problem, outcome.order, outcome.shard)
     shard, bound = min(outcome.shard, known["shard"]), max(outcome.lower_bound, known["bound"])
     if shard > bound and seconds:
         outcome = best_layout(problem, 30 * EFFORT)
+        _checked(problem, outcome.order, outcome.shard)
         shard, bound = min(outcome.shard, shard), max(outcome.lower_bound, bound)
     if shard > bound and seconds:
         shard = _improve(problem, shard, seconds, random.Random(case.name))

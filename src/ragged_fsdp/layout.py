@@ -123,6 +123,8 @@ class GroupLayout:
             raise ValueError(f"{twice}: the name occurs twice in the group; names must be unique.")
 
     def _check_offsets(self) -> None:
+        for spec, start in zip(self.specs, self.offsets):
+            _integer(spec.name, "offset", start, 0)
         kinds = tuple((spec.numel, spec.block_numel) for spec in self.specs)
         fault = _first_fault(kinds, self.offsets, self.ranks, self.shard_numel, self.align)
         if fault is not None:
@@ -216,8 +218,6 @@ def _first_fault(
 ) -> tuple[int, str] | None:
     """The first tensor that breaks a constraint, and how. Cached: the equal layers of a model share it."""
     for index, ((numel, block), start) in enumerate(zip(kinds, offsets)):
-        if type(start) is not int or not 0 <= start <= INT64_MAX:
-            return index, f"offset must be an int in [0, 2**63), got {start!r}."
         if start % align:
             return index, f"offset {start} is not a multiple of align {align}."
         end = start + numel

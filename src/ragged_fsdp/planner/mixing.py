@@ -25,7 +25,7 @@ from ragged_fsdp.planner.problem import Kind, Problem, align_up
 __all__ = ["Mix", "Piece", "best_mix"]
 
 _Array = npt.NDArray[np.int64]
-_UNREACHED = np.int64(2**62)
+_UNREACHED = np.int64(2**60)  # above every position, yet two of them add up without overflow
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Programme:
             self.volume += (length - implied) * self.index[axis]
         total = implied * self.implied_count + int(chained[-1])
         total += sum(length * count for length, count in zip(numel, (n - 1 for n in self._axis_sizes())))
-        self.slack = min(problem.ranks * self.shard - total, 2**60)
+        self.slack = min(problem.ranks * self.shard - total, 2**58)
         self.implied_numel = implied
 
     def _axis_sizes(self) -> list[int]:
