@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor import distribute_tensor as stock_distribute_tensor
 
-from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor
+from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard
+from ragged_fsdp.dtensor import distribute_tensor as collective_distribute_tensor
 from ragged_fsdp.optim.matrices import Fused
 
 SHAPES = {
@@ -48,6 +48,11 @@ def uneven_units(numel: int, ranks: int, block: int) -> tuple[int, ...]:
     return tuple(units)
 
 
+def distribute_tensor(full: Tensor, mesh, placements) -> DTensor:
+    """Every rank has the full values, so nothing is sent."""
+    return collective_distribute_tensor(full, mesh, placements, src_data_rank=None)
+
+
 def place(full: Tensor, mesh, kind: str) -> Tensor:
     """A parameter under one of the layouts of the tests."""
     full = full.to(mesh.device_type)
@@ -58,13 +63,13 @@ def place(full: Tensor, mesh, kind: str) -> Tensor:
     if kind == "ragged_rows":
         return distribute_tensor(full, mesh, [RaggedShard((0,), uneven_units(full.shape[0], ranks, 1))])
     if kind == "shard0":
-        return stock_distribute_tensor(full, mesh, [Shard(0)])
+        return distribute_tensor(full, mesh, [Shard(0)])
     if kind == "shard_last":
-        return stock_distribute_tensor(full, mesh, [Shard(full.ndim - 1)])
+        return distribute_tensor(full, mesh, [Shard(full.ndim - 1)])
     if kind == "replicate":
-        return stock_distribute_tensor(full, mesh, [Replicate()])
+        return distribute_tensor(full, mesh, [Replicate()])
     if kind == "hsdp_shard0":
-        return stock_distribute_tensor(full, mesh, [Replicate(), Shard(0)])
+        return distribute_tensor(full, mesh, [Replicate(), Shard(0)])
     if kind == "hsdp_ragged":
         units = uneven_units(full.numel(), mesh.size(1), 1)
         return distribute_tensor(full, mesh, [Replicate(), RaggedShard(range(full.ndim), units)])
