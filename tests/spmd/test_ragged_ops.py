@@ -1,6 +1,8 @@
 """Element-wise ops, views, reductions and errors on ragged tensors, against the plain tensor."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -343,3 +345,13 @@ def test_locals_are_views_of_a_flat_buffer(rank):
     torch.optim.AdamW(params, lr=1.0, fused=True).step()
     assert bool((buffer < -1.5).all())
     assert params[0].data.to_local().data_ptr() == buffer.data_ptr() or not sizes[0]
+    for param in params:  # their wrappers have no memory of their own, wherever the local lies
+        twin, plain = copy.deepcopy(param), copy.deepcopy(param.detach())
+        assert isinstance(twin, nn.Parameter) and not isinstance(plain, nn.Parameter)
+        assert_same(twin.grad, param.grad)
+        assert_same([twin, plain, pickle.loads(pickle.dumps(param.detach()))], [param] * 3, exact=True)
+        local = twin.detach().to_local()
+        assert local.untyped_storage().nbytes() == local.numel() * 4, (
+            local.untyped_storage().nbytes(),
+            local.shape,
+        )

@@ -7,9 +7,11 @@ A checkpoint knows boxes of the global tensor only, and a piece is a run of its 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
@@ -20,7 +22,12 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Teach DTensor's checkpoint protocol about ragged pieces."""
+    """Teach DTensor's checkpoint protocol, and the safetensors writer, about ragged pieces."""
+    _patch_protocol()
+    _patch_safetensors_writer()
+
+
+def _patch_protocol() -> None:
     write_items = DTensor.__create_write_items__
     chunk_list = DTensor.__create_chunk_list__
     tensor_shard = DTensor.__get_tensor_shard__
@@ -37,6 +44,26 @@ def install() -> None:
     DTensor.__create_write_items__ = create_write_items  # type: ignore[method-assign]
     DTensor.__create_chunk_list__ = create_chunk_list  # type: ignore[method-assign]
     DTensor.__get_tensor_shard__ = get_tensor_shard  # type: ignore[method-assign]
+
+
+def _patch_safetensors_writer() -> None:
+    """Give each further box of a tensor a file of its own: a file holds one box per name."""
+    stock = HuggingFaceStorageWriter._split_by_storage_plan
+
+    def split(
+        self: HuggingFaceStorageWriter, storage_plan: dict[str, int] | None, items: list[WriteItem]
+    ) -> dict[int, list[WriteItem]]:
+        buckets: dict[int, list[WriteItem]] = {}
+        last_index = max(storage_plan.values()) if storage_plan else 1
+        for file_index, bucket in stock(self, storage_plan, items).items():
+            seen: Counter[str] = Counter()
+            for item in bucket:
+                further = file_index + seen[item.index.fqn] * last_index
+                buckets.setdefault(further, []).append(item)
+                seen[item.index.fqn] += 1
+        return buckets
+
+    HuggingFaceStorageWriter._split_by_storage_plan = split  # type: ignore[method-assign]
 
 
 def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:

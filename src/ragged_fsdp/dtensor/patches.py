@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed._state_dict_utils as state_dict_module
 import torch.distributed.checkpoint  # names bound there are rebound too
+from torch.distributed.checkpoint import hf_storage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
@@ -56,7 +57,7 @@ class Touched:
     @property
     def found(self) -> Any:
         """What torch has under that name now."""
-        return inspect.getattr_static(self.owner, self.name, None)
+        return inspect.getattr_static(self.owner, self.name, None) or getattr(self.owner, self.name, None)
 
 
 TOUCHED = (
@@ -109,9 +110,16 @@ TOUCHED = (
         "stock rebuilds the global stride from the local tensor; a ragged one needs the spec's",
     ),
     Touched(DTensor, "__reduce_ex__", ("self", "proto"), "pickling a piece that lies inside a larger buffer"),
+    Touched(DTensor, "__deepcopy__", ("self", "memo"), "copying a piece that lies inside a larger buffer"),
     Touched(DTensor, "__create_write_items__", ("self", "fqn", "object"), "checkpoints: pieces as boxes"),
     Touched(DTensor, "__create_chunk_list__", ("self",), "checkpoints: pieces as boxes"),
     Touched(DTensor, "__get_tensor_shard__", ("self", "index"), "checkpoints: the box asked for, as a view"),
+    Touched(
+        hf_storage.HuggingFaceStorageWriter,
+        "_split_by_storage_plan",
+        ("self", "storage_plan", "items"),
+        "a safetensors file holds one box of a tensor; a piece of several boxes needs several files",
+    ),
     Touched(
         state_dict_module,
         "_distribute_tensors",

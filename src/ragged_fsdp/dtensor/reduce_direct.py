@@ -202,6 +202,13 @@ def _count_nonzero(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
     return aten.sum.dim_IntList(nonzero, [dim] if isinstance(dim, int) else dim)
 
 
+def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """any and all of all elements, reduced at once: programs branch on them, alike on every rank."""
+    local = op(args[0]._local_tensor).to(torch.uint8)
+    verdict = _settled(partial_scalar(args[0], local, "max" if op is aten.any.default else "min"))
+    return aten._to_copy.default(verdict, dtype=torch.bool)
+
+
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The one element, on every rank, though it lies on one of them."""
     return args[0].redistribute(placements=replicated(args[0].device_mesh))._local_tensor.item()
@@ -225,6 +232,8 @@ HANDLERS: dict[Any, Handler] = {
     aten.argmin.default: _arg_extreme(False),
     aten.sum.dim_IntList: _linear(_SUM),
     aten.prod.dim_int: _linear(_PRODUCT),
+    aten.any.default: _truth,
+    aten.all.default: _truth,
     aten.any.dim: _linear(_SUM),
     aten.any.dims: _linear(_SUM),
     aten.all.dim: _linear(_PRODUCT),

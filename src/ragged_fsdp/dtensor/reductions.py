@@ -28,7 +28,7 @@ def _overloads(*names: str) -> set[Any]:
 
 
 _NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar}
-_FULL = _NORMS | {aten.sum.default, aten.prod.default, aten.any.default, aten.all.default}
+_FULL = _NORMS | {aten.sum.default, aten.prod.default}
 _FULL |= _overloads("_foreach_powsum.Scalar")
 
 
