@@ -65,7 +65,8 @@ def _computed_index(magnitude, EDGES: tl.constexpr, SLOPES: tl.constexpr, CELLS:
 def _looked_up_index(magnitude, steps_ptr, BASE: tl.constexpr, LAST: tl.constexpr, SHIFT: tl.constexpr):
     """The index among magnitudes: one entry per float prefix holds the index at its start and its step."""
     bits = magnitude.to(tl.int32, bitcast=True)
-    entry = tl.load(steps_ptr + tl.minimum(tl.maximum((bits >> SHIFT) - BASE, 0), LAST))
+    prefix = tl.minimum(tl.maximum((bits >> SHIFT) - BASE, 0), LAST)
+    entry = tl.load(steps_ptr + tl.max_contiguous(prefix, [1, 1, 2]))
     return (entry >> 20) + ((bits & ((1 << SHIFT) - 1)) > (entry & 0xFFFFF)).to(tl.int32)
 
 
@@ -192,7 +193,7 @@ def _step_kernel(
 
     row = tl.arange(0, BLOCK_ROWS)[:, None, None]
     col = tl.arange(0, TILES)[None, :, None] * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, None, :]
-    element = row * cols.to(tl.int32) + col
+    element = tl.max_contiguous(row * cols.to(tl.int32) + col, [1, 1, 4])
     # Rows of blocks are always whole; only the last stretch of a row may be short.
     mask = (col < cols - first_tile.to(tl.int64) * BLOCK_COLS) & (row >= 0)
     if FULL:
@@ -212,8 +213,11 @@ def _step_kernel(
         grad = -grad
     if L2:
         grad = grad + param * l2
-    mean = tl.load(signed_values_ptr + mean_codes) * mean_scales[None, :, None]
-    square = tl.load(unsigned_values_ptr + square_codes) * square_scales[None, :, None]
+    mean = tl.load(signed_values_ptr + tl.max_contiguous(mean_codes, [1, 1, 2])) * mean_scales[None, :, None]
+    square = (
+        tl.load(unsigned_values_ptr + tl.max_contiguous(square_codes, [1, 1, 2]))
+        * square_scales[None, :, None]
+    )
     mean = mean * beta1 + grad * beta1_rest
     square = square * beta2 + (grad * beta2_rest) * grad
     direction = tl.div_rn(mean, tl.sqrt_rn(square) * root_scale + eps)
