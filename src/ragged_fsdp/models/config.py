@@ -49,7 +49,7 @@ class MoEConfig:
 
 BUILT_IN_SIZES: dict[str, MoEConfig] = {
     "nano": MoEConfig(hidden=32, layers=2, heads=2, kv_heads=1, experts=4, expert_hidden=32),
-    "demo": MoEConfig(hidden=128, layers=4, heads=4, kv_heads=2, experts=8, expert_hidden=192),
+    "demo": MoEConfig(hidden=128, layers=4, heads=4, kv_heads=2, experts=8, expert_hidden=128),
     "small": MoEConfig(hidden=512, layers=8, heads=8, kv_heads=2, experts=16, expert_hidden=512),
     "medium": MoEConfig(
         hidden=1024, layers=16, heads=16, kv_heads=4, experts=32, experts_per_token=4, expert_hidden=1024

@@ -52,11 +52,10 @@ def permuted(index: int, count: int, key: bytes) -> int:
 class Batches:
     """Sequences of ``seq_len`` inputs and their next tokens, by sample number."""
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int, *, shuffle: bool = True) -> None:
+    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
         self._tokens = tokens
         self._seq_len = seq_len
         self._seed = seed
-        self._shuffle = shuffle
         self.windows = (len(tokens) - 1) // seq_len
 
     def sequences(self, samples: range) -> Tensor:
@@ -68,7 +67,5 @@ class Batches:
 
     def _window(self, sample: int) -> np.ndarray:
         epoch, index = divmod(sample, self.windows)
-        if self._shuffle:
-            index = permuted(index, self.windows, f"{self._seed}/{epoch}".encode())
-        start = index * self._seq_len
+        start = permuted(index, self.windows, f"{self._seed}/{epoch}".encode()) * self._seq_len
         return self._tokens[start : start + self._seq_len + 1]

@@ -34,6 +34,7 @@ class RunConfig:
 
     run_dir: str = _option("runs/default", "folder of the run: settings, metrics, checkpoints")
     steps: int = _option(200, "optimizer steps in all; the learning-rate schedule ends here", at_least=1)
+    stop_at: int = _option(0, "stop after this step, as if interrupted (0: after the last)", at_least=0)
     minutes: float = _option(0.0, "stop after this many minutes, saving (0: no limit)", at_least=0)
     seed: int = _option(0, "seed of the initial weights, the data order and dropout", at_least=0)
     resume: str = _option(
@@ -77,7 +78,7 @@ class DataConfig:
     seq_len: int = _option(256, "tokens per sequence", at_least=1)
     batch: int = _option(24, "sequences per optimizer step, over all processes", at_least=1)
     accumulate: int = _option(1, "micro-batches that a step is cut into", at_least=1)
-    eval_fraction: float = _option(0.02, "share of the data kept for evaluation", at_least=0)
+    eval_fraction: float = _option(0.05, "share of the data kept for evaluation", at_least=0)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError, save_toml
 from ragged_fsdp.trainer.data import Tokens, open_tokens
+from ragged_fsdp.trainer.groups import GroupSummary, group_table, padding_ratio, summarize_groups
 from ragged_fsdp.trainer.metrics import MetricsWriter
-from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer
+from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
 from ragged_fsdp.trainer.ranks import Ranks, seed_everything
@@ -65,10 +66,11 @@ class TrainingJob:
         profiler = StepProfiler(config.log, self._run_dir, counters.step, enabled=self.ranks.rank == 0)
         reason = self._stop.agreed(self.ranks.control)
         saved_step = counters.step if counters.step else None
-        while counters.step < config.run.steps and reason is None:
+        last_step = min(config.run.steps, config.run.stop_at or config.run.steps)
+        while counters.step < last_step and reason is None:
             self._step()
             profiler.step()
-            if _due(counters.step, config.eval.eval_every) or counters.step == config.run.steps:
+            if _due(counters.step, config.eval.eval_every) or counters.step == last_step:
                 self._evaluate()
             if _due(counters.step, config.checkpoint.checkpoint_every):
                 self._save()
@@ -81,7 +83,7 @@ class TrainingJob:
         if wanted and saved_step != counters.step:
             self._save()
         self._saver.wait()
-        return self._finish("finished" if finished else str(reason))
+        return self._finish("finished" if finished else reason or "stopped")
 
     def _build(self) -> None:
         """The model, sharded on the meta device, then given its values; and its optimizer."""
@@ -92,7 +94,7 @@ class TrainingJob:
         )
         self._parameters = sum(p.numel() for p in twin.parameters())
         prepare_layers(model, config.sharding)
-        shard(model, config.sharding, ranks)
+        shard(model, config.sharding, ranks, granularity_for(config.optimizer))
         materialize(
             model,
             twin,
@@ -110,12 +112,13 @@ class TrainingJob:
         self._lr = LearningRate(self.optimizer)
         data = config.data
         self._train_data = Batches(self._tokens.train, data.seq_len, config.run.seed)
-        self._eval_data = Batches(self._tokens.evaluation, data.seq_len, config.run.seed, shuffle=False)
+        self._eval_data = Batches(self._tokens.evaluation, data.seq_len, seed=0)  # the same in every run
 
     def _start(self) -> None:
         """Resume if there is something to resume, then say what is about to run."""
         messages = self._resume()
         ranks, config, step = self.ranks, self.config, self._counters.step
+        groups = summarize_groups(self.model.module)
         if ranks.rank == 0:
             self._store.remove_leftovers()
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -130,12 +133,24 @@ class TrainingJob:
                 sharding=config.sharding.sharding,
                 parameters=self._parameters,
                 flops_per_token=self._flops_per_token,
+                padding=padding_ratio(groups),
+                shard_bytes=sum(group.shard_bytes for group in groups) or None,
                 data=self._tokens.description,
             )
         self._view = open_view(ranks.rank, config.run.steps, config.log.log_every, step)
+        self._introduce(groups)
         for message in messages:
             self._view.say(message)
         self._clock.skip()
+
+    def _introduce(self, groups: list[GroupSummary]) -> None:
+        ranks, config = self.ranks, self.config
+        self._view.say(
+            f"{self._parameters:,} parameters, {config.sharding.sharding} over {ranks.world_size} "
+            f"{ranks.device.type} processes; {self._tokens.description}"
+        )
+        for line in group_table(groups) if groups else []:
+            self._view.say(line)
 
     def _will_resume(self) -> bool:
         """Whether weights will come from a checkpoint, so that the first ones need not be read."""

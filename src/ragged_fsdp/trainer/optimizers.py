@@ -1,28 +1,55 @@
-"""The optimizer of a run, from torch or from :mod:`ragged_fsdp.optim`."""
+"""The optimizer of a run, from torch or from :mod:`ragged_fsdp.optim`, and the layout it asks for."""
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from ragged_fsdp.models.names import plain_name
+from ragged_fsdp.policy import Granularity
 from ragged_fsdp.trainer.config import OptimizerConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 
-__all__ = ["LearningRate", "build_optimizer"]
+__all__ = ["LearningRate", "build_optimizer", "granularity_for"]
 
-_OURS = {"adam8bit": "Adam8bit", "muon": "Muon", "shampoo": "Shampoo"}
+GranularityRule = Callable[[str, nn.Parameter], Granularity | None]
+
+
+def granularity_for(config: OptimizerConfig) -> GranularityRule | None:
+    """What must stay together on a rank for this optimizer; None if nothing must."""
+    if config.optimizer == "adam8bit":
+        from ragged_fsdp.optim import block_policy
+
+        return block_policy()
+    return None
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Matrices decay, vectors do not; muon takes the matrices inside the layers and AdamW the rest."""
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    named = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")
-    adam: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    betas = (config.beta1, config.beta2)
+    if config.optimizer == "muon":
+        from ragged_fsdp.optim import Muon
+
+        return Muon(
+            named,
+            lr=config.muon_lr,
+            weight_decay=config.weight_decay,
+            adamw_lr=config.lr,
+            adamw_betas=betas,
+            adamw_eps=config.eps,
+            adamw_weight_decay=0.0,
+        )
+    groups = _by_decay(named, config.weight_decay)
+    adam: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps}
     if config.optimizer == "adamw":
-        return torch.optim.AdamW(_by_decay(named, config), **adam)
-    return _ours(config, named, adam)
+        return torch.optim.AdamW(groups, **adam)
+    import ragged_fsdp.optim as ours
+
+    return getattr(ours, {"adam8bit": "AdamW8bit", "shampoo": "Shampoo"}[config.optimizer])(groups, **adam)
 
 
 class LearningRate:
@@ -39,18 +66,11 @@ class LearningRate:
         return self._peaks[0] * factor
 
 
-def _by_decay(named: Iterable[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[dict[str, Any]]:
-    named = list(named)
-    matrices = [p for _, p in named if p.ndim >= 2]
-    vectors = [p for _, p in named if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
+def _by_decay(named: list[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    matrices = [(name, p) for name, p in named if p.ndim >= 2]
+    vectors = [(name, p) for name, p in named if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _ours(
-    config: OptimizerConfig, named: list[tuple[str, nn.Parameter]], adam: dict[str, Any]
-) -> torch.optim.Optimizer:
-    raise NotImplementedError

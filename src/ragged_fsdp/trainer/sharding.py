@@ -25,6 +25,9 @@ from ragged_fsdp.trainer.ranks import Ranks
 __all__ = ["ShardedModel", "parse_granularity", "prepare_layers", "shard", "transformer_layers"]
 
 
+GranularityRule = Callable[[str, nn.Parameter], Granularity | None]
+
+
 class ShardedModel:
     """A model ready to train: what the loop calls, whichever way it is sharded."""
 
@@ -35,6 +38,7 @@ class ShardedModel:
         self._fsdp = isinstance(module, FSDPModule)
         self._autocast = resolved_precision(config, ranks.device) != "fp32" and not self._fsdp
         self._device = ranks.device
+        self._reshard_after_forward = config.reshard_after_forward
         if config.sharding == "ddp" and ranks.world_size > 1:
             ids = [ranks.device] if ranks.device.type == "cuda" else None
             self._call = DistributedDataParallel(module, device_ids=ids)
@@ -65,7 +69,7 @@ class ShardedModel:
             yield
         finally:
             for part in parts:
-                part.set_reshard_after_forward(True, recurse=False)
+                part.set_reshard_after_forward(self._reshard_after_forward, recurse=False)
                 part.reshard()
 
 
@@ -87,15 +91,20 @@ def prepare_layers(model: nn.Module, config: ShardingConfig) -> None:
             layers[index].compile()
 
 
-def shard(model: nn.Module, config: ShardingConfig, ranks: Ranks) -> None:
-    """Shard ``model`` in place, a group per layer and one for the rest; nothing to do for ddp and none."""
+def shard(
+    model: nn.Module, config: ShardingConfig, ranks: Ranks, default: GranularityRule | None = None
+) -> None:
+    """Shard ``model`` in place, a group per layer and one for the rest; nothing to do for ddp and none.
+
+    ``default`` is the granularity of parameters that no rule of the settings names.
+    """
     if config.sharding in ("ddp", "none"):
         return
     extra: dict[str, object] = {}
     if config.sharding == "ragged":
         from ragged_fsdp import fully_shard
 
-        extra["orig_param_policy"] = _granularity_policy(model, config.granularity)
+        extra["orig_param_policy"] = _granularity_policy(model, config.granularity, default)
     else:
         from torch.distributed.fsdp import fully_shard
     common = {
@@ -127,11 +136,11 @@ def parse_granularity(text: str) -> Granularity:
 
 
 def _granularity_policy(
-    model: nn.Module, rules: dict[str, str]
-) -> Callable[[str, nn.Parameter], Granularity | None] | None:
+    model: nn.Module, rules: dict[str, str], default: GranularityRule | None
+) -> GranularityRule | None:
     """The rules as the ``orig_param_policy`` of ``fully_shard``; the first that matches a full name wins."""
     if not rules:
-        return None
+        return default
     parsed = {pattern: parse_granularity(text) for pattern, text in rules.items()}
     chosen: dict[nn.Parameter, Granularity] = {}
     used: set[str] = set()
@@ -142,7 +151,13 @@ def _granularity_policy(
                 chosen.setdefault(parameter, granularity)
     if unused := sorted(set(parsed) - used):
         raise ConfigError(f"granularity {unused[0]!r} matches no parameter name of the model")
-    return lambda name, parameter: chosen.get(parameter)
+
+    def policy(name: str, parameter: nn.Parameter) -> Granularity | None:
+        if parameter in chosen:
+            return chosen[parameter]
+        return default(name, parameter) if default else None
+
+    return policy
 
 
 def _mixed_precision(precision: str) -> MixedPrecisionPolicy:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ragged_fsdp.optim import clip_grad_norm_
 from ragged_fsdp.trainer.batches import Batches, share
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.ranks import Ranks
@@ -74,8 +75,7 @@ def summed_losses(model: ShardedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 def clip_gradients(model: ShardedModel, limit: float) -> Tensor:
     """The norm of all gradients together; they are scaled down to ``limit`` if it is larger (0: never)."""
     parameters = [p for p in model.module.parameters() if p.grad is not None]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, limit or float("inf"))
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return clip_grad_norm_(parameters, limit or float("inf"))
 
 
 @torch.no_grad()

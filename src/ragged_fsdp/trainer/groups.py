@@ -1,0 +1,87 @@
+"""The groups that a model was sharded into: what each rank holds, and how much of it is padding."""
+
+from dataclasses import dataclass
+from os.path import commonprefix
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ragged_fsdp.models.names import plain_name
+
+__all__ = ["GroupSummary", "group_table", "padding_ratio", "summarize_groups"]
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """One communication buffer; ``padding_bytes`` are those of all ranks together."""
+
+    name: str
+    tensors: int
+    tensor_bytes: int
+    shard_bytes: int
+    padding_bytes: int
+
+
+def summarize_groups(model: nn.Module) -> list[GroupSummary]:
+    """The buffers behind the model's ragged parameters, in the order of the parameters."""
+    from ragged_fsdp import DBuffer
+
+    members: dict[int, list[tuple[str, DTensor]]] = {}
+    buffers = {}
+    for name, parameter in model.named_parameters():
+        found = DBuffer.of(parameter)
+        if found is not None:
+            members.setdefault(id(found[0]), []).append((plain_name(name), parameter))
+            buffers[id(found[0])] = found[0]
+    summaries = []
+    for key, inside in members.items():
+        shard_bytes = buffers[key].flat.nbytes
+        tensor_bytes = sum(p.numel() * p.element_size() for _, p in inside)
+        padding = shard_bytes * buffers[key].ranks - tensor_bytes
+        name = _common_name([n for n, _ in inside])
+        summaries.append(GroupSummary(name, len(inside), tensor_bytes, shard_bytes, padding))
+    return summaries
+
+
+def padding_ratio(groups: list[GroupSummary]) -> float | None:
+    """Padding of all groups as a share of their tensors; None without ragged groups."""
+    tensor_bytes = sum(group.tensor_bytes for group in groups)
+    return sum(group.padding_bytes for group in groups) / tensor_bytes if tensor_bytes else None
+
+
+def group_table(groups: list[GroupSummary]) -> list[str]:
+    """Lines for people; equal neighbours are one line."""
+    lines = [f"{'group':<22}{'tensors':>8}{'KiB in all':>13}{'KiB per rank':>14}{'padding':>10}"]
+    runs: list[list[GroupSummary]] = []
+    for group in groups:
+        if runs and _same(runs[-1][-1], group):
+            runs[-1].append(group)
+        else:
+            runs.append([group])
+    for run in runs:
+        first, last = run[0], run[-1]
+        name = first.name if len(run) == 1 else f"{first.name} .. {last.name.rpartition('.')[2]}"
+        lines.append(_row(name, first))
+    total = GroupSummary(
+        "total",
+        sum(g.tensors for g in groups),
+        sum(g.tensor_bytes for g in groups),
+        sum(g.shard_bytes for g in groups),
+        sum(g.padding_bytes for g in groups),
+    )
+    return [*lines, _row("total", total)]
+
+
+def _row(name: str, group: GroupSummary) -> str:
+    in_all, shard = group.tensor_bytes / 2**10, group.shard_bytes / 2**10
+    share = group.padding_bytes / group.tensor_bytes
+    return f"{name:<22}{group.tensors:>8}{in_all:>13,.1f}{shard:>14,.1f}{share:>10.2%}"
+
+
+def _same(a: GroupSummary, b: GroupSummary) -> bool:
+    return (a.tensors, a.tensor_bytes, a.shard_bytes) == (b.tensors, b.tensor_bytes, b.shard_bytes)
+
+
+def _common_name(names: list[str]) -> str:
+    """What the names of a group share, up to a dot; ``(root)`` if they share nothing."""
+    return commonprefix(names).rpartition(".")[0] or "(root)"
