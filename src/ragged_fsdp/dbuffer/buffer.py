@@ -50,6 +50,20 @@ from ragged_fsdp.policy import Elements, Granularity
 __all__ = ["DBuffer"]
 
 _ALIGN_BYTES = 16
+_KIND = (
+    "layout",
+    "shapes",
+    "mesh",
+    "dtypes",
+    "dtype",
+    "cell_bytes",
+    "placements",
+    "device",
+    "group",
+    "rank",
+    "nbytes",
+    "pin_memory",
+)
 
 
 class DBuffer:
@@ -97,6 +111,7 @@ class DBuffer:
         numel = layout.shard_numel if self.is_sharded else layout.buffer_numel
         self.nbytes = numel * self.cell_bytes
         self.offset_bytes = offset_bytes
+        self.pin_memory = pin_memory
         self.storage = storage or FlatStorage(
             self.nbytes, self.device, pin_memory=pin_memory, allocate=allocate
         )
@@ -136,6 +151,17 @@ class DBuffer:
             flat = tensor.detach().reshape(-1)[part.tensor_start : part.tensor_start + part.numel]
             buffer.tensor(index).view(-1).copy_(flat)
         return buffer
+
+    def empty_like(self) -> DBuffer:
+        """A new, uninitialised buffer of the same kind; nothing is checked again."""
+        made = object.__new__(DBuffer)
+        for name in _KIND:
+            setattr(made, name, getattr(self, name))
+        made.offset_bytes = 0
+        made.storage = FlatStorage(self.nbytes, self.device, pin_memory=self.pin_memory)
+        made._pending = None
+        register(made, made.storage.untyped)
+        return made
 
     @staticmethod
     def of(tensor: torch.Tensor) -> tuple[DBuffer, int] | None:

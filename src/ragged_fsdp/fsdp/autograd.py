@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +14,11 @@ import torch
 __all__ = [
     "AfterBackward",
     "BeforeBackward",
-    "as_ordinary_tensors",
     "cast_floating",
     "in_backward",
     "map_tensors",
+    "on_parameters",
     "outside_compile",
-    "outside_functorch",
     "queue_callback",
 ]
 
@@ -106,44 +104,42 @@ def queue_callback(callback: Callable[[], None]) -> None:
 def outside_compile(function: Callable) -> Callable:
     """Keep the compiler out of ``function``: hooks resize storages and launch collectives.
 
-    The compiler is not imported for this; where it was never loaded nothing can be traced.
+    Outside compiled code ``function`` is called as it is; the compiler is not even imported.
     """
-    disabled: list[Callable] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not disabled:
-            if not torch.compiler.is_dynamo_compiling() and "torch._dynamo" not in sys.modules:
-                return function(*args, **kwargs)
-            disabled.append(torch._dynamo.disable(function, recursive=True))
-        return disabled[0](*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling() or _frame_callback() is not None:
+            return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return call
 
 
-def as_ordinary_tensors(function: Callable) -> Callable:
-    """Run ``function`` without autograd and outside inference mode: its tensors outlive the forward."""
+_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: frames run uncompiled
+
+
+def on_parameters(function: Callable) -> Callable:
+    """Run ``function`` on tensors that outlive the forward and are no inputs of it.
+
+    That is without autograd, outside inference mode and outside functorch transforms.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_inference_mode_enabled():
-            with torch.no_grad():
+        if torch._C._are_functorch_transforms_active():
+            with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
                 return function(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return function(*args, **kwargs)
+        if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-
-    return call
-
-
-def outside_functorch(function: Callable) -> Callable:
-    """Run ``function`` outside active functorch transforms: parameters are not their inputs."""
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._are_functorch_transforms_active():
+        torch._C._set_grad_enabled(False)
+        try:
             return function(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
-            return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(True)
 
     return call
 

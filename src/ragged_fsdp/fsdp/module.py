@@ -167,9 +167,11 @@ class FSDPModule(TorchFSDPModule):
             group.settings.reduce_unused = reduce_scatter_unused_params
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Gradient buffers alive at once (default 2: one is filled, one is reduced): memory against overlap.
+        """Gradient buffers alive at once: memory against overlap.
 
-        With 1 the gradients of a group are only collected once the reduction before it is over.
+        With 1, the default, gradients stay where autograd put them until the group's backward is over and
+        the reduction before it is done; then they move into the buffer together. With more, a buffer is
+        filled as gradients are produced, while others are being reduced.
         """
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")

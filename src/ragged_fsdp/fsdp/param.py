@@ -34,6 +34,9 @@ class ManagedParam:
         self.name = name
         self.fqn: str | None = None
         self.places = tuple(places)
+        # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
+        plain = all(type(p.module).__setattr__ is nn.Module.__setattr__ for p in self.places)
+        self.tables = [(p.module._parameters, p.attribute) for p in self.places] if plain else None
         self.uid = unique_id(original)
         self.inner_spec: DTensorSpec | None = original._spec if isinstance(original, DTensor) else None
         inner = original._local_tensor if isinstance(original, DTensor) else original
@@ -71,8 +74,7 @@ class ManagedParam:
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` wherever this parameter is registered."""
         for place in self.places:
-            # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
-            if type(place.module).__setattr__ is nn.Module.__setattr__:
+            if self.tables is not None:
                 place.module._parameters[place.attribute] = param
             else:
                 setattr(place.module, place.attribute, param)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum, auto
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
-from ragged_fsdp.fsdp.autograd import as_ordinary_tensors, outside_functorch
+from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.main_shard import MainShard
 from ragged_fsdp.fsdp.mesh import ParallelMesh
 from ragged_fsdp.fsdp.param import ManagedParam
@@ -27,6 +27,7 @@ from ragged_fsdp.fsdp.settings import GroupSettings
 
 __all__ = ["ParamGroup", "Phase", "Residence"]
 
+_NOTHING = nullcontext()
 _EAGER_GRAD_BYTES = 1 << 20  # gradients from this size on move into the buffer one by one, as they come
 
 
@@ -113,7 +114,7 @@ class ParamGroup:
         """Name for errors and profiles."""
         return self.fqn or (self.params[0].name if self.params else "")
 
-    @as_ordinary_tensors
+    @on_parameters
     def lazy_init(self) -> None:
         """Read the parameters again before the first use: users may have replaced or cast them."""
         self.context.use_device(self.device)
@@ -145,6 +146,10 @@ class ParamGroup:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {trainable}")
         self.trainable_dtype = next(iter(trainable), torch.float32)
         self.gradient_dtype = self.reduce_dtype or gathered_dtype(self.trainable_dtype, param_dtype)
+        self._prepare_weight(param_dtype)
+
+    def _prepare_weight(self, param_dtype: torch.dtype | None) -> None:
+        """Make the gathered buffer, without memory; again if the dtypes changed."""
         dtypes = tuple(gathered_dtype(p.dtype, param_dtype) for p in self.params)
         if self.model_weight is not None and self.model_weight.dtypes == dtypes:
             return
@@ -190,7 +195,7 @@ class ParamGroup:
                 f"Found following parameters on non-CPU device: {elsewhere}\n"
             )
 
-    @as_ordinary_tensors
+    @on_parameters
     def reset_sharded_params(self) -> None:
         """Bring parameters that were replaced, cast or moved back into one main shard."""
         for param in self.params:
@@ -228,8 +233,7 @@ class ParamGroup:
             )
         self.residence = to
 
-    @outside_functorch
-    @as_ordinary_tensors
+    @on_parameters
     def unshard(self, async_op: bool = False) -> None:
         """Issue the gather, unless it is under way or done."""
         if self.residence in (Residence.GATHERING, Residence.UNSHARDED):
@@ -265,7 +269,7 @@ class ParamGroup:
                 weight.flat, slot, group, async_op=async_op, comm=self.settings.custom_all_gather
             )
 
-    @outside_functorch
+    @on_parameters
     def wait_for_unshard(self) -> None:
         """Let the current stream see the gathered parameters and register them."""
         if self.residence is not Residence.GATHERING:
@@ -279,7 +283,7 @@ class ParamGroup:
                 unsharded.requires_grad_(param.sharded.requires_grad)
             if param.grad_hook is None and unsharded.requires_grad:
                 self._hook_gradient(param, unsharded)
-            param.register(unsharded)
+        self._register(unsharded=True)
         if self.parking is not None:
             self.parking.clear()
         self._move(Residence.UNSHARDED)
@@ -300,13 +304,17 @@ class ParamGroup:
         param.grad_hook = unsharded.register_post_accumulate_grad_hook(take)
 
     def _take_gradient(self, index: int, unsharded: torch.Tensor) -> None:
+        """Move a large gradient into the buffer at once, if there is or may be a buffer now.
+
+        With one gradient buffer the reduction before this group's may still use it: the gradients wait
+        for the post-backward rather than stop the computation.
+        """
         grad = unsharded.grad
-        if grad is not None:
+        if grad is not None and (self.context.max_grad_buffers > 1 or self.reducer.written):
             unsharded.grad = None
             self.reducer.store(index, grad)
 
-    @outside_functorch
-    @as_ordinary_tensors
+    @on_parameters
     def reshard(self) -> None:
         """Register the sharded parameters and free the gathered ones, as the phase and settings say."""
         if self.phase is Phase.FORWARD:
@@ -316,7 +324,7 @@ class ParamGroup:
                 self._park()
                 return
             if self.keep_gathered and self.residence is Residence.UNSHARDED:
-                self._register_sharded()
+                self._register(unsharded=False)
                 self._move(Residence.GATHERING)
                 return
         self.to_sharded()
@@ -327,12 +335,15 @@ class ParamGroup:
             return
         if self.residence is Residence.GATHERING:
             self._wait_gather()
-        self._register_sharded()
+        self._register(unsharded=False)
         if self.parking is not None:
             self.parking.clear()
+        self._release_weight()
+        self._move(Residence.SHARDED)
+
+    def _release_weight(self) -> None:
         assert self.model_weight is not None
         self.model_weight.release()
-        self._move(Residence.SHARDED)
 
     def drop_kept(self) -> None:
         """Give up data that was kept for a backward that did not come."""
@@ -346,29 +357,32 @@ class ParamGroup:
         self.model_weight.release()
         self._move(Residence.PARKED)
 
-    def _register_sharded(self) -> None:
+    def _register(self, *, unsharded: bool) -> None:
+        """Swap the registered parameters: this runs four times per step for each parameter."""
         for param in self.params:
-            param.register(param.sharded)
+            registered = param.unsharded if unsharded else param.sharded
+            if param.tables is None:
+                param.register(registered)  # type: ignore[arg-type]
+            else:
+                for table, name in param.tables:
+                    table[name] = registered
 
     # -- backward --------------------------------------------------------------------------------
 
-    def collect_gradients(self) -> None:
-        """Move the gradients that are still on the unsharded parameters into the buffer."""
+    def post_backward(self) -> None:
+        """Reshard and reduce; safe to call for a group that took no part in the backward."""
+        self.phase = Phase.POST_BACKWARD
         grads = []
         for index, param in enumerate(self.params):
             unsharded = param.unsharded
             if unsharded is not None and unsharded.grad is not None:
                 grads.append((index, unsharded.grad))
                 unsharded.grad = None
+        if self.settings.reshard_after_backward:
+            self.reshard()  # before the gradient buffer is allocated: it may take the same memory
         if grads:
             self.reducer.store_many(grads)
-
-    def post_backward(self) -> None:
-        """Reshard and reduce; safe to call for a group that took no part in the backward."""
-        self.phase = Phase.POST_BACKWARD
-        self.collect_gradients()
-        if self.settings.reshard_after_backward:
-            self.reshard()
+            grads.clear()
         if self.settings.reduce_grads:
             self.reducer.reduce()
 
@@ -391,7 +405,9 @@ class ParamGroup:
         self.to_sharded()
 
     def profile(self, what: str) -> AbstractContextManager:
-        """A named range in the profiler."""
+        """A named range in the profiler, if one is running."""
+        if not torch.autograd._profiler_enabled():
+            return _NOTHING
         return torch.profiler.record_function(f"FSDP::{what} ({self.label})")
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
-from ragged_fsdp.fsdp.grad_layout import GradLayout, grad_layout
+from ragged_fsdp.fsdp.grad_layout import GradLayout, Segment, grad_layout
 from ragged_fsdp.fsdp.schedule import PendingReduction
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ class GradReducer:
         self._layouts: dict[tuple[bool, ...], GradLayout] = {}
         self._layout: GradLayout | None = None
         self._splits: tuple[list[int], dict[int, int]] | None = None
+        self._main_kind: DBuffer | None = None
 
     # -- collecting ------------------------------------------------------------------------------
 
@@ -78,32 +79,43 @@ class GradReducer:
     @torch.no_grad()
     def store_many(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """The same for several gradients, with one call for all."""
+        full = self._buffer(grads)
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for index, grad in grads:
-            inner = self._inner(index, grad)
-            slots = self._slots(index, inner)
+            inner = grad if self.group.params[index].inner_spec is None else self._inner(index, grad)
             targets, sources = again if index in self.written else fresh
-            for slot, source in slots:
-                targets.append(slot)
-                sources.append(source)
+            self._add_slots(full, index, inner, targets, sources)
             self.written.add(index)
         if fresh[0]:
             torch._foreach_copy_(*fresh)
         if again[0]:
             torch._foreach_add_(*again)
 
-    def _slots(self, index: int, inner: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        full = self._buffer(index, inner.dtype)
+    def _add_slots(
+        self,
+        full: DBuffer,
+        index: int,
+        inner: torch.Tensor,
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+    ) -> None:
+        """Where the parts of a gradient go."""
+        if self.group.reduce_dtype is None and inner.dtype != full.dtype:
+            raise AssertionError(
+                f"FSDP reduce-scatter expects uniform gradient dtype but got {full.dtype} and "
+                f"{inner.dtype} for {self.group.params[index].name}"
+            )
         layout = self._layout
         assert layout is not None
         if layout.same_as_weights:
-            return [(full.tensors[index], inner)]
+            targets.append(full.tensors[index])
+            sources.append(inner)
+            return
         flat = inner.reshape(-1)
-        return [
-            (full.tensors[s.index], flat[s.tensor_start : s.tensor_start + s.numel])
-            for s in layout.segments[index]
-        ]
+        for segment in layout.segments[index]:
+            targets.append(full.tensors[segment.index])
+            sources.append(flat[segment.tensor_start : segment.tensor_start + segment.numel])
 
     def _inner(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """The part of a gradient that data parallelism reduces: local, in the parameter's placements."""
@@ -121,32 +133,29 @@ class GradReducer:
         local = grad._local_tensor
         return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 
-    def _buffer(self, index: int, grad_dtype: torch.dtype) -> DBuffer:
+    def _buffer(self, grads: Sequence[tuple[int, torch.Tensor]]) -> DBuffer:
         """The gradient buffer, allocated at the first gradient."""
-        full = self.full
-        if full is not None and self.written:
-            if self.group.reduce_dtype is None and grad_dtype != full.dtype:
-                raise AssertionError(
-                    f"FSDP reduce-scatter expects uniform gradient dtype but got {full.dtype} and "
-                    f"{grad_dtype} for {self.group.params[index].name}"
-                )
-            return full
+        if self.full is not None and self.written:
+            return self.full
+        return self._allocate(self.group.reduce_dtype or grads[0][1].dtype)
+
+    def _allocate(self, dtype: torch.dtype) -> DBuffer:
         context = self.group.context
         context.finish_of(self)  # the last reduction of this very buffer
         context.make_room()
-        self._choose_layout()
-        dtype = self.group.reduce_dtype or grad_dtype
-        if self.full is None or self.full.dtype != dtype or self.full.layout is not self._layout.layout:  # type: ignore[union-attr]
+        layout = self._choose_layout()
+        if self.full is None or self.full.dtype != dtype or self.full.layout is not layout.layout:
             self.full = self._make_buffer(dtype, Partial(), allocate=False)
         return self.full.materialize()
 
-    def _choose_layout(self) -> None:
+    def _choose_layout(self) -> GradLayout:
         trainable = tuple(p.sharded.requires_grad for p in self.group.params)
         if trainable not in self._layouts:
             self._layouts[trainable] = grad_layout(self.group.plan, trainable)
         if self._layout is not self._layouts[trainable]:
             self._layout = self._layouts[trainable]
-            self._splits = None
+            self._splits = self._main_kind = None
+        return self._layouts[trainable]
 
     def _make_buffer(
         self, dtype: torch.dtype, placement: Any, *, device: torch.device | None = None, allocate: bool = True
@@ -173,19 +182,17 @@ class GradReducer:
             self._touch_unused()
         if not self.written:
             return
-        full, context, settings = self.full, self.group.context, self.group.settings
-        assert full is not None
-        self._zero_unwritten()
-        mesh = self.group.mesh
+        context, settings, mesh = self.group.context, self.group.settings, self.group.mesh
+        self._make_ready()
         ranks = mesh.shard_size * mesh.replicate_size
-        how = scaling(full.dtype, ranks, settings.divide_factor, settings.sum_only)
+        how = scaling(self._sum_dtype(), ranks, settings.divide_factor, settings.sum_only)
         main_dtype = self.group.trainable_dtype
-        direct = full.dtype == main_dtype
-        main = self._make_buffer(main_dtype, Shard(0))
-        reduced = main.flat if direct else full.slot
-        event = self._communicate(full, reduced, how)
+        direct = self._sum_dtype() == main_dtype
+        main = self._make_main(main_dtype)
+        reduced = self._target(main, direct)
+        event = self._communicate(reduced, how)
         if event is not None:
-            context.pending.append(PendingReduction(event[0], self._releaser(full, main), self))
+            context.pending.append(PendingReduction(event[0], self._releaser(main), self))
             self.written.clear()
             return
         stream, hook_stream = self._last_stream()
@@ -196,28 +203,52 @@ class GradReducer:
                 main.flat.copy_(reduced)
             self._assign(main)
             done = context.record()
-        context.pending.append(PendingReduction(done, self._releaser(full, main), self))
+        context.pending.append(PendingReduction(done, self._releaser(main), self))
         self.written.clear()
 
-    def _communicate(self, full: DBuffer, reduced: torch.Tensor, how: Scaling) -> tuple[Any] | None:
+    def _make_main(self, dtype: torch.dtype) -> DBuffer:
+        """A new buffer for the reduced shard: the user may keep the gradients, so it is never reused."""
+        if self._main_kind is None or self._main_kind.dtype != dtype:
+            self._main_kind = self._make_buffer(dtype, Shard(0), allocate=False)
+        return self._main_kind.empty_like()
+
+    def _make_ready(self) -> None:
+        """Last step before the collective, on the compute stream."""
+        self._zero({i for i, s in enumerate(self._segments()) if s} - self.written)
+
+    def _sum_dtype(self) -> torch.dtype:
+        assert self.full is not None
+        return self.full.dtype
+
+    def _target(self, main: DBuffer, direct: bool) -> torch.Tensor:
+        """Where the reduced shard goes: straight into ``main`` if the dtypes agree."""
+        assert self.full is not None
+        return main.flat if direct else self.full.slot
+
+    def _scatter(self, reduced: torch.Tensor, how: Scaling) -> None:
+        """Reduce over the shard group: this rank's part of the sum is ``reduced``."""
+        group, full = self.group, self.full
+        assert full is not None
+        if how.before not in (None, 1.0):
+            full.flat.div_(how.before)
+        if group.mesh.shard_size > 1:
+            pg = group.mesh.reduce_group or group.mesh.shard_group
+            group.context.note_collective("reduce_scatter", group)
+            with (
+                collectives.explain_failure("reduce-scatter", group.label, pg),
+                group.profile("reduce_scatter"),
+            ):
+                op, comm = collectives.reduce_op(how.average), group.settings.custom_reduce_scatter
+                collectives.reduce_scatter(reduced, full.flat, pg, op=op, comm=comm)
+        elif reduced.data_ptr() != full.slot.data_ptr():
+            reduced.copy_(full.slot)
+
+    def _communicate(self, reduced: torch.Tensor, how: Scaling) -> tuple[Any] | None:
         """Reduce-scatter and all-reduce; a 1-tuple of an event if the all-reduce is to come later."""
         group, context, settings = self.group, self.group.context, self.group.settings
         mesh = group.mesh
         with context.on_stream("reduce"):
-            if how.before not in (None, 1.0):
-                full.flat.div_(how.before)
-            if mesh.shard_size > 1:
-                pg = mesh.reduce_group or mesh.shard_group
-                with (
-                    collectives.explain_failure("reduce-scatter", group.label, pg),
-                    group.profile("reduce_scatter"),
-                ):
-                    op = collectives.reduce_op(how.average)
-                    comm = settings.custom_reduce_scatter
-                    context.note_collective("reduce_scatter", group)
-                    collectives.reduce_scatter(reduced, full.flat, pg, op=op, comm=comm)
-            elif reduced.data_ptr() != full.slot.data_ptr():
-                reduced.copy_(full.slot)
+            self._scatter(reduced, how)
             if mesh.replicate_group is not None:
                 if self.partial is not None:
                     reduced.add_(self.partial)
@@ -310,14 +341,15 @@ class GradReducer:
         ]
         if not unused:
             return
-        self._buffer(unused[0], self.full.dtype if self.full and self.written else self.group.gradient_dtype)
+        if self.full is None or not self.written:
+            self._allocate(self.group.gradient_dtype)
         missing = set(unused)
         self._zero(missing)
         self.written |= missing
 
-    def _zero_unwritten(self) -> None:
+    def _segments(self) -> tuple[tuple[Segment, ...], ...]:
         assert self._layout is not None
-        self._zero({i for i, s in enumerate(self._layout.segments) if s} - self.written)
+        return self._layout.segments
 
     def _zero(self, indices: set[int]) -> None:
         assert self._layout is not None and self.full is not None
@@ -325,7 +357,10 @@ class GradReducer:
         if slots:
             torch._foreach_zero_(slots)
 
-    def _releaser(self, full: DBuffer, main: DBuffer) -> Any:
+    def _releaser(self, main: DBuffer) -> Any:
+        full = self.full
+        assert full is not None
+
         def release() -> None:
             # ``main`` is kept until here: a gradient dropped during backward must not give its memory
             # to the compute stream while the reduction still writes it

@@ -47,7 +47,7 @@ class RootContext:
                 group.context = self.comm
                 self._owner[group] = state
         groups = list(self._owner)
-        self.comm.max_grad_buffers = max((g.settings.max_grad_buffers for g in groups), default=2)
+        self.comm.max_grad_buffers = max((g.settings.max_grad_buffers for g in groups), default=1)
         self._name(groups, module)
         self._check_shared(groups)
         for group in groups:

@@ -42,8 +42,8 @@ class CommContext:
         self.device_module: Any = None
         self.streams: dict[str, Any] = {}
         self.pending: deque[PendingReduction] = deque()
-        self.max_grad_buffers = 2
-        """Gradient buffers alive at once: one is filled while the others are reduced."""
+        self.max_grad_buffers = 1
+        """Gradient buffers alive at once. With more than one, a buffer is filled while others are reduced."""
         self.order_check = OrderCheck() if debug_enabled() else None
         self.backward_order: list[ParamGroup] = []
         """Groups in the order their forward ended; backward runs through it from the end."""

@@ -26,7 +26,7 @@ class GroupSettings:
     sum_only: bool = False
     """Whether collectives may only sum; scaling is then done before or after them."""
     unshard_async_op: bool = False
-    max_grad_buffers: int = 2
+    max_grad_buffers: int = 1
     """Gradient buffers alive at once below this group's root; the largest setting counts."""
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: Any = None
