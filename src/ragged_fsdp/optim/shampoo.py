@@ -1,0 +1,251 @@
+"""Shampoo on blocks that never leave their rank.
+
+A matrix is cut into blocks, from its global shape alone (see ``quant_grid``). Each block G of its gradient
+has two preconditioners, running means of G G^T and G^T G, and is updated along L^(-1/p) G R^(-1/p), scaled
+to the length that an Adam step of the block would have (*grafting*): the direction is Shampoo's, the step
+size Adam's. Blocks do not know of each other, so a step needs no communication where the sharding keeps them
+whole, and gives the same numbers at any world size. Inverse roots are renewed every ``root_interval`` steps.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ragged_fsdp.optim.adam8bit_reference import (
+    AdamScalars,
+    adam_direction,
+    from_blocks,
+    prepared_grad,
+    to_blocks,
+)
+from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
+from ragged_fsdp.optim.state import (
+    ExactStateOptimizer,
+    local_of,
+    require_matching_grad,
+    require_plain_shards,
+    require_whole_blocks,
+    state_like,
+    state_over_blocks,
+)
+
+__all__ = ["Shampoo", "inverse_root"]
+
+_LOG = logging.getLogger(__name__)
+_STATISTICS = ("left", "right", "left_root", "right_root")
+
+
+class Shampoo(ExactStateOptimizer):
+    """Blocked Shampoo with grafting to Adam and decoupled weight decay.
+
+    Args:
+        params: parameters, named parameters or groups. Ragged or ``Shard`` DTensors and plain tensors.
+        lr, eps, weight_decay: of the Adam step that sets the length of the update.
+        betas: decay of the first moment, and of Adam's second moment and the preconditioners.
+        block_shape: rows and columns of a block, powers of two; also what a shard must keep whole. Leading
+            dims are batches of matrices.
+        root_interval: steps between renewals of the inverse roots.
+        start_step: Adam updates before the first preconditioned one, while statistics build up.
+        exponent: p of the inverse roots; 4 is Shampoo's for a matrix, 2 is close to a full-matrix Adam.
+        damping: added to the eigenvalues of a preconditioner, relative to its largest.
+        min_numel, exclude: parameters under so many elements, or with names that match one of these shell
+            patterns, are updated by Adam alone; so are vectors.
+
+    Every option may be set per group.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        block_shape: tuple[int, int] = (128, 128),
+        root_interval: int = 10,
+        start_step: int = 5,
+        exponent: float = 4.0,
+        damping: float = 1e-6,
+        min_numel: int = 4096,
+        exclude: Sequence[str] = (),
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "block_shape": tuple(block_shape),
+            "root_interval": root_interval,
+            "start_step": start_step,
+            "exponent": exponent,
+            "damping": damping,
+            "min_numel": min_numel,
+            "exclude": (exclude,) if isinstance(exclude, str) else tuple(exclude),
+            "maximize": maximize,
+        }
+        self._blocks: dict[Tensor, LocalBlocks | None] = {}
+        self._names: dict[Tensor, str] = {}
+        super().__init__(params, defaults)
+        plain = [self._names[param] for param, blocks in self._blocks.items() if blocks is None]
+        _LOG.info("Shampoo: Adam alone for %d parameters: %s", len(plain), ", ".join(plain) or "none")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; nothing is changed if one of its parameters cannot be optimised."""
+        super().add_param_group(param_group)
+        try:
+            self._plan_group(len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._blocks, self._names = {}, {}
+        for index in range(len(self.param_groups)):
+            self._plan_group(index)
+
+    def _plan_group(self, index: int) -> None:
+        group = self.param_groups[index]
+        _check_options(group)
+        blocks: dict[Tensor, LocalBlocks | None] = {}
+        names = {}
+        for name, param in self.named_group_params(index):
+            require_plain_shards(name, param)
+            if not param.is_floating_point():
+                raise TypeError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+            grid = block_grid(tuple(param.shape), tuple(group["block_shape"]))
+            if group["exclude"] and "param_names" not in group:
+                raise ValueError(
+                    "exclude matches names, but parameters came without; pass named_parameters()."
+                )
+            alone = not grid.tiled or param.numel() < group["min_numel"]
+            alone = alone or any(fnmatch.fnmatchcase(name, pattern) for pattern in group["exclude"])
+            blocks[param] = None if alone else require_whole_blocks(name, param, grid)
+            names[param] = name
+        self._blocks.update(blocks)
+        self._names.update(names)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; no communication."""
+        loss = self._loss_of(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    require_matching_grad(self._names[param], param)
+                    self._update(param, group)
+        return loss
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        blocks, state = self._blocks[param], self.state[param]
+        if not state:
+            state.update(_new_state(param, blocks))
+        state["step"] += 1
+        step = int(state["step"])
+        scalars = AdamScalars.of(group, step, decoupled=True)
+        weight = local_of(param)
+        mean, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+        if not weight.numel():
+            return
+        grad = prepared_grad(local_of(param.grad), weight, scalars)  # type: ignore[arg-type]
+        new_mean, new_square, direction = adam_direction(grad, mean, square, scalars)
+        mean.copy_(new_mean)
+        square.copy_(new_square)
+        if blocks is not None:
+            statistics = {key: local_of(state[key]) for key in _STATISTICS}
+            statistics = {key: s.view(-1, *s.shape[-2:]) for key, s in statistics.items()}
+            _accumulate(statistics, _as_matrices(grad, blocks), group["betas"][1])
+            since_start = step - group["start_step"]
+            if since_start >= 0 and since_start % group["root_interval"] == 0:
+                _renew_roots(statistics, group)
+            if since_start >= 0:
+                grafted = _grafted(_as_matrices(mean, blocks), _as_matrices(direction, blocks), statistics)
+                whole = F.pad(grafted, (0, blocks.grid.block_cols - grafted.shape[-1]))
+                direction = from_blocks(whole.flatten(1), blocks).view(weight.shape)
+        weight.copy_(weight.float() * scalars.decay_factor - direction * scalars.step_size)
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    for key, ok, expected in (
+        ("lr", float(group["lr"]) >= 0, "non-negative"),
+        ("eps", group["eps"] > 0, "positive"),
+        ("weight_decay", group["weight_decay"] >= 0, "non-negative"),
+        ("betas", all(0 <= beta < 1 for beta in group["betas"]), "in [0, 1)"),
+        ("root_interval", group["root_interval"] >= 1, "at least 1"),
+        ("start_step", group["start_step"] >= 1, "at least 1"),
+        ("exponent", group["exponent"] > 0, "positive"),
+        ("damping", group["damping"] > 0, "positive"),
+    ):
+        if not ok:
+            raise ValueError(f"{key} must be {expected}, got {group[key]}.")
+
+
+def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
+    local = local_of(param)
+    state = {"step": torch.zeros((), dtype=torch.float32)}
+    for key in ("exp_avg", "exp_avg_sq"):
+        zeros = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
+        state[key] = state_like(param, zeros)
+    if blocks is not None:
+        count = blocks.grid_rows * blocks.grid_cols
+        sides = {"left": blocks.grid.block_rows, "right": min(blocks.grid.block_cols, blocks.grid.cols)}
+        for key in _STATISTICS:
+            side = sides[key.removesuffix("_root")]
+            zeros = torch.zeros(count, side, side, dtype=torch.float32, device=local.device)
+            state[key] = state_over_blocks(param, blocks.grid, zeros)
+    return state
+
+
+def _as_matrices(values: Tensor, blocks: LocalBlocks) -> Tensor:
+    """Local values as (count, rows, columns) blocks; columns beyond the parameter are zero."""
+    grid = blocks.grid
+    matrices = to_blocks(values.reshape(-1), blocks).view(-1, grid.block_rows, grid.block_cols)
+    return matrices[:, :, : min(grid.block_cols, grid.cols)]
+
+
+def _accumulate(statistics: dict[str, Tensor], grads: Tensor, beta: float) -> None:
+    """Running means of G G^T and G^T G."""
+    transposed = grads.mT
+    for key, product in (("left", (grads, transposed)), ("right", (transposed, grads))):
+        statistics[key].mul_(beta).add_((product[0] @ product[1]).mul_(1 - beta))
+
+
+def _renew_roots(statistics: dict[str, Tensor], group: dict[str, Any]) -> None:
+    for key in ("left", "right"):
+        root = inverse_root(statistics[key], group["exponent"], group["damping"])
+        statistics[f"{key}_root"].copy_(root)
+
+
+def inverse_root(matrices: Tensor, exponent: float, damping: float) -> Tensor:
+    """``M^(-1/exponent)`` of symmetric positive semi-definite (count, n, n) matrices.
+
+    Eigenvalues are raised to at least ``damping`` times the largest, and by as much; a matrix of zeros
+    (a block that never had a gradient) gives the identity, one with non-finite entries NaN.
+    """
+    largest = torch.linalg.matrix_norm(matrices, ord=torch.inf)  # bounds the spectral norm
+    finite = largest.isfinite()
+    scale = torch.where(finite & (largest > 0), largest, 1.0)[:, None, None]
+    values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], matrices / scale, 0.0))
+    top = values[:, -1:].clamp(min=torch.finfo(values.dtype).tiny)
+    powers = (values.clamp(min=0) + damping * top) * scale[:, :, 0]
+    root = (vectors * powers.pow(-1.0 / exponent)[:, None, :]) @ vectors.mT
+    identity = torch.eye(matrices.shape[-1], dtype=root.dtype, device=root.device)
+    root = torch.where((largest > 0)[:, None, None], root, identity)
+    return torch.where(finite[:, None, None], root, torch.nan)
+
+
+def _grafted(mean: Tensor, adam: Tensor, statistics: dict[str, Tensor]) -> Tensor:
+    """Shampoo's direction with the length of Adam's, block by block."""
+    direction = statistics["left_root"] @ mean @ statistics["right_root"]
+    length = torch.linalg.matrix_norm(direction, keepdim=True)
+    wanted = torch.linalg.matrix_norm(adam, keepdim=True)
+    return direction * torch.where(length > 0, wanted / length, 0.0)
