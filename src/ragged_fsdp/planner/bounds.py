@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from ragged_fsdp.planner.classes import class_floor, lcm_classes
 from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
-__all__ = ["class_floors"]
+__all__ = ["class_floors", "dominant_quantum"]
 
 
 def class_floors(problem: Problem, most: int) -> dict[int, int]:
@@ -32,6 +32,17 @@ def class_floors(problem: Problem, most: int) -> dict[int, int]:
         if floor < most:
             floors[divisor] = floor
     return floors
+
+
+def dominant_quantum(problem: Problem) -> int:
+    """What shards filled by most of the volume hold multiples of; 1 if nothing dominates.
+
+    Between two multiples only shards with finer content gain room, so the best size is mostly at one.
+    """
+    for quantum, fine in _coarse_cuts(problem):
+        if sum(numel * count for (numel, _), count in fine.items()) * 5 <= problem.tensor_numel:
+            return quantum
+    return 1
 
 
 def _coarse_cuts(problem: Problem) -> Iterator[tuple[int, dict[Kind, int]]]:

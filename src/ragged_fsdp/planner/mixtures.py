@@ -7,6 +7,7 @@ from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
 __all__ = ["full_mixes", "joined_pieces", "relaxed_mix"]
 
+_SMALL = 16
 _BANDS = (None, 64, 16)
 _CHAIN_LENGTHS = (64, 32, 16, 8, 4, 1)
 
@@ -61,13 +62,17 @@ def joined_pieces(problem: Problem, free: list[Kind], most: int) -> list[Piece]:
     return sorted(pieces, key=lambda piece: (-piece.kind[0], piece.parts))
 
 
-def relaxed_mix(problem: Problem, work: int) -> Mix | None:
-    """An exact programme over the tensors that matter most: what does not fit without the rest never fits."""
+def relaxed_mix(problem: Problem, shard: int, work: int) -> Mix | None:
+    """An exact programme over the tensors that matter most: what does not fit without the rest never fits.
+
+    Tensors far smaller than a shard change little and multiply the states, so they are left out first.
+    """
     counts = problem.counts
     weight = sorted(counts, key=lambda kind: (-kind[0] * counts[kind], -kind[1], -kind[0]))
     chosen: list[tuple[Kind, int]] = []
     for kind in weight:
         grown = Mix((*chosen, (kind, counts[kind])))
-        if grown.work <= work:
+        small = kind[0] * _SMALL < shard
+        if grown.work <= (work // 8 if small else work):
             chosen.append((kind, counts[kind]))
     return Mix(tuple(chosen)) if chosen else None

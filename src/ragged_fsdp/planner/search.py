@@ -7,13 +7,13 @@ all ranks take the same path to the same layout.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ragged_fsdp.planner.bounds import class_floors
+from ragged_fsdp.planner.bounds import class_floors, dominant_quantum
 from ragged_fsdp.planner.classes import class_floor, ladder
 from ragged_fsdp.planner.earliest import place_in_order
 from ragged_fsdp.planner.mixing import Mix, best_mix
 from ragged_fsdp.planner.mixtures import full_mixes, relaxed_mix
 from ragged_fsdp.planner.orders import cheap_orders
-from ragged_fsdp.planner.problem import Kind, Problem
+from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
 __all__ = ["EFFORT", "Outcome", "best_layout", "order_layout", "quick_bound"]
 
@@ -66,6 +66,7 @@ class _Search:
     order: tuple[Kind, ...] = ()
     floors: dict[int, int] = field(default_factory=dict)
     spent: int = 0
+    failed: set[tuple[Mix, int, int]] = field(default_factory=set)
 
     def run(self) -> Outcome:
         self.best, self.order = self.problem.largest_shard, self.problem.kinds
@@ -73,7 +74,7 @@ class _Search:
         self._climb_ladder(orders[0])
         self.floors = class_floors(self.problem, self.best)
         self._try_cheap_orders(orders)
-        for stage in (self._try_floor, self._prove_quickly, self._search_class, self._prove):
+        for stage in (self._try_floor, self._search_class, self._prove):
             # Large divisors first: their classes have few members, and each success narrows the others.
             for divisor in sorted(self.floors, reverse=True):
                 if self._done():
@@ -142,17 +143,34 @@ class _Search:
             self._mix_fits(self.floors[divisor], divisor)
 
     def _search_class(self, divisor: int) -> None:
-        """Bisection over the members of a class, with the best order the programme finds at each."""
-        low, high = self.floors[divisor] // divisor, self._top(divisor) // divisor
+        """Bisection over the members of a class, with the best order the programme finds at each.
+
+        First over the members at multiples of the quantum, then, if the largest member below the best
+        fits as well, over all that are left.
+        """
+        quantum = dominant_quantum(self.problem)
+        low = self.floors[divisor]
+        if quantum > divisor:
+            low = self._bisect(divisor, quantum, low, self._top(divisor))
+        self._prove(divisor, self.effort // 8)
+        low, high = max(low, self.floors[divisor]), self._top(divisor)
+        if low <= high and self._mix_fits(high, divisor):
+            self._bisect(divisor, divisor, low, high - divisor)
+
+    def _bisect(self, divisor: int, spacing: int, least: int, most: int) -> int:
+        """Try members next to multiples of ``spacing``; returns where members not known to fail begin."""
+        low, high = -(-least // spacing), most // spacing
         while low <= high:
             middle = (low + high) // 2
-            fits = self._mix_fits(middle * divisor, divisor)
+            shard = align_up(middle * spacing, divisor)
+            fits = shard <= most and self._mix_fits(shard, divisor)
             if fits is None:
-                return
+                return most + divisor
             if fits:
                 high = middle - 1
             else:
-                low = middle + 1
+                low, least = middle + 1, max(least, shard + divisor)
+        return least
 
     def _mix_fits(self, shard: int, divisor: int) -> bool | None:
         """Whether some order fits, kept if so; None where the effort is spent."""
@@ -171,17 +189,18 @@ class _Search:
         """The programme's order, empty if it found none; None where it would spend more than ``limit``."""
         if self.spent + mix.work > limit or not self.problem.fits_arrays:
             return None
+        if (mix, shard, divisor) in self.failed:
+            return []
         order, work = best_mix(self.problem, mix, shard, divisor)
         self.spent += work
+        if order is None:
+            self.failed.add((mix, shard, divisor))
         return order or []
-
-    def _prove_quickly(self, divisor: int) -> None:
-        self._prove(divisor, self.effort // 10)
 
     def _prove(self, divisor: int, work: int | None = None) -> None:
         """If even some of the tensors do not fit in the largest member below the best, none does."""
         top = self._top(divisor)
-        mix = relaxed_mix(self.problem, self.effort // 3 if work is None else work)
+        mix = relaxed_mix(self.problem, top, self.effort // 3 if work is None else work)
         if (
             top >= self.floors[divisor]
             and mix is not None
