@@ -18,6 +18,7 @@ __all__ = [
     "all_gather_",
     "all_reduce_",
     "all_to_all",
+    "all_to_all_pieces",
     "explain_failure",
     "reduce_op",
     "reduce_scatter",
@@ -83,6 +84,13 @@ def all_to_all(
 ) -> dist.Work | None:
     """Send the r-th equal part of ``sent`` to rank r; ``received`` holds one part from each rank."""
     return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
+
+
+def all_to_all_pieces(
+    received: list[torch.Tensor], sent: list[torch.Tensor], group: dist.ProcessGroup
+) -> dist.Work | None:
+    """The same for parts that lie anywhere: ``sent[r]`` goes to rank r; parts may be empty."""
+    return dist.all_to_all(received, sent, group=group)
 
 
 def reduce_op(average: bool) -> Any:
