@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GradReducer", "Scaling", "scaling"]
 
+_ALONE_NUMEL = 1 << 18
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -51,6 +53,19 @@ def scaling(dtype: torch.dtype, ranks: int, divide_factor: float | None, sum_onl
     while factor % before == 0 and factor / before > before:
         before *= 2
     return Scaling(average=False, before=before, after=factor / before)
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy large tensors one by one: a foreach cuts them into pieces with a launch each."""
+    small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for target, source in zip(targets, sources):
+        if source.numel() >= _ALONE_NUMEL:
+            target.copy_(source)
+        else:
+            small[0].append(target)
+            small[1].append(source)
+    if small[0]:
+        torch._foreach_copy_(*small)
 
 
 class GradReducer:
@@ -88,7 +103,7 @@ class GradReducer:
             self._add_slots(full, index, inner, targets, sources)
             self.written.add(index)
         if fresh[0]:
-            torch._foreach_copy_(*fresh)
+            _copy_all(*fresh)
         if again[0]:
             torch._foreach_add_(*again)
 
