@@ -106,7 +106,7 @@ def step(
 
 @app.command()
 def overhead(
-    layers: Annotated[int, typer.Option(help="Number of small layers.")] = 64,
+    layers: Annotated[int, typer.Option(help="Number of small layers.")] = 24,
     tokens: Annotated[int, typer.Option(help="Tokens of this rank: whole sequences.")] = 128,
     ranks: Annotated[int, typer.Option(help="Ranks to be rank 0 of.")] = 64,
     implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,fsdp2",
@@ -118,7 +118,7 @@ def overhead(
     from .runner import run_case, save
 
     _need_cuda()
-    case = Case("small-dense", layers, tokens, ranks, iterations=20, options=_options(option))
+    case = Case("small-dense", layers, tokens, ranks, iterations=10, options=_options(option))
     result = run_case(case, implementations.split(","), _CONSOLE.out)
     _CONSOLE.print(overhead_table(result))
     if out is not None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -138,19 +139,21 @@ def _megatron(case: Case, device: torch.device) -> Trainer:
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
     stack = _dense_stack(case, device, torch.bfloat16)
-    model, optimizer = fully_shard(
-        stack,
-        _adamw(stack.parameters()),
-        fsdp_unit_modules=[Layer],
-        zero_dp_strategy=3,
-        device=device,
-        mixed_precision_policy=MixedPrecisionPolicy(
-            main_params_dtype=torch.float32,
-            main_grads_dtype=torch.float32,
-            grad_comm_dtype=_DTYPES[case.reduce_dtype],
-        ),
-        preproc_state_dict_for_dcp_ckpt=False,
-    )
+    # It checks that the ranks' shards cover each tensor, except where it is told that there is one rank.
+    with mock.patch.object(dist, "get_backend", lambda *_: "fake"):
+        model, optimizer = fully_shard(
+            stack,
+            _adamw(stack.parameters()),
+            fsdp_unit_modules=[Layer],
+            zero_dp_strategy=3,
+            device=device,
+            mixed_precision_policy=MixedPrecisionPolicy(
+                main_params_dtype=torch.float32,
+                main_grads_dtype=torch.float32,
+                grad_comm_dtype=_DTYPES[case.reduce_dtype],
+            ),
+            preproc_state_dict_for_dcp_ckpt=False,
+        )
     return _trainer(model, stack, optimizer)
 
 

@@ -31,7 +31,7 @@ import torch.distributed as dist
 __all__ = ["BACKEND", "PAYLOADS", "Wire", "WireGroup", "join"]
 
 BACKEND = "wire"
-PAYLOADS = ("repeat", "distinct")
+PAYLOADS = ("repeat", "distinct", "zeros")
 _POOL_BYTES = 1 << 30
 _INIT_STD = 0.02
 
@@ -42,7 +42,8 @@ class Wire:
 
     ``payload`` says what a gather delivers for the other ranks: ``repeat`` copies this rank's part
     (what torch's fake process group does), ``distinct`` delivers random numbers of the size of freshly
-    initialised weights. Matrix products on repeated data draw less power, and so run at higher clocks.
+    initialised weights, ``zeros`` clears it. Matrix products on zeros draw less power and so run at
+    higher clocks than any training will: results under ``zeros`` compare with other such results only.
     """
 
     bandwidth_gb_s: float | None = None
@@ -96,14 +97,16 @@ class Wire:
         flat = output.view(-1)
         own = flat.narrow(0, rank * part.numel(), part.numel())
         in_place = own.data_ptr() == part.data_ptr()
-        if self.payload == "distinct":
-            kept = part.clone() if in_place else part
-            self._fill_from_pool(flat)
-            own.copy_(kept.view(-1))
-            return
         if not in_place:
             own.copy_(part.view(-1))
-        _repeat(flat, part.numel(), rank)
+        if self.payload == "repeat":
+            _repeat(flat, part.numel(), rank)
+            return
+        for others in (flat[: rank * part.numel()], flat[(rank + 1) * part.numel() :]):
+            if self.payload == "zeros":
+                others.zero_()
+            else:
+                self._fill_from_pool(others)
 
     def _fill_from_pool(self, flat: torch.Tensor) -> None:
         pool = self._pools.get(flat.dtype)
