@@ -53,6 +53,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None,
+    reduction: str = "reduce_scatter",
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it.
 
@@ -76,6 +77,9 @@ def fully_shard(
         orig_param_policy: ``policy(name, param)`` returns how much of a parameter must stay on one rank:
             ``Elements(n)``, ``Rows(n)``, ``Whole()``, or None for no constraint. Names are relative to
             ``module``.
+        reduction: ``"reduce_scatter"`` adds gradients on the wire, in ``reduce_dtype``. ``"all_to_all"``
+            sends them as autograd produced them and adds them on arrival in ``reduce_dtype``: for bf16
+            gradients added in fp32 half the bytes, no cast and no buffer of the whole gradient.
     """
     options = Options(
         mesh=mesh,
@@ -86,6 +90,7 @@ def fully_shard(
         ignored_params=frozenset(ignored_params or ()),
         dp_mesh_dims=dp_mesh_dims,
         orig_param_policy=orig_param_policy,
+        reduction=reduction,
     )
     options.check_types()
     for one in [module] if isinstance(module, nn.Module) else _listed(module):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fsdp_cases import (
+    RAGGED,
     Transformer,
     assert_same,
     average_gradients,
@@ -14,7 +15,8 @@ from fsdp_cases import (
 )
 from rank_pool import DEVICE, spmd
 
-PINNED = [False, True] if DEVICE == "cuda" else [False]
+# without an accelerator there is nothing to pin memory for, and stock FSDP2 raises
+PINNED = [False, True] if DEVICE == "cuda" or RAGGED else [False]
 
 
 @pytest.mark.parametrize("pinned", PINNED)
@@ -31,14 +33,13 @@ def test_training_with_offload(rank, pinned):
         average_gradients(reference)
         for parameter in model.parameters():
             assert parameter.device.type == parameter.grad.device.type == "cpu"
-            assert parameter.to_local().is_pinned() == (pinned and parameter.to_local().numel() > 0)
+            local = parameter.to_local()
+            assert local.is_pinned() == (pinned and DEVICE == "cuda" and local.numel() > 0)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    for parameter, reference_parameter in zip(model.parameters(), reference.parameters()):
+    for parameter in model.parameters():
         assert ours.state[parameter]["exp_avg"].device.type == "cpu"
-        whole = torch.zeros_like(reference_parameter, device="cpu")
-        whole.copy_(reference_parameter.detach())
     if rank.device == "cpu":
         assert_same(model, reference)
 

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ragged_fsdp.dtensor.geometry import (
     ragged_layout,
@@ -60,10 +61,16 @@ def distribute_tensor(
     base = stock_distribute_tensor(source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
     target = with_placements(base._spec, spec.placements)
     local = redistribute_local_tensor(base._local_tensor, base._spec, target)
-    if not tensor.is_meta and local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+    if not tensor.is_meta and _may_alias(local, tensor):
         local = local.clone()  # a sharded tensor never shares the memory of its source
     local = local.detach().requires_grad_(tensor.requires_grad)
     return DTensor(local, spec, requires_grad=tensor.requires_grad)
+
+
+def _may_alias(local: torch.Tensor, tensor: torch.Tensor) -> bool:
+    if is_traceable_wrapper_subclass(tensor):  # has no storage of its own to compare
+        return True
+    return local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:

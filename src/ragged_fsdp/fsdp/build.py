@@ -14,7 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from ragged_fsdp.fsdp.main_shard import MainShard
+from ragged_fsdp.fsdp.exchange import ExchangeReducer
+from ragged_fsdp.fsdp.extension import ExtensionGroup, RowPieces, RowPlan, is_extended, row_plan
+from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.managed import Managed
 from ragged_fsdp.fsdp.mesh import ParallelMesh
 from ragged_fsdp.fsdp.param import ManagedParam
@@ -28,6 +30,7 @@ from ragged_fsdp.policy import Elements, Rows, Whole
 __all__ = ["GroupBuilder", "Options"]
 
 logger = logging.getLogger("ragged_fsdp")
+_REDUCTIONS = ("reduce_scatter", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Options:
     ignored_params: frozenset[nn.Parameter]
     dp_mesh_dims: Any
     orig_param_policy: Callable[[str, nn.Parameter], Any] | None
+    reduction: str = "reduce_scatter"
 
     def check_types(self) -> None:
         """Raise on an argument of the wrong type, naming it."""
@@ -54,6 +58,8 @@ class Options:
             if not isinstance(getattr(self, name), types):
                 kind = types[0].__name__ if isinstance(types, tuple) else types.__name__
                 raise TypeError(f"fully_shard: {name} must be a {kind}, got {getattr(self, name)!r}.")
+        if self.reduction not in _REDUCTIONS:
+            raise ValueError(f"fully_shard: reduction must be one of {_REDUCTIONS}, got {self.reduction!r}.")
         for name in ("shard_placement_fn", "orig_param_policy"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
@@ -182,7 +188,8 @@ class GroupBuilder:
         """Plan one group per mesh, compare the plans of the ranks, then cut and register the parameters."""
         by_mesh: dict[Any, list[int]] = {}
         for index, choice in enumerate(self._choices):
-            by_mesh.setdefault(choice.mesh.key(), []).append(index)
+            kind = is_extended(managed.params[index])
+            by_mesh.setdefault((choice.mesh.key(), kind), []).append(index)
         planned = []
         for members in by_mesh.values():
             mesh = self._choices[members[0]].mesh
@@ -193,6 +200,10 @@ class GroupBuilder:
 
     def _plan(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> GroupPlan:
         params = [managed.params[i] for i in members]
+        if is_extended(params[0]):
+            names, inners = [managed.names[i] for i in members], [_inner(param) for param in params]
+            dtypes = [inner.dtype for inner in inners]
+            return row_plan(names, [inner.shape for inner in inners], dtypes, mesh.shard_size)
         plan = make_plan(
             [managed.names[i] for i in members],
             [outer_shapes(param)[0] for param in params],
@@ -213,30 +224,36 @@ class GroupBuilder:
         plan: GroupPlan,
     ) -> ParamGroup:
         params = [ManagedParam(managed.names[i], managed.params[i], managed.places[i]) for i in members]
-        main = self._cut(params, mesh, plan)
+        main: Any = self._cut(params, mesh, plan)
         for index, param in enumerate(params):
             original = param.sharded
             target, placements = mesh.placements_for(original, param.name, place(plan, index, original))
             attach = param.attach_shard if mesh.shards else param.attach_replicated
             attach(main.pieces[index], target, placements)
         options = self.options
-        group = ParamGroup(
+        group = (ExtensionGroup if isinstance(plan, RowPlan) else ParamGroup)(
             params, modules, mesh, plan, main, self.device, options.mp_policy, options.offload_policy
         )
+        if options.reduction == "all_to_all":
+            group.reducer = ExchangeReducer(group)
         self._set_reshard(group)
         return group
 
-    def _cut(self, params: Sequence[ManagedParam], mesh: ParallelMesh, plan: GroupPlan) -> MainShard:
+    def _cut(
+        self, params: Sequence[ManagedParam], mesh: ParallelMesh, plan: GroupPlan
+    ) -> MainShard | RowPieces:
         """Copy this rank's pieces of the original parameters into a new main shard."""
         on_meta = any(param.sharded.is_meta for param in params)
         offload = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         device = torch.device("cpu") if offload else self.device
+        if isinstance(plan, RowPlan):
+            return RowPieces(plan, mesh.shard_rank, [_inner(param.sharded) for param in params], device)
         main = MainShard(
             plan,
             mesh,
             [param.dtype for param in params],
             torch.device("meta") if on_meta else device,
-            pin_memory=offload and not on_meta and self.options.offload_policy.pin_memory,  # type: ignore[attr-defined]
+            pin_memory=not on_meta and pins_memory(self.options.offload_policy, self.device),
         )
         if on_meta:
             return main

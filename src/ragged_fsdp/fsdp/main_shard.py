@@ -10,14 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.mesh import ParallelMesh
 from ragged_fsdp.fsdp.plan import GroupPlan
 
-__all__ = ["MainShard"]
+__all__ = ["MainShard", "pins_memory"]
 
 _ALIGN_BYTES = 16
+
+
+def pins_memory(policy: OffloadPolicy, device: torch.device) -> bool:
+    """Whether offloaded memory is pinned: only an accelerator's copies gain from it."""
+    return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and device.type != "cpu"
 
 
 class MainShard:

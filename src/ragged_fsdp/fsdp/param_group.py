@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
 from ragged_fsdp.fsdp.autograd import on_parameters
-from ragged_fsdp.fsdp.main_shard import MainShard
+from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.mesh import ParallelMesh
 from ragged_fsdp.fsdp.param import ManagedParam
 from ragged_fsdp.fsdp.parking import ParkingSpot
@@ -83,7 +83,7 @@ class ParamGroup:
         self.device = device
         self.mp_policy = mp_policy
         self.offload = isinstance(offload_policy, CPUOffloadPolicy)
-        self.pin_memory = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+        self.pin_memory = pins_memory(offload_policy, device)
         self.settings = GroupSettings()
         self.context = CommContext()
         self.reducer = GradReducer(self)
