@@ -100,9 +100,10 @@ def orthogonalize_reference(x: Tensor, coefficients: tuple[Triple, ...], min_nor
 
 
 def orthogonalize_plain(batch: Tensor, coefficients: tuple[Triple, ...], min_norm: float) -> Tensor:
-    """A batch (matrices, rows, columns) with torch's batched products; norms in fp32."""
+    """A batch (matrices, rows, columns) with torch's batched products; norms in fp32 at least."""
     tall = batch.shape[1] > batch.shape[2]
-    norm = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    precise = torch.promote_types(batch.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True, dtype=precise)
     x = batch / norm.clamp(min=min_norm).to(batch.dtype)
     for a, b, c in coefficients:
         gram = torch.bmm(x.mT, x) if tall else torch.bmm(x, x.mT)
