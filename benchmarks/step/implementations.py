@@ -102,11 +102,14 @@ def _fsdp2(case: Case, device: torch.device, shard_dim: int = 0) -> Trainer:
     return _per_layer(case, device, fully_shard, policy, **extra)
 
 
-def _ours(case: Case, device: torch.device) -> Trainer:
+def _ours(case: Case, device: torch.device, grad_buffers: int | None = None, **options: Any) -> Trainer:
     from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype])
-    return _per_layer(case, device, fully_shard, policy, **dict(case.options))
+    trainer = _per_layer(case, device, fully_shard, policy, **(options | dict(case.options)))
+    if grad_buffers is not None:
+        trainer.stack.set_reduce_scatter_max_input_buffers(grad_buffers)
+    return trainer
 
 
 def _fsdp1(case: Case, device: torch.device) -> Trainer:
@@ -189,6 +192,9 @@ def _deepspeed(case: Case, device: torch.device) -> Trainer:
 IMPLEMENTATIONS: dict[str, Callable[[Case, torch.device], Trainer]] = {
     "none": _none,
     "ours": _ours,
+    "ours-2-buffers": partial(_ours, grad_buffers=2),
+    "ours-all-to-all": partial(_ours, reduction="all_to_all"),
+    "ours-all-to-all-2": partial(_ours, reduction="all_to_all", grad_buffers=2),
     "fsdp2": _fsdp2,
     "fsdp2-shard1": partial(_fsdp2, shard_dim=1),
     "fsdp1": _fsdp1,

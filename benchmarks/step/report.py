@@ -28,6 +28,9 @@ __all__ = [
 LABELS = {
     "none": "no sharding",
     "ours": "ragged_fsdp",
+    "ours-2-buffers": "ragged_fsdp, 2 gradient buffers",
+    "ours-all-to-all": "ragged_fsdp, all-to-all",
+    "ours-all-to-all-2": "ragged_fsdp, all-to-all, 2 pending",
     "fsdp2": "FSDP2",
     "fsdp2-shard1": "FSDP2, Shard(1)",
     "fsdp1": "FSDP1",

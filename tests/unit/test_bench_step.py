@@ -149,7 +149,7 @@ def test_reductions_and_exchanges_are_counted(rank_of):
     assert not wire.moved_bytes
 
 
-@pytest.mark.parametrize("name", ["none", "fsdp2", "fsdp2-shard1", "ours"])
+@pytest.mark.parametrize("name", ["none", "fsdp2", "fsdp2-shard1", "ours-2-buffers", "ours-all-to-all"])
 def test_implementations_train_on_one_rank_of_eight(rank_of, name):
     wire = rank_of(TINY.ranks)
     torch.manual_seed(0)
@@ -164,6 +164,8 @@ def test_implementations_train_on_one_rank_of_eight(rank_of, name):
     assert torch.isfinite(loss) and x.grad is not None
     moved = sum(wire.moved_bytes.values())
     least = TINY.least_wire_gib * 2**30
+    if name == "ours-all-to-all":
+        least -= 2 * TINY.numel  # gradients travel in bf16
     assert moved == 0 if name == "none" else least <= moved <= 1.3 * least
 
 
