@@ -130,6 +130,15 @@ def _repeat(flat: torch.Tensor, part_numel: int, rank: int) -> None:
         done += step
 
 
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """Tensors of one size that lie one behind the other, as one: few launches instead of one each."""
+    first = tensors[0]
+    step = first.nbytes
+    if any(t.nbytes != step or t.data_ptr() != first.data_ptr() + i * step for i, t in enumerate(tensors)):
+        return None
+    return first.as_strided((first.numel() * len(tensors),), (1,))
+
+
 class _Delivered(dist.Work):
     """Finished when the wire reached the event; ``wait`` orders the caller's stream after it."""
 
@@ -240,7 +249,12 @@ class WireGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: list, sources: list, opts: Any = None) -> dist.Work:
         def fill() -> None:
-            own = sources[self._own_rank]
+            own = sources[self._own_rank].view(-1)
+            rows = _joined(outputs)
+            if rows is not None and rows.numel():
+                rows.narrow(0, self._own_rank * own.numel(), own.numel()).copy_(own)
+                _repeat(rows, own.numel(), self._own_rank)
+                return
             for output in outputs:
                 output.copy_(own.view_as(output))
 

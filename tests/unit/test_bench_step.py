@@ -141,10 +141,12 @@ def test_reductions_and_exchanges_are_counted(rank_of):
     assert work.wait() and torch.equal(received, source)
     parts = [torch.zeros(2) for _ in range(4)]
     dist.all_to_all(parts, list(source.view(4, 2)))
-    assert all(p.tolist() == [4, 5] for p in parts)
+    rows = torch.zeros(4, 2)
+    dist.all_to_all(list(rows.unbind()), list(source.view(4, 2)))
+    assert all(p.tolist() == [4, 5] for p in (*parts, *rows))
     dist.all_reduce(source)
     dist.barrier()
-    assert wire.moved_bytes == {"reduce_scatter": 32, "all_to_all": 64, "all_reduce": 64}
+    assert wire.moved_bytes == {"reduce_scatter": 32, "all_to_all": 96, "all_reduce": 64}
     wire.reset_counts()
     assert not wire.moved_bytes
 
