@@ -4,12 +4,23 @@ from functools import partial
 
 import pytest
 import torch
-from fsdp_core_cases import assert_same_params, clone, make_net, train_reference, train_sharded
-from rank_pool import Rank, spmd
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp import fully_shard
+from fsdp_core_cases import (
+    assert_same_params,
+    batch,
+    clone,
+    full,
+    loss_of,
+    make_net,
+    train_reference,
+    train_sharded,
+)
+from ragged_fsdp import DBuffer, Rows, fully_shard
 from ragged_fsdp.dtensor import is_ragged
+from rank_pool import Rank, spmd
 
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.3, momentum=0.9),
@@ -17,19 +28,130 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("reshard", [None, False, True])
+def shard(model: nn.Module, **options: object) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+@pytest.mark.parametrize(("optimizer", "reshard"), [("adamw", None), ("sgd", False), ("adamw", True)])
 @spmd(1, 2, 3, 4)
 def test_parity_of_nested_groups(rank: Rank, optimizer: str, reshard: bool | None) -> None:
     reference = make_net(rank.device)
-    model = clone(reference)
-    mesh = rank.mesh()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    model = shard(clone(reference), mesh=rank.mesh(), reshard_after_forward=reshard)
     assert all(is_ragged(p) for p in model.parameters())
     expected = train_reference(reference, OPTIMIZERS[optimizer], rank.world_size, 10)
     losses = train_sharded(model, OPTIMIZERS[optimizer], rank.rank, rank.world_size, 10)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     assert all(isinstance(p, DTensor) for p in model.parameters())
     assert_same_params(model, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@spmd(2, 3)
+def test_large_gradients_move_as_they_come(rank: Rank, buffers: int) -> None:
+    """Gradients of every size take the path of large ones, with one buffer and with two."""
+    from ragged_fsdp.fsdp import param_group
+
+    saved, param_group._EAGER_GRAD_BYTES = param_group._EAGER_GRAD_BYTES, 64
+    try:
+        reference = make_net(rank.device, tied=True)
+        model = shard(clone(reference), mesh=rank.mesh())
+        model.set_reduce_scatter_max_input_buffers(buffers)
+        expected = train_reference(reference, OPTIMIZERS["sgd"], rank.world_size, 4)
+        losses = train_sharded(model, OPTIMIZERS["sgd"], rank.rank, rank.world_size, 4)
+    finally:
+        param_group._EAGER_GRAD_BYTES = saved
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    assert_same_params(model, reference, rtol=1e-4, atol=1e-5)
+
+
+@spmd(4)
+def test_hsdp_accumulation_and_offload(rank: Rank) -> None:
+    """Replicas and shards; without sync, without all-reduce, then with both; parameters on the host."""
+    reference = make_net(rank.device)
+    mesh = rank.mesh(2, 2, names=("replicate", "shard"))
+    model = shard(clone(reference), mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    parts = [batch(rank.device, step, 4) for step in range(3)]
+    sum(loss_of(reference, part) for tokens in parts for part in tokens.chunk(4)).div(4).backward()
+    for step, tokens in enumerate(parts):
+        model.set_requires_gradient_sync(step > 0)
+        model.set_requires_all_reduce(step > 1)
+        loss_of(model, tokens.chunk(4)[rank.rank]).backward()
+        if step < 2:
+            assert all(p.grad is None for p in model.parameters())
+    expected = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        assert param.device.type == param.grad.device.type == "cpu"
+        torch.testing.assert_close(full(param.grad), expected[name].grad.cpu(), rtol=1e-4, atol=1e-6)
+
+
+@spmd(3)
+def test_mixed_precision_reduces_in_its_dtype(rank: Rank) -> None:
+    """bf16 compute, fp32 reduction: equal to summing the bf16 gradients of the ranks in fp32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    reference = make_net(rank.device).to(torch.bfloat16)
+    model = shard(make_net(rank.device), mesh=rank.mesh(), mp_policy=policy)
+    tokens = batch(rank.device, 0, 3)
+    loss_of(model, tokens.chunk(3)[rank.rank]).backward()
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in reference.named_parameters()}
+    for part in tokens.chunk(3):
+        loss_of(reference, part).backward()
+        for name, param in reference.named_parameters():
+            sums[name] += param.grad.float() / 3
+        reference.zero_grad()
+    for name, param in model.named_parameters():
+        assert param.dtype == param.grad.dtype == torch.float32
+        torch.testing.assert_close(full(param.grad), sums[name], rtol=1e-5, atol=1e-6)
+
+
+@spmd(2, 4)
+def test_frozen_and_mixed_dtypes_in_one_group(rank: Rank) -> None:
+    """One gather carries every dtype; only trainable elements are in the gradient buffer."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 8)).to(rank.device)
+    net[1].requires_grad_(False)
+    net.codes = nn.Parameter(torch.arange(77, dtype=torch.int8, device=rank.device), requires_grad=False)
+    reference = clone(net)
+    fully_shard(
+        net, mesh=rank.mesh(), orig_param_policy=lambda name, p: Rows(4) if p.shape == (40, 40) else None
+    )
+    x = torch.randn(4, 40, device=rank.device)
+    seen = []
+    hook = net.register_forward_pre_hook(lambda module, args: seen.append(module.codes.clone()))
+    net(x).sum().backward()
+    hook.remove()
+    reference(x).sum().backward()
+    assert torch.equal(seen[0], reference.codes)
+    group = net._get_fsdp_state().groups[0]
+    trainable = sum(p.numel() for p in reference.parameters() if p.requires_grad)
+    assert group.reducer.full.layout.tensor_numel == trainable
+    for param, expected in zip(net.parameters(), reference.parameters()):
+        assert (param.grad is None) == (expected.grad is None)
+        if param.grad is not None:
+            torch.testing.assert_close(full(param.grad), expected.grad)
+    rows = net[0].weight.to_local()
+    assert rows.shape[1:] == (40,) and rows.shape[0] % 4 == 0
+
+
+@spmd(3)
+def test_parameters_and_gradients_lie_in_buffers(rank: Rank) -> None:
+    model = shard(make_net(rank.device), mesh=rank.mesh())
+    loss_of(model, batch(rank.device, 0, 3).chunk(3)[rank.rank]).backward()
+    for block in model.blocks:
+        found = [DBuffer.of(p) for p in block.parameters()]
+        assert len({id(buffer) for buffer, _ in found}) == 1
+        for (buffer, index), param in zip(found, block.parameters()):
+            assert torch.equal(buffer.tensor(index).view(-1), param.to_local().view(-1))
+            assert DBuffer.of(param.grad)[0].layout is buffer.layout
+    assert DBuffer.of(torch.zeros(3)) is None
+
+
+@spmd(3)
+def test_ranks_that_disagree_raise(rank: Rank) -> None:
+    hidden = 8 if rank.rank < 2 else 9
+    model = nn.Linear(4, hidden).to(rank.device)
+    before = model.weight
+    with pytest.raises(ValueError, match=r"rank 0 has 'weight \(8, 4\).*rank 2 has 'weight \(9, 4\)"):
+        fully_shard(model, mesh=rank.mesh())
+    assert model.weight is before and type(model) is nn.Linear

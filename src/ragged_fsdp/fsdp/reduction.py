@@ -301,7 +301,8 @@ class GradReducer:
         for index, param in zip(written, params):
             existing = param.sharded.grad
             if existing is None:
-                param.sharded.grad = param.sharded_grad(pieces[index])
+                grad = param.sharded.grad = param.sharded_grad(pieces[index])
+                grad._ragged_fsdp_buffer = main  # DBuffer.of(grad) finds it as long as a gradient lives
             elif pieces[index].numel():
                 targets.append(existing._local_tensor)
                 sources.append(pieces[index].view(param.local_shape))

@@ -1,0 +1,129 @@
+"""DBuffer alone, without modules: placements, views, group operations, memory."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ragged_fsdp import DBuffer, Elements, Rows, Whole
+from ragged_fsdp.layout import TensorSpec
+from ragged_fsdp.planner import plan_group
+from rank_pool import Rank, spmd
+
+SHAPES = {"a": (13, 8), "b": (40,), "c": (5, 3, 4), "empty": (0, 7), "one": (1,)}
+BLOCKS = {"a": Rows(1), "b": Elements(10), "c": Whole()}
+
+
+def tensors(device: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    return {name: torch.randn(shape, device=device) for name, shape in SHAPES.items()}
+
+
+def full_buffer(rank: Rank, mesh: object, placements: tuple, scale: float) -> DBuffer:
+    sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
+    made = DBuffer(sharded.layout, sharded.shapes, mesh, placements, dtype=torch.float32)
+    made.zero_()
+    for view, value in zip(made.tensors, tensors(rank.device).values()):
+        view.copy_(value * scale)
+    return made
+
+
+@spmd(1, 2, 3, 4)
+def test_every_transition(rank: Rank) -> None:
+    mesh, values = rank.mesh(), list(tensors(rank.device).values())
+    sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
+    assert sharded.flat.numel() == sharded.layout.shard_numel
+    for index, value in enumerate(values):
+        dtensor = sharded.dtensor(index)
+        assert torch.equal(dtensor.full_tensor(), value)
+        if dtensor.to_local().numel():
+            assert DBuffer.of(dtensor) == (sharded, index)
+    for async_op in (False, True):
+        whole = sharded.redistribute([Replicate()], async_op=async_op).wait()
+        assert all(torch.equal(view, value) for view, value in zip(whole.tensors, values))
+        assert whole.slot.data_ptr() == whole.slot_buffer.flat.data_ptr()
+        back = whole.redistribute([Shard(0)])
+        assert back.storage is whole.storage  # a view
+        assert torch.equal(back.flat, sharded.flat)
+        partial = full_buffer(rank, mesh, (Partial(),), rank.rank + 1.0)
+        total = rank.world_size * (rank.world_size + 1) / 2
+        reduced = partial.redistribute([Shard(0)], async_op=async_op).wait()
+        torch.testing.assert_close(reduced.flat, sharded.flat * total)
+        partial = full_buffer(rank, mesh, (Partial(),), rank.rank + 1.0)
+        mean = partial.redistribute([Replicate()], average=True, async_op=async_op).wait()
+        for view, value in zip(mean.tensors, values):
+            torch.testing.assert_close(view, value * total / rank.world_size)
+
+
+@spmd(2, 4)
+def test_replicas_and_shards(rank: Rank) -> None:
+    """(Partial, Partial) to (Replicate, Shard(0)): a reduce-scatter, then an all-reduce of the shard."""
+    mesh = rank.mesh(2, rank.world_size // 2, names=("replicate", "shard"))
+    partial = full_buffer(rank, mesh, (Partial(), Partial()), rank.rank + 1.0)
+    sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
+    total = rank.world_size * (rank.world_size + 1) / 2
+    out = DBuffer(sharded.layout, sharded.shapes, mesh, dtype=torch.float64)
+    partial.redistribute([Replicate(), Shard(0)], out=out)
+    torch.testing.assert_close(out.flat, sharded.flat.double() * total)
+    with pytest.raises(ValueError, match="no redistribution from"):
+        sharded.redistribute([Partial(), Shard(0)])
+    with pytest.raises(ValueError, match="mesh dim 0 takes Replicate or Partial"):
+        sharded.redistribute([Shard(0), Replicate()])
+
+
+@spmd(3)
+def test_group_operations_cast_and_memory(rank: Rank) -> None:
+    mesh, values = rank.mesh(), list(tensors(rank.device).values())
+    sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
+    low = sharded.to(torch.bfloat16)
+    assert torch.equal(low.flat, sharded.flat.bfloat16())
+    doubled = sharded.to(torch.float32).mul_(3).add_(sharded, alpha=-1)
+    torch.testing.assert_close(doubled.flat, sharded.flat * 2)
+    whole = DBuffer(low.layout, low.shapes, mesh, [Replicate()], dtype=torch.bfloat16, allocate=False)
+    views, version = whole.tensors, whole.tensors[0]._version
+    for _ in range(2):  # gathered, released and gathered again: the same tensor objects, no version change
+        assert not whole.is_materialized
+        sharded.redistribute([Replicate()], out=whole)
+        assert all(torch.equal(view, value.bfloat16()) for view, value in zip(views, values))
+        whole.release()
+    assert views[0]._version == version
+    assert [tuple(v.shape) for v in views] == list(SHAPES.values())
+
+
+@spmd(2, 3)
+def test_every_dtype_in_one_gather(rank: Rank) -> None:
+    """Item sizes 1, 2 and 4 share a buffer of cells of one byte and are gathered byte-exactly."""
+    mesh = rank.mesh()
+    dtypes = (torch.int8, torch.bfloat16, torch.float32)
+    shapes = ((33,), (6, 5), (11,))
+    specs = tuple(
+        TensorSpec(str(i), torch.Size(s).numel() * d.itemsize, d.itemsize)
+        for i, (s, d) in enumerate(zip(shapes, dtypes))
+    )
+    layout = plan_group(specs, rank.world_size, unit=16, align=16)
+    full = DBuffer(layout, shapes, mesh, [Replicate()], dtype=dtypes, cell_bytes=1)
+    values = [torch.randint(-100, 100, s, device=rank.device).to(d) for s, d in zip(shapes, dtypes)]
+    full.zero_()
+    for view, value in zip(full.tensors, values):
+        view.copy_(value)
+    shard = DBuffer(layout, shapes, mesh, dtype=dtypes, cell_bytes=1).copy_(full.redistribute([Shard(0)]))
+    gathered = shard.redistribute([Replicate()])
+    assert all(torch.equal(view, value) for view, value in zip(gathered.tensors, values))
+    with pytest.raises(TypeError, match="one dtype"):
+        gathered.mul_(2)
+
+
+@spmd(2)
+def test_bad_input_is_named(rank: Rank) -> None:
+    mesh = rank.mesh()
+    with pytest.raises(ValueError, match="at least one tensor"):
+        DBuffer.distribute({}, mesh)
+    with pytest.raises(ValueError, match="one dtype"):
+        DBuffer.distribute({"x": torch.ones(2), "y": torch.ones(2).half()}, mesh)
+    layout = plan_group((TensorSpec("x", 6),), 2, unit=1)
+    with pytest.raises(ValueError, match=r"x: shape \(5,\)"):
+        DBuffer(layout, [(5,)], mesh, dtype=torch.float32)
+    with pytest.raises(ValueError, match="layout has 3 ranks"):
+        DBuffer(plan_group((TensorSpec("x", 6),), 3, unit=1), [(6,)], mesh, dtype=torch.float32)
+    buffer = DBuffer(layout, [(6,)], mesh, dtype=torch.float32)
+    with pytest.raises(ValueError, match="different layouts"):
+        buffer.add_(DBuffer(plan_group((TensorSpec("y", 8),), 2, unit=1), [(8,)], mesh, dtype=torch.float32))
