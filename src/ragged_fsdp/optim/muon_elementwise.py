@@ -12,10 +12,11 @@ a single read and write of every operand.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+
+from ragged_fsdp.optim.newton_schulz import has_triton
 
 __all__ = ["Piece", "apply_updates", "update_momentum"]
 
@@ -95,4 +96,4 @@ def apply_updates(parameters: list[Piece], updates: list[Piece], steps: list[flo
 
 def _one_kernel(pieces: list[Piece]) -> bool:
     """Whether the Triton kernels can take these pieces."""
-    return find_spec("triton") is not None and all(p.flat.is_cuda and p.contiguous for p in pieces)
+    return has_triton() and all(p.flat.is_cuda and p.contiguous for p in pieces)

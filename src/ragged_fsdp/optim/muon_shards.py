@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
@@ -60,7 +61,8 @@ class Spread:
 
 
 _LOCAL_RANKS = (0,)
-_GROUPS: dict[tuple[int, ...], dist.ProcessGroup] = {}
+# Per default group, so that groups of a destroyed world are not used in the next one.
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def spread_of(parameter: Tensor, rule: MatrixRule) -> Spread:
@@ -88,10 +90,11 @@ def exchange_group(spread: Spread) -> dist.ProcessGroup | None:
             return group
     if spread.ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
-    if spread.ranks not in _GROUPS:
+    made = _GROUPS.setdefault(dist.group.WORLD, {})
+    if spread.ranks not in made:
         # Only members come here, so only members may have to take part in making the group.
-        _GROUPS[spread.ranks] = dist.new_group(list(spread.ranks), use_local_synchronization=True)
-    return _GROUPS[spread.ranks]
+        made[spread.ranks] = dist.new_group(list(spread.ranks), use_local_synchronization=True)
+    return made[spread.ranks]
 
 
 def parameter_layout(

@@ -14,6 +14,7 @@ singular values towards 1 and leaves the singular vectors. Three implementations
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -26,6 +27,7 @@ __all__ = [
     "BACKENDS",
     "Coefficients",
     "choose_backend",
+    "has_triton",
     "orthogonalize",
     "orthogonalize_plain",
     "orthogonalize_reference",
@@ -35,6 +37,7 @@ __all__ = [
 Triple = tuple[float, float, float]
 Coefficients = Triple | tuple[Triple, ...]
 BACKENDS = ("auto", "plain", "triton", "reference")
+_COMPILED_SHAPES = 256
 _WORTH_TRITON_FLOPS = 2e11
 """Operations per iteration of a batch below which launching the Triton kernels costs more than it saves."""
 
@@ -53,11 +56,17 @@ def per_iteration(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     return tuple(filled)  # type: ignore[arg-type]
 
 
+@lru_cache(maxsize=1)
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
 def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
     """The implementation that will run; ``auto`` takes Triton for bf16 on a GPU with TMA and wgmma."""
     if requested not in BACKENDS:
         raise ValueError(f"ns_backend must be one of {BACKENDS}, got {requested!r}.")
-    able = device.type == "cuda" and dtype == torch.bfloat16 and find_spec("triton") is not None
+    able = device.type == "cuda" and dtype == torch.bfloat16 and has_triton()
     if requested == "triton" and not able:
         raise ValueError(
             f"ns_backend='triton' needs Triton, CUDA and bfloat16, got {device.type} and {dtype}."
@@ -83,9 +92,11 @@ def orthogonalize(
     if backend == "reference":
         return torch.stack([orthogonalize_reference(x, coefficients, min_norm) for x in batch])
     function = _compiled_plain() if compiled else orthogonalize_plain
-    if batch.device.type == "cpu":
-        return torch.cat([function(x, coefficients, min_norm) for x in batch.split(1)])
-    return function(batch, coefficients, min_norm)
+    # One graph per shape of a batch; the usual limit is meant for accidental recompilation.
+    with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES) if compiled else nullcontext():
+        if batch.device.type == "cpu":
+            return torch.cat([function(x, coefficients, min_norm) for x in batch.split(1)])
+        return function(batch, coefficients, min_norm)
 
 
 def orthogonalize_reference(x: Tensor, coefficients: tuple[Triple, ...], min_norm: float) -> Tensor:

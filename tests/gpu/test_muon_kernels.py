@@ -1,0 +1,127 @@
+"""Muon's Triton kernels against the plain versions; needs CUDA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ragged_fsdp.optim.muon import Muon
+from ragged_fsdp.optim.muon_elementwise import Piece, apply_updates, update_momentum
+from ragged_fsdp.optim.newton_schulz import orthogonalize, orthogonalize_reference, per_iteration
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+from ragged_fsdp.optim import newton_schulz_triton as kernels
+
+COEFFICIENTS = per_iteration((3.4445, -4.7750, 2.0315), 5)
+SHAPES = [(1, 256, 256), (3, 128, 640), (2, 1000, 264), (2, 72, 8), (1, 1536, 1536), (4, 520, 776)]
+
+
+def gradient_like(shape, decay: float) -> torch.Tensor:
+    """Matrices with singular values that fall off; ``decay`` 0 is noise alone."""
+    generator = torch.Generator("cuda").manual_seed(sum(shape))
+    x = torch.randn(shape, device="cuda", generator=generator, dtype=torch.float64)
+    if decay:
+        u, s, vh = torch.linalg.svd(x, full_matrices=False)
+        s = torch.arange(1, s.shape[-1] + 1, device="cuda", dtype=torch.float64) ** -decay
+        x = (u * s) @ vh
+    return x * 1e-3
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_symmetric_iteration(shape, decay) -> None:
+    """As close to the exact iteration as torch's products in bf16 are, repeatable, and without NaN."""
+    x = gradient_like(shape, decay)
+    exact = torch.stack([orthogonalize_reference(m, COEFFICIENTS, 1e-7) for m in x.bfloat16().double()])
+    found = kernels.orthogonalize_symmetric(x.bfloat16().contiguous(), COEFFICIENTS, 1e-7)
+    again = kernels.orthogonalize_symmetric(x.bfloat16().contiguous(), COEFFICIENTS, 1e-7)
+    plain = orthogonalize(x.bfloat16(), COEFFICIENTS, 1e-7)
+    assert torch.equal(found, again)
+    error, usual = ((y.double() - exact).norm() / exact.norm() for y in (found, plain))
+    assert error < 1.5 * usual + 0.01, (error, usual)
+
+
+@pytest.mark.parametrize("config", [(128, 128, 64, 4, 4), (128, 256, 64, 3, 8), (64, 64, 64, 3, 4)], ids=str)
+@pytest.mark.parametrize("tall", [True, False])
+def test_products(config, tall) -> None:
+    """Each product equals torch's, is exactly symmetric, and its traces are the squared norms."""
+    tiles = kernels.TileConfig(*config)
+    x = gradient_like((3, 904, 328) if tall else (3, 328, 904), 0.0).bfloat16() * 30
+    a = torch.empty(3, 328, 328, device="cuda", dtype=torch.bfloat16)
+    traces = torch.empty(3, -(-328 // tiles.rows), device="cuda")
+    kernels.gram(x, a, traces, tall=tall, trace=True, config=tiles)
+    expected = x.mT.float() @ x.float() if tall else x.float() @ x.mT.float()
+    torch.testing.assert_close(a.float(), expected, rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(traces.sum(1), x.float().square().sum((1, 2)), rtol=1e-3, atol=0.0)
+    assert torch.equal(a, a.mT)
+    out = torch.empty_like(a)
+    terms = kernels.Terms(2.0, -3.0, 1.5, powers=(1, 3, 5))
+    kernels.symmetric_product(a, a, out, traces, terms, 1e-7, config=tiles)
+    s = (1.0 / traces.sum(1).sqrt())[:, None, None]
+    exact = (
+        2.0 * s * torch.eye(328, device="cuda")
+        - 3.0 * s**3 * a.float()
+        + 1.5 * s**5 * (a.float() @ a.float())
+    )
+    torch.testing.assert_close(out.float(), exact, rtol=1e-2, atol=1e-3 * float(exact.abs().max()))
+    assert torch.equal(out, out.mT)
+
+
+def test_small_and_odd_batches_keep_their_shape() -> None:
+    """Sides that are no multiples of eight are padded; large enough batches go through the kernels."""
+    for shape in [(40, 1021, 1021), (2, 7, 13)]:
+        x = gradient_like(shape, 0.0).bfloat16()
+        found = orthogonalize(x.clone(), COEFFICIENTS, 1e-7, backend="triton")
+        plain = orthogonalize(x, COEFFICIENTS, 1e-7)
+        assert found.shape == plain.shape
+        assert (found.float() - plain.float()).norm() < 0.05 * plain.float().norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_elementwise_kernels(dtype, offset, nesterov) -> None:
+    """One launch over many pieces equals torch's operations, aligned or not, with and without target."""
+    sizes = [1, 17, 4096, 100_000]
+
+    def pieces(flat):
+        starts = [offset + sum(-(-n // 16) * 16 for n in sizes[:i]) for i in range(len(sizes))]
+        return [Piece(flat, start, 1, n, n) for start, n in zip(starts, sizes)]
+
+    total = offset + sum(-(-n // 16) * 16 for n in sizes)
+    gradient, buffer, weight = (torch.randn(total, device="cuda").to(dtype) for _ in range(3))
+    target = torch.zeros(total, device="cuda", dtype=torch.bfloat16)
+    expected = [t.cpu() for t in (gradient, buffer, weight, target)]
+    for tensors in ((gradient, buffer, weight, target), expected):
+        g, b, w, t = tensors
+        targets: list[Piece | None] = list(pieces(t))
+        targets[1] = None
+        update_momentum(pieces(g), pieces(b), targets, 0.95, nesterov)
+        apply_updates(pieces(w), pieces(t), [0.1, 0.2, 0.3, 0.4], 0.9)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(buffer.cpu(), expected[1], **tolerance)
+    torch.testing.assert_close(weight.cpu(), expected[2], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(target.cpu(), expected[3], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "options", [{"ns_backend": "triton"}, {"ns_backend": "plain", "compile": True}], ids=str
+)
+def test_step_equals_the_cpu(options) -> None:
+    """A step on the GPU, with Triton or compiled, is that of the CPU up to bf16."""
+    shapes = [(768, 2048), (4, 264, 512), (512, 512)]
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    results = []
+    for device, extra in (("cuda", options), ("cpu", {"ns_dtype": torch.float32})):
+        parameters = [torch.nn.Parameter(t.to(device)) for t in start]
+        for p, g in zip(parameters, gradients):
+            p.grad = g.to(device)
+        optimizer = Muon([{"params": parameters, "algorithm": "muon"}], lr=0.1, **extra)
+        optimizer.step()
+        results.append([p.detach().cpu() for p in parameters])
+    for found, wanted, before in zip(*results, start):
+        assert (found - wanted).norm() < 0.05 * (wanted - before).norm()
