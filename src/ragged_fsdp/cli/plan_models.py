@@ -91,9 +91,11 @@ def load_shapes(source: str, *, experts: str = "published", ep: int = 1) -> Mode
             names = ", ".join(NAMED_MODELS)
             raise ValueError(f"{source!r} is neither a file nor a known model; known are {names}.")
         content = _read_json(path)
-        if isinstance(content, list) or "tensors" in content:
+        if isinstance(content, list) or (isinstance(content, dict) and "tensors" in content):
             return _from_list(path, content)
         config, title = content, path.stem if path.stem != "config" else path.parent.name or "model"
+        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+            raise ValueError(f"{path}: the config has no model_type; expected a Hugging Face config.json.")
     tensors = _from_config(title, config)
     fused = experts == "fused" or (experts == "published" and config["model_type"] in _FUSED_AS_PUBLISHED)
     stacked = config["model_type"] not in _FUSED_AS_PUBLISHED
@@ -128,8 +130,6 @@ def _from_list(path: Path, content: Any) -> ModelShapes:
 
 def _from_config(title: str, config: dict[str, Any]) -> Iterator[TensorShape]:
     """Builds the model on the meta device, without running any initialisation."""
-    if "model_type" not in config:
-        raise ValueError(f"{title}: the config has no model_type; expected a Hugging Face config.json.")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights

@@ -113,15 +113,16 @@ def wrap_groups(tensors: Sequence[TensorShape], wraps: Sequence[str]) -> list[Gr
     longest module that matches; what no pattern matches goes to the root group.
     """
     members: dict[str, list[TensorShape]] = {}
+    unused = {wrap for wrap in wraps if wrap not in ("layers", "model")}
     for tensor in tensors:
         parts = tensor.name.split(".")[:-1]
-        home = max((_wrapped(parts, wrap) for wrap in wraps), default=0)
+        taken = {wrap: _wrapped(parts, wrap) for wrap in wraps}
+        unused -= {wrap for wrap, length in taken.items() if length}
+        home = max(taken.values(), default=0)
         members.setdefault(".".join(parts[:home]), []).append(tensor)
-    for wrap in wraps:
-        if wrap not in ("layers", "model") and not any(_matches(name, wrap) for name in members):
-            raise ValueError(
-                f"wrap {wrap!r} matches no module; modules are named like {_example(tensors)!r}."
-            )
+    if unused:
+        example = tensors[len(tensors) // 2].name.rpartition(".")[0] if tensors else ""
+        raise ValueError(f"wrap {min(unused)!r} matches no module; modules are named like {example!r}.")
     return [Group(name or "root", tuple(held)) for name, held in members.items()]
 
 
@@ -134,15 +135,6 @@ def _wrapped(parts: Sequence[str], wrap: str) -> int:
     pattern = wrap.split(".")
     fits = len(parts) >= len(pattern) and all(map(fnmatchcase, parts, pattern))
     return len(pattern) if fits else 0
-
-
-def _matches(name: str, wrap: str) -> bool:
-    parts, pattern = name.split("."), wrap.split(".")
-    return len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
-
-
-def _example(tensors: Sequence[TensorShape]) -> str:
-    return tensors[len(tensors) // 2].name.rpartition(".")[0] if tensors else ""
 
 
 def parse_sizes(text: str) -> list[int]:

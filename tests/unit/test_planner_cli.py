@@ -1,0 +1,245 @@
+"""``ragged-fsdp plan``: shapes, rules, tables, JSON, pictures, advice and errors."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+from ragged_fsdp.cli.main import main
+from ragged_fsdp.cli.plan_advice import advise, recommendation, warnings_for
+from ragged_fsdp.cli.plan_models import TensorShape, load_shapes
+from ragged_fsdp.cli.plan_picture import ascii_picture
+from ragged_fsdp.cli.plan_report import PlanSettings, merge_equal, plan_model
+from ragged_fsdp.cli.plan_rules import expand_rules, parse_rule, parse_sizes, spec_of, wrap_groups
+from ragged_fsdp.layout import TensorSpec
+from ragged_fsdp.planner import plan_group
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["plan", *map(str, arguments)])
+
+
+@pytest.fixture
+def tensors(tmp_path):
+    """A plain list: two equal layers and an embedding."""
+    entries = [{"name": "embed.weight", "shape": [1000, 64]}]
+    for layer in range(2):
+        entries += [
+            {"name": f"layers.{layer}.up.weight", "shape": [256, 64]},
+            {"name": f"layers.{layer}.down.weight", "shape": [64, 256]},
+            {"name": f"layers.{layer}.norm.weight", "shape": [64]},
+        ]
+    path = tmp_path / "tensors.json"
+    path.write_text(json.dumps({"model": "tiny", "tensors": entries}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "layer_tensors"),
+    [
+        ("gpt-oss-120b", 116_829_156_672, 17),
+        ("gpt-oss-20b", 20_914_757_184, 17),
+        ("deepseek-v3", 671_026_404_352, 781),
+        ("llama3-8b", 8_030_261_248, 9),
+        ("llama3-70b", 70_553_706_496, 9),
+        ("qwen3-30b-a3b", 30_532_122_624, 393),
+        ("qwen3-235b-a22b", 235_093_634_560, 393),
+    ],
+)
+def test_named_models_have_their_published_shapes(name, parameters, layer_tensors):
+    shapes = load_shapes(name)
+    assert sum(tensor.numel for tensor in shapes.tensors) == parameters
+    groups = wrap_groups(shapes.tensors, ["layers"])
+    assert len(groups[-1].tensors) == layer_tensors or len(groups[-2].tensors) == layer_tensors
+
+
+def test_experts_fused_separate_and_expert_parallel(tmp_path):
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 1, "num_experts": 8, "hidden_size": 64}
+    config |= {"moe_intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 100, "head_dim": 16}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    by_form = {
+        form: load_shapes(str(path), experts=form).tensors for form in ("published", "fused", "separate")
+    }
+    assert by_form["published"] == by_form["separate"]
+    names = [tensor.name for tensor in by_form["separate"] if ".experts." in tensor.name]
+    assert len(names) == 24 and "model.layers.0.mlp.experts.7.up_proj.weight" in names
+    fused = {t.name: t.shape for t in by_form["fused"] if ".experts." in t.name}
+    assert fused["model.layers.0.mlp.experts.gate_up_proj"] == (8, 64, 64)
+    local = load_shapes(str(path.parent), ep=4).tensors
+    assert sum(".experts." in tensor.name for tensor in local) == 6
+    with pytest.raises(ValueError, match="8 experts cannot be split over 3 ranks"):
+        load_shapes(str(path), ep=3)
+
+
+def test_rules():
+    matrix, vector = TensorShape("a.experts.0.w", (48, 10)), TensorShape("a.norm", (48,))
+    rules = [parse_rule("*.experts.*=16rows"), parse_rule("*=whole")]
+    assert spec_of(matrix, rules) == TensorSpec("a.experts.0.w", 480, 160)
+    assert spec_of(vector, rules).block_numel == 48
+    assert spec_of(vector, [parse_rule("*=2rows")]).block_numel == 1  # rows are for matrices
+    assert spec_of(matrix, [parse_rule("*=96elements")]).block_numel == 96
+    assert spec_of(matrix, []).block_numel == 1
+    assert spec_of(matrix, [parse_rule("*=20rows")], nearest=True).block_numel == 160
+    assert spec_of(matrix, [parse_rule("*=100elements")], nearest=True).block_numel == 20
+    with pytest.raises(ValueError, match=r"a.experts.0.w: 20 rows do not divide its 48 rows; .*=16rows"):
+        spec_of(matrix, [parse_rule("*=20rows")])
+    with pytest.raises(ValueError, match=r"blocks of 100 elements do not divide its 480 elements"):
+        spec_of(matrix, [parse_rule("*=100elements")])
+    assert [[r.text for r in rules] for rules in expand_rules(["a=1rows|2rows", "b=whole"])] == [
+        ["a=1rows", "b=whole"],
+        ["a=2rows", "b=whole"],
+    ]
+    for bad in ("128rows", "*=rows128", "=4rows", "*=0rows", "*=4whole"):
+        with pytest.raises(ValueError, match="granularity"):
+            parse_rule(bad)
+
+
+def test_sizes():
+    assert parse_sizes("8,2, 4") == [2, 4, 8]
+    assert parse_sizes("8:32:8,100") == [8, 16, 24, 32, 100]
+    assert parse_sizes("8:32") == [8, 16, 24, 32]
+    for bad in ("", "0", "8:4", "a", "1:2:3:4", "-8"):
+        with pytest.raises(ValueError, match="FSDP sizes"):
+            parse_sizes(bad)
+
+
+def test_wraps():
+    names = ["embed.w", "layers.0.mlp.w", "layers.1.mlp.w", "head.w", "scale"]
+    tensors = [TensorShape(name, (4,)) for name in names]
+    grouped = lambda *wraps: {g.name: len(g.tensors) for g in wrap_groups(tensors, wraps)}  # noqa: E731
+    assert grouped("layers") == {"root": 3, "layers.0": 1, "layers.1": 1}
+    assert grouped("model") == {"root": 5}
+    assert grouped("layers.*", "head") == {"root": 2, "layers.0": 1, "layers.1": 1, "head": 1}
+    assert grouped("layers.*", "layers.*.mlp")["layers.0.mlp"] == 1
+    with pytest.raises(ValueError, match=r"wrap 'blocks\.\*' matches no module"):
+        grouped("blocks.*")
+
+
+def test_table(tensors):
+    result = run(tensors, "-n", "4", "-g", "*.up.*=16rows")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"layers\.0-1 \(x2\) +3 ", result.output) and "proven" in result.output
+    assert re.search(r"total +7 ", result.output)
+
+
+def test_json_equals_the_planner(tensors):
+    result = run(tensors, "-n", "4,6", "-g", "*.up.*=16rows", "--json", "--dtype", "fp32")
+    content = json.loads(result.stdout)
+    first = content["plans"][0]["sizes"][0]
+    layer = next(group for group in first["groups"] if group["modules"] == ["layers.0", "layers.1"])
+    specs = [
+        TensorSpec("up.weight", 16384, 1024),
+        TensorSpec("down.weight", 16384),
+        TensorSpec("norm.weight", 64),
+    ]
+    layout = plan_group(specs, 4)
+    assert layer["buffers"][0]["digest"] == layout.digest
+    assert layer["bytes_per_rank"] == 4 * layout.shard_numel
+    assert first["padding_ratio"] == first["buffer_numel"] / first["numel"] - 1
+    assert first["numel"] == 64000 + 2 * layout.tensor_numel
+    assert [size["ranks"] for size in content["plans"][0]["sizes"]] == [4, 6]
+
+
+def test_plot_draws_one_line_per_granularity(tensors, tmp_path):
+    target = tmp_path / "padding.svg"
+    result = run(tensors, "-n", "2:8:2", "-g", "*.up.*=1rows|16rows|64rows", "--plot", target)
+    assert result.exit_code == 0, result.output
+    text = target.read_text()
+    assert (
+        all(f"*.up.*={rows}rows" in text for rows in (1, 16, 64)) and ElementTree.fromstring(text) is not None
+    )
+    assert run(tensors, "-n", "2", "--plot", tmp_path / "x.bmp").exit_code == 2
+
+
+def test_pictures(tensors, tmp_path):
+    shown = run(tensors, "-n", "4", "-g", "layers.*=64rows", "--show", "layers.1")
+    assert shown.exit_code == 0 and shown.output.count("\nrank ") == 4 and "padding" in shown.output
+    image = tmp_path / "layout.svg"
+    assert (
+        run(tensors, "-n", "4", "-g", "layers.*=64rows", "--show", "layers.0", "--svg", image).exit_code == 0
+    )
+    drawing = ElementTree.parse(image).getroot()
+    titles = [title.text for title in drawing.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(title.startswith("up.weight elements 0 to") for title in titles) and "padding" in titles
+    missing = run(tensors, "-n", "4", "--show", "layers.9")
+    assert missing.exit_code == 2 and "no such group" in missing.output
+    assert run(tensors, "-n", "4,8", "--show", "layers.0").exit_code == 2
+
+
+def test_the_picture_is_the_layout():
+    specs = [TensorSpec("a", 10, 2), TensorSpec("b", 6, 3), TensorSpec("c", 5)]
+    layout = plan_group(specs, 3, unit=4)
+    cells = [line.split()[-1] for line in ascii_picture(layout, 8 + 8).plain.splitlines()[:3]]
+    flat = ["."] * 24
+    for index, (spec, start) in enumerate(zip(specs, layout.offsets)):
+        flat[start : start + spec.numel] = spec.name * spec.numel if index % 2 == 0 else "B" * spec.numel
+    assert "".join(cells).replace("░", ".") == "".join(flat)
+    wide = plan_group([TensorSpec("w", 4096)], 200, unit=1)
+    assert "176 more ranks" in ascii_picture(wide, 80, 24).plain
+
+
+def test_warnings_name_the_cause_and_a_way_out():
+    expert = (128, 2880, 5760)
+    tensors = [TensorShape("l.0.experts.up", expert), TensorShape("l.0.experts.down", (128, 2880, 2880))]
+    settings = PlanSettings((parse_rule("*.experts.*=128rows"),))
+    groups = merge_equal(wrap_groups(tensors, ["layers"]), settings)
+    warnings = warnings_for(plan_model(groups, 1024, settings), settings, 0.03, 8)
+    assert len(warnings) == 1
+    text = warnings[0].text
+    assert "LCM rounding: experts.up, experts.down" in text and "multiple of 737,280 elements" in text
+    assert re.search(r"FSDP size \d+ \(", text) and "=64rows (" in text and "--max-buffers 2 (" in text
+    sizes = [int(size) for size in re.findall(r"FSDP size (\d+)", text)]
+    padding = plan_model(groups, 1024, settings).padding_ratio
+    assert all(plan_model(groups, size, settings).padding_ratio <= padding / 2 for size in sizes)
+    whole = PlanSettings((parse_rule("*=whole"),))
+    plan = plan_model(merge_equal(wrap_groups(tensors[:1], ["layers"]), whole), 4, whole)
+    assert "more than a rank's share" in warnings_for(plan, whole, 0.03, 8)[0].text
+
+
+def test_advice_takes_replicas_and_memory_into_account(tensors):
+    shapes = load_shapes(str(tensors))
+    settings = PlanSettings()
+    groups = merge_equal(wrap_groups(shapes.tensors, ["layers"]), settings)
+    plans = [plan_model(groups, ranks, settings) for ranks in (2, 4, 8)]
+    free = advise(plans, 8, 16, None)
+    assert [candidate.replicas for candidate in free] == [4, 2, 1]
+    assert [candidate.recommended for candidate in free].count(True) == 1
+    tight = advise(plans, 8, 16, free[1].state_bytes)
+    assert not tight[0].fits and tight[1].recommended
+    assert "FSDP over 4 ranks (HSDP, 2 replicas)" in recommendation(tight)
+    assert "No FSDP size fits" in recommendation(advise(plans, 8, 16, 1))
+    printed = run(tensors, "--advise", "--gpus", "16", "--node", "4")
+    assert printed.exit_code == 0 and "Recommended: FSDP over" in printed.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such-model"], "neither a file nor a known model"),
+        (["{tensors}", "-n", "x"], "expected numbers"),
+        (["{tensors}", "-g", "up"], "expected PATTERN=GRANULARITY"),
+        (["{tensors}", "-g", "*.up.*=100rows"], "100 rows do not divide its 256 rows"),
+        (["{tensors}", "-w", "blocks.*"], "matches no module"),
+        (["{tensors}", "--dtype", "int3"], "dtype must be one of"),
+        (["{tensors}", "--experts", "some"], "experts must be published"),
+        (["{tensors}", "--order", "bets", "-n", "2"], "order must be one of"),
+        (["{broken}"], "not valid JSON"),
+        (["{nameless}"], "entry 0 must be an object with a name"),
+        (["{shapeless}"], "w: shape must be a list of sizes"),
+        (["{untyped}"], "the config has no model_type"),
+        (["{unknown}"], "transformers cannot build this config"),
+    ],
+)
+def test_errors_are_one_line(tensors, tmp_path, arguments, message):
+    files = {"tensors": tensors, "broken": "{", "nameless": '[{"shape": [1]}]', "untyped": '{"hidden": 1}'}
+    files |= {"shapeless": '[{"name": "w", "shape": 3}]', "unknown": '{"model_type": "no-such-type"}'}
+    for name, content in files.items():
+        if name != "tensors":
+            (tmp_path / f"{name}.json").write_text(content)
+            files[name] = tmp_path / f"{name}.json"
+    result = run(*(argument.format(**files) for argument in arguments))
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
+    assert "Traceback" not in result.output
