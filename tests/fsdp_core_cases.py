@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -114,6 +115,23 @@ def assert_same_params(model: nn.Module, reference: nn.Module, **tolerance: floa
         torch.testing.assert_close(
             full(param.detach()), expected[name].detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
         )
+
+
+@contextmanager
+def counting_gathers(calls: list[str]) -> Iterator[None]:
+    """Note each all-gather of a group, as profilers and tests intercept it: by name, at call time."""
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    original = getattr(dist, name)
+
+    def counted(*args: object, **kwargs: object) -> object:
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    setattr(dist, name, counted)
+    try:
+        yield
+    finally:
+        setattr(dist, name, original)
 
 
 def clone(model: nn.Module) -> nn.Module:

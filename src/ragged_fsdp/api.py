@@ -7,7 +7,7 @@ ranks and attaches. Nothing is changed before all of that has succeeded.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
@@ -46,7 +46,7 @@ def fully_shard(
     module: nn.Module | list[nn.Module],
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
+    reshard_after_forward: bool | int | Literal["auto"] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
@@ -54,6 +54,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None,
     reduction: str = "reduce_scatter",
+    gathered_budget_bytes: int | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it.
 
@@ -67,7 +68,8 @@ def fully_shard(
             Default: all ranks.
         reshard_after_forward: True frees the gathered parameters after forward and gathers again in
             backward; False keeps them; an int keeps a larger shard, gathered over that many ranks; None is
-            True, except for the root, which is needed again at once.
+            True, except for the root, which is needed again at once. ``"auto"`` is None, but the layers that
+            backward needs first stay gathered, as many as fit in ``gathered_budget_bytes``.
         shard_placement_fn: per parameter, ``None``, ``Shard(dim)`` or a ``ShardPlacementResult`` with a mesh
             of its own. ``Shard(0)`` keeps rows whole; other dims take the nearest ragged layout, by elements.
         mp_policy: dtypes of computation, reduction and output.
@@ -80,6 +82,8 @@ def fully_shard(
         reduction: ``"reduce_scatter"`` adds gradients on the wire, in ``reduce_dtype``. ``"all_to_all"``
             sends them as autograd produced them and adds them on arrival in ``reduce_dtype``: for bf16
             gradients added in fp32 half the bytes, no cast and no buffer of the whole gradient.
+        gathered_budget_bytes: with ``reshard_after_forward="auto"``: bytes of gathered parameters, below one
+            root, that may stay between forward and backward. The largest value given counts.
     """
     options = Options(
         mesh=mesh,
@@ -91,6 +95,7 @@ def fully_shard(
         dp_mesh_dims=dp_mesh_dims,
         orig_param_policy=orig_param_policy,
         reduction=reduction,
+        gathered_budget_bytes=gathered_budget_bytes,
     )
     options.check_types()
     for one in [module] if isinstance(module, nn.Module) else _listed(module):
@@ -145,7 +150,9 @@ def _attach(modules: Sequence[nn.Module], options: Options) -> None:
     move_to_device(managed, device)
     groups = builder.build(managed, tuple(modules))
     state = _APPLY.state(modules[0])
-    state.init(modules, groups, device, options.mp_policy, options.reshard_after_forward is None)
+    chosen_here = options.reshard_after_forward in (None, "auto")
+    state.init(modules, groups, device, options.mp_policy, chosen_here)
+    state.gathered_budget_bytes = options.gathered_budget_bytes or 0
     for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
         owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in modules:

@@ -12,6 +12,7 @@ from fsdp_core_cases import (
     assert_same_params,
     batch,
     clone,
+    counting_gathers,
     full,
     loss_of,
     make_net,
@@ -155,3 +156,46 @@ def test_ranks_that_disagree_raise(rank: Rank) -> None:
     with pytest.raises(ValueError, match=r"rank 0 has 'weight \(8, 4\).*rank 2 has 'weight \(9, 4\)"):
         fully_shard(model, mesh=rank.mesh())
     assert model.weight is before and type(model) is nn.Linear
+
+
+@spmd(2)
+def test_budget_keeps_the_end_of_the_forward_gathered(rank: Rank) -> None:
+    """Budget: from the second step on, the last layers that fit are not gathered again in backward."""
+    reference = make_net(rank.device)
+    gathered = [4 * sum(p.numel() for p in block.parameters()) for block in reference.blocks]
+    budget = 2 * gathered[0] + gathered[0] // 2  # two blocks with their padding, not three
+    options = {"mesh": rank.mesh(), "reshard_after_forward": "auto", "gathered_budget_bytes": budget}
+    model = shard(clone(reference), **options)
+    calls: list[str] = []
+    with counting_gathers(calls):
+        expected = train_reference(reference, OPTIMIZERS["sgd"], 2, 3)
+        losses = train_sharded(model, OPTIMIZERS["sgd"], rank.rank, 2, 3)
+    # each step: root and three blocks in forward; in backward three blocks, then the one that was not kept
+    assert len(calls) == (4 + 3) + (4 + 1) + (4 + 1)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="go together"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward="auto")
+    with pytest.raises(ValueError, match="must be an int >= 0"):
+        fully_shard(nn.Linear(2, 2), reshard_after_forward="auto", gathered_budget_bytes=-1)
+
+
+@spmd(2)
+def test_kept_data_is_dropped_if_no_backward_follows(rank: Rank) -> None:
+    """The first group of backward stays gathered after forward; a change of parameters must still be seen."""
+    model = shard(make_net(rank.device), mesh=rank.mesh())
+    tokens = batch(rank.device, 0, 2).chunk(2)[rank.rank]
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+    before = loss_of(model, tokens)  # ends with the last block kept
+    assert isinstance(model.blocks[-1].up.weight, DTensor)
+    model.reshard()  # the root stays unsharded after forward, as in FSDP2
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    after = loss_of(model, tokens)
+    reference = make_net(rank.device)
+    with torch.no_grad():
+        for param in reference.parameters():
+            param.mul_(0.5)
+    torch.testing.assert_close(after, loss_of(reference, tokens))
+    assert not torch.equal(before, after)

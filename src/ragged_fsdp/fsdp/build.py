@@ -38,7 +38,7 @@ class Options:
     """The arguments of ``fully_shard``."""
 
     mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | None
+    reshard_after_forward: bool | int | str | None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
@@ -46,6 +46,7 @@ class Options:
     dp_mesh_dims: Any
     orig_param_policy: Callable[[str, nn.Parameter], Any] | None
     reduction: str = "reduce_scatter"
+    gathered_budget_bytes: int | None = None
 
     def check_types(self) -> None:
         """Raise on an argument of the wrong type, naming it."""
@@ -101,6 +102,16 @@ class GroupBuilder:
 
     def _check_reshard(self) -> None:
         value, shards = self.options.reshard_after_forward, self.mesh.shard_size
+        budget = self.options.gathered_budget_bytes
+        if (value == "auto") != (budget is not None):
+            raise ValueError(
+                'fully_shard: reshard_after_forward="auto" and gathered_budget_bytes go together, '
+                f"got {value!r} and {budget!r}."
+            )
+        if value == "auto":
+            if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
+                raise ValueError(f"fully_shard: gathered_budget_bytes must be an int >= 0, got {budget!r}.")
+            return
         if value is None or isinstance(value, bool):
             return
         if not isinstance(value, int):
@@ -265,7 +276,7 @@ class GroupBuilder:
 
     def _set_reshard(self, group: ParamGroup) -> None:
         value = self.options.reshard_after_forward
-        if value is None or isinstance(value, bool):
+        if value in (None, "auto") or isinstance(value, bool):
             group.reshard_after_forward = value is not False
         elif value == 1:
             logger.warning(
@@ -273,7 +284,7 @@ class GroupBuilder:
                 "instead of reshard_after_forward=True (bool)"
             )
             group.reshard_after_forward = False
-        elif value != group.mesh.shard_size:
+        elif isinstance(value, int) and value != group.mesh.shard_size:
             group.parking = ParkingSpot(parking_mesh(group.mesh.mesh, value), group.plan)
 
 

@@ -114,6 +114,11 @@ class ParamGroup:
         """Name for errors and profiles."""
         return self.fqn or (self.params[0].name if self.params else "")
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        return self.model_weight.nbytes if self.model_weight is not None else 0
+
     @on_parameters
     def lazy_init(self) -> None:
         """Read the parameters again before the first use: users may have replaced or cast them."""

@@ -31,6 +31,7 @@ class RootContext:
         self.is_last_backward = True
         self.post_optim_event: Any = None
         self.first_gathered: ParamGroup | None = None
+        self._kept: set[ParamGroup] = set()
         self._owner: dict[ParamGroup, ModuleState] = {}
 
     def adopt(self, root: ModuleState, states: Sequence[ModuleState], module: nn.Module) -> None:
@@ -92,11 +93,31 @@ class RootContext:
     def end_forward(self) -> None:
         """The forward that is running ends; prefetched groups it did not use are dropped."""
         self.order.end()
+        self._choose_kept()
         self.forward_root = None
         for group in self._owner:
             if group.speculative and group.residence is Residence.GATHERING:
                 group.to_sharded()
             group.speculative = False
+
+    def _choose_kept(self) -> None:
+        """Fill the byte budget from the end of the forward: those groups are needed again first."""
+        left = max((state.gathered_budget_bytes for state in self.states), default=0)
+        self._kept.clear()
+        if not left:
+            return
+        for group in reversed(self.order.recorded):
+            state = self._owner[group]
+            if not state.gathered_budget_bytes or state.is_root or group in self._kept:
+                continue
+            left -= group.gathered_bytes
+            if left < 0:
+                return
+            self._kept.add(group)
+
+    def keeps(self, group: ParamGroup) -> bool:
+        """Whether ``group`` stays gathered after forward: backward starts with it, or it fits."""
+        return group is self.first_gathered or group in self._kept
 
     def groups_with(self, group: ParamGroup) -> list[ParamGroup]:
         """All groups of the state that owns ``group``: they are needed together."""

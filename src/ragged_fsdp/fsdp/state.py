@@ -45,6 +45,8 @@ class ModuleState(_State):
         self.is_root: bool | None = None
         self.auto_reshard = True
         """Whether the library chose ``reshard_after_forward``: the root then stays gathered."""
+        self.gathered_budget_bytes = 0
+        """Bytes of gathered parameters that may stay between forward and backward."""
         self.root = RootContext()
         self.comm = CommContext()
         self.phase = Phase.IDLE
@@ -172,11 +174,13 @@ class ModuleState(_State):
     def _end_groups(self) -> None:
         for group in self.groups:
             if not in_backward():  # a checkpoint around this module recomputes in backward
-                first_in_backward = self.root.first_gathered is group and torch.is_grad_enabled()
-                group.keep_gathered = first_in_backward and self.auto_reshard and not self.is_root
+                trains = torch.is_grad_enabled()
+                chosen_here = trains and self.auto_reshard and not self.is_root
+                group.keep_gathered = chosen_here and self.root.keeps(group)
                 group.reshard()
-                group.forward_positions.append(len(self.comm.backward_order))
-                self.comm.backward_order.append(group)
+                if trains:
+                    group.forward_positions.append(len(self.comm.backward_order))
+                    self.comm.backward_order.append(group)
             group.phase = Phase.IDLE
 
     def _list_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
