@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard
 from ragged_fsdp.dtensor import distribute_tensor as collective_distribute_tensor
+from ragged_fsdp.dtensor.internals import StridedShard
 from ragged_fsdp.optim.matrices import Fused
 
 SHAPES = {
@@ -88,6 +89,16 @@ def place(full: Tensor, mesh, kind: str) -> Tensor:
         rows = full.shape[1] * full.shape[2]
         units = tuple(uneven_units(n * rows, ranks, 1) for n in (first, second))
         return distribute_tensor(full, mesh, [StridedRaggedShard(range(full.ndim), units), Shard(0)])
+    if kind == "strided_ep":  # what FSDP2 makes of expert-parallel parameters
+        if full.ndim < 3:
+            return distribute_tensor(full, mesh, [Shard(0), Replicate()])
+        shards, experts = mesh.get_coordinate()
+        pieces = [list(part.chunk(2)) for part in full.chunk(2)]
+        local = pieces[experts][shards] if shards < len(pieces[experts]) else full[:0]
+        placements = [StridedShard(0, split_factor=2), Shard(0)]
+        return DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+        )
     raise ValueError(kind)
 
 
