@@ -1,10 +1,9 @@
 """The groups that a model was sharded into: what each rank holds, and how much of it is padding."""
 
+import itertools
 from dataclasses import dataclass
-from os.path import commonprefix
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.models.names import plain_name
 
@@ -26,7 +25,7 @@ def summarize_groups(model: nn.Module) -> list[GroupSummary]:
     """The buffers behind the model's ragged parameters, in the order of the parameters."""
     from ragged_fsdp import DBuffer
 
-    members: dict[int, list[tuple[str, DTensor]]] = {}
+    members: dict[int, list[tuple[str, nn.Parameter]]] = {}
     buffers = {}
     for name, parameter in model.named_parameters():
         found = DBuffer.of(parameter)
@@ -84,4 +83,6 @@ def _same(a: GroupSummary, b: GroupSummary) -> bool:
 
 def _common_name(names: list[str]) -> str:
     """What the names of a group share, up to a dot; ``(root)`` if they share nothing."""
-    return commonprefix(names).rpartition(".")[0] or "(root)"
+    levels = zip(*(name.split(".")[:-1] for name in names))
+    shared = itertools.takewhile(lambda parts: len(set(parts)) == 1, levels)
+    return ".".join(parts[0] for parts in shared) or "(root)"

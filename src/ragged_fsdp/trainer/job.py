@@ -141,6 +141,8 @@ class TrainingJob:
         self._introduce(groups)
         for message in messages:
             self._view.say(message)
+            if self._metrics is not None:
+                self._metrics.write("note", step, text=message)
         self._clock.skip()
 
     def _introduce(self, groups: list[GroupSummary]) -> None:

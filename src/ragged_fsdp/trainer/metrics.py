@@ -1,7 +1,7 @@
 """What a run measures, one JSON object per line, and the same as TensorBoard events.
 
 Kinds of lines: ``start`` (one per start or resume: processes, parameters, padding), ``train`` (one per
-step), ``eval``, ``checkpoint``, ``end``. Written by rank 0 alone.
+step), ``eval``, ``checkpoint``, ``note`` (what the user was told), ``end``. Written by rank 0 alone.
 """
 
 import json

@@ -63,6 +63,8 @@ def join(config: ShardingConfig) -> Ranks:
     if cuda:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", world)) > torch.cuda.device_count():
+            os.environ.setdefault("NCCL_HOSTID", f"rank{rank}")  # NCCL lets only "hosts" share a device
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

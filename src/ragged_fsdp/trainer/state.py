@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -71,17 +70,15 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
     if not any(name.startswith("optim.") for name in names):
         notes.append("the checkpoint has no optimizer state; the optimizer starts anew")
         del state["optim"]
-    own = f"rng.{ranks.rank}"
-    same_ranks = own in names and f"rng.{ranks.world_size}" not in names
-    everywhere = torch.tensor(int(same_ranks and f"rng.{ranks.world_size - 1}" in names))
-    dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=ranks.control)
-    if not everywhere:
+    stored_ranks = {name.split(".")[1] for name in names if name.startswith("rng.")}
+    same_ranks = stored_ranks == {str(rank) for rank in range(ranks.world_size)}
+    if not same_ranks:
         notes.append("another number of processes: random states (dropout) start anew, data order goes on")
         del state["rng"]
     dcp.load(state, path, ranks.control)
     optimizer_state = state.get("optim", {})
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
-    if everywhere:
+    if same_ranks:
         _set_random_state(state["rng"][str(ranks.rank)], ranks.device)
     return notes
 

@@ -1,0 +1,200 @@
+"""Whole runs of the trainer on processes of its own: the same curve however it is spread, stopped or broken."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from train_cases import losses, settings, train
+
+from ragged_fsdp.checkpoint.contents import CheckpointReader
+from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.launch import RankFailure
+from ragged_fsdp.trainer.metrics import read_metrics
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """An uninterrupted run on one process, unsharded."""
+    path = tmp_path_factory.mktemp("reference")
+    outcome = train(path, sharding="none", processes=1)
+    assert outcome["status"] == "finished" and outcome["eval_loss"] < 5.0
+    return path
+
+
+def _assert_same_curve(path: Path, reference: Path, tolerance: float = 2e-4) -> None:
+    got, expected = losses(path), losses(reference)
+    assert got.keys() == expected.keys()
+    assert all(abs(got[step] - expected[step]) < tolerance for step in got), (got, expected)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"processes": 1},
+        {"processes": 3, "accumulate": 2, "reshard_after_forward": False},
+        {"processes": 4, "replicas": 2, "granularity": {"*.experts.*": "rows:8", "lm_head.weight": "whole"}},
+        {"processes": 2, "sharding": "fsdp2", "activation_checkpointing": 1},
+        {"processes": 3, "sharding": "ddp"},
+    ],
+    ids=["ragged1", "ragged3-accumulate", "hsdp4-granularity", "fsdp2-checkpointing", "ddp3"],
+)
+def test_the_curve_does_not_depend_on_the_sharding(tmp_path, reference, changes):
+    train(tmp_path, **changes)
+    _assert_same_curve(tmp_path, reference)
+
+
+def _states(path: Path) -> dict[str, torch.Tensor]:
+    reader = CheckpointReader(path)
+    return {t.name: reader.load(t) for t in reader.tensors() if not t.name.startswith("rng")}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "adam8bit"])
+def test_resuming_is_bit_for_bit(tmp_path, optimizer):
+    common = {"optimizer": optimizer, "model_set": {"hidden": "64", "expert_hidden": "64"}}
+    train(tmp_path / "straight", **common)
+    train(tmp_path / "stopped", stop_at=5, **common)
+    again = train(tmp_path / "stopped", resume="must", **common)
+    assert again["status"] == "finished" and losses(tmp_path / "stopped") == losses(tmp_path / "straight")
+    first, second = (
+        _states(tmp_path / name / "checkpoints/step-00000008") for name in ("straight", "stopped")
+    )
+    assert first.keys() == second.keys() and any(name.startswith("optim.state") for name in first)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(("before", "after"), [("ragged", "fsdp2"), ("fsdp2", "ragged")])
+def test_checkpoints_move_between_world_sizes_and_to_and_from_fsdp2(tmp_path, reference, before, after):
+    train(tmp_path, sharding=before, processes=2, stop_at=3)
+    train(tmp_path, sharding=after, processes=3)
+    _assert_same_curve(tmp_path, reference)
+    starts = [row for row in read_metrics(tmp_path) if row["kind"] == "start"]
+    assert [(row["step"], row["world_size"]) for row in starts] == [(0, 2), (3, 3)]
+
+
+def _notes(path: Path) -> str:
+    return "\n".join(row["text"] for row in read_metrics(path) if row["kind"] == "note")
+
+
+def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, reference):
+    train(tmp_path, checkpoint_every=2, keep_last=0, stop_at=6)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    assert store.steps() == [2, 4, 6]
+    victim = next(store.path(6).glob("*.distcp"))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(content)
+    (store.path(4) / ".metadata").unlink()
+    train(tmp_path)
+    said = _notes(tmp_path)
+    assert f"{victim} has changed since it was written" in said and ".metadata is missing" in said
+    assert "step-00000002 at step 2" in said and "random states" not in said
+    _assert_same_curve(tmp_path, reference)
+
+
+def _ranks() -> list[psutil.Process]:
+    """The processes of the run that this process started: those that the fork server made."""
+    own = psutil.Process()
+    return [p for p in own.children(recursive=True) if p not in own.children() and p.is_running()]
+
+
+def _when(condition, action) -> threading.Thread:
+    """Act, in a thread, as soon as a condition holds."""
+
+    def work() -> None:
+        deadline = time.monotonic() + 100
+        while time.monotonic() < deadline:
+            if condition():
+                action()
+                return
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def _steps_done(path: Path) -> int:
+    return max((row["step"] for row in read_metrics(path) if row["kind"] == "train"), default=0)
+
+
+@pytest.mark.parametrize("moment", ["step", "save"])
+def test_a_killed_rank_ends_the_others_and_nothing_is_lost(tmp_path, reference, moment):
+    seed = random.Random(moment)
+
+    def due() -> bool:
+        if moment == "step":
+            return _steps_done(tmp_path) >= 3
+        return any((tmp_path / "checkpoints").glob(".writing-*")) and _steps_done(tmp_path) >= 3
+
+    def kill() -> None:
+        seed.choice(_ranks()).kill()
+
+    thread = _when(due, kill)
+    began = time.monotonic()
+    with pytest.raises(RankFailure, match=r"rank \d died without a traceback:\nkilled by SIGKILL"):
+        train(tmp_path, processes=3, checkpoint_every=1, steps=8, keep_last=0)
+    thread.join()
+    assert time.monotonic() - began < 60 and not _ranks()
+    train(tmp_path, processes=3, checkpoint_every=1)
+    _assert_same_curve(tmp_path, reference)
+    assert not list((tmp_path / "checkpoints").glob(".*-step-*"))
+
+
+def test_an_error_on_one_rank_is_shown_first(tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        train(tmp_path, lr=1e30, clip=0.0, processes=2, warmup=0)
+    assert str(caught.value).startswith("rank ") and "FloatingPointError: step" in str(caught.value)
+
+
+def test_an_interrupt_saves_and_the_run_goes_on_later(tmp_path, reference):
+    thread = _when(lambda: _steps_done(tmp_path) >= 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+    outcome = train(tmp_path, steps=8)
+    thread.join()
+    if outcome["status"] != "finished":  # the signal may come after the last step
+        assert outcome["status"] == "interrupted"
+        assert CheckpointStore(tmp_path / "checkpoints").steps() == [outcome["step"]]
+    train(tmp_path)
+    _assert_same_curve(tmp_path, reference)
+
+
+def test_refusals_come_from_the_ranks_as_such(tmp_path):
+    train(tmp_path, stop_at=1)
+    with pytest.raises(ConfigError, match="resume = never"):
+        train(tmp_path, resume="never")
+    with pytest.raises(ConfigError, match="has model hidden = 32, this run has 64"):
+        train(tmp_path, model_set={"hidden": "64"})
+    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
+        train(tmp_path / "other", resume="must")
+
+
+def test_metrics_trace_sample_and_time_limit(tmp_path):
+    outcome = train(
+        tmp_path,
+        steps=3,
+        profile=1,
+        profile_from=2,
+        tensorboard=True,
+        sample_tokens=5,
+        peak_tflops=1.0,
+        precision="bf16",
+    )
+    assert outcome["sample"].startswith("def ")
+    rows = [row for row in read_metrics(tmp_path) if row["kind"] == "train"]
+    assert {"loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory", "phases_s"} <= rows[-1].keys()
+    assert sum(rows[-1]["phases_s"].values()) <= rows[-1]["step_s"] and 0 < rows[-1]["mfu"] < 1
+    start = next(row for row in read_metrics(tmp_path) if row["kind"] == "start")
+    assert 0 <= start["padding"] < 1 and start["shard_bytes"] > 0
+    trace = json.loads((tmp_path / "trace/steps-2-2.json").read_text())
+    assert any("all_gather" in event.get("name", "") for event in trace["traceEvents"])
+    assert list((tmp_path / "tensorboard").iterdir())
+    late = train(tmp_path, steps=10_000, minutes=1e-9)
+    assert late["status"] == "time" and late["step"] == 3
+    assert settings(tmp_path)["model"] in (tmp_path / "config.toml").read_text()

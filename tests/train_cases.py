@@ -1,0 +1,44 @@
+"""Small training runs for tests: a few steps of a tiny model on a few kilobytes of text."""
+
+from pathlib import Path
+from typing import Any
+
+from ragged_fsdp.trainer.config_file import from_values
+from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.start import start
+
+__all__ = ["losses", "settings", "train"]
+
+
+def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a run in ``run_dir`` that takes a second or two."""
+    return {
+        "run_dir": str(run_dir),
+        "data": [str(Path(__file__))],
+        "model": "nano",
+        "seq_len": 32,
+        "batch": 12,
+        "steps": 8,
+        "warmup": 2,
+        "lr": 1e-2,
+        "eval_every": 4,
+        "eval_sequences": 3,
+        "eval_fraction": 0.1,
+        "checkpoint_every": 0,
+        "tensorboard": False,
+        "log_every": 1000,
+        "processes": 2,
+        "device": "cpu",
+        "timeout": 60.0,
+        **changes,
+    }
+
+
+def train(run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Run it on processes of its own; returns the outcome."""
+    return start(from_values(settings(run_dir, **changes)))
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    """Training loss by step."""
+    return {row["step"]: row["loss"] for row in read_metrics(run_dir) if row["kind"] == "train"}

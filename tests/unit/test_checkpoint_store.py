@@ -1,0 +1,64 @@
+"""The folder of checkpoints: complete or not there, best and last kept, damage named."""
+
+import json
+
+import pytest
+
+from ragged_fsdp.checkpoint.store import CheckpointStore, checksum, damage, read_manifest
+
+
+def _save(store, step, eval_loss=None, text="data"):
+    path = store.begin(step)
+    (path / "__0_0.distcp").write_text(f"{text} {step}")
+    store.commit(
+        step, {"__0_0.distcp": checksum(path / "__0_0.distcp")}, {"step": step, "eval_loss": eval_loss}
+    )
+
+
+def test_a_checkpoint_has_its_name_only_when_complete(tmp_path):
+    store = CheckpointStore(tmp_path)
+    path = store.begin(5)
+    (path / "__0_0.distcp").write_text("half")
+    assert store.steps() == []
+    assert [p.name for p in store.remove_leftovers()] == [".writing-step-00000005"]
+    _save(store, 5)
+    assert store.steps() == [5] and damage(store.path(5)) == []
+    assert read_manifest(store.path(5))["info"]["step"] == 5
+
+
+def test_the_last_and_the_best_are_kept(tmp_path):
+    store = CheckpointStore(tmp_path, keep_last=2, keep_best=True)
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)]:
+        _save(store, step, loss)
+    assert store.steps() == [2, 4, 5] and store.best_step() == 2
+    without = CheckpointStore(tmp_path / "other", keep_last=1, keep_best=False)
+    for step in (1, 2):
+        _save(without, step, 1.0)
+    assert without.steps() == [2]
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path):
+    store = CheckpointStore(tmp_path)
+    _save(store, 1, text="old")
+    _save(store, 1, text="new")
+    assert (store.path(1) / "__0_0.distcp").read_text() == "new 1" and damage(store.path(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda p: (p / "__0_0.distcp").unlink(), "is missing"),
+        (lambda p: (p / "__0_0.distcp").write_text("data"), "bytes instead of"),
+        (lambda p: (p / "__0_0.distcp").write_text("dato 7"), "checksum"),
+        (lambda p: (p / "manifest.json").unlink(), "not a complete checkpoint"),
+        (lambda p: (p / "manifest.json").write_text("{"), "is damaged"),
+        (lambda p: (p / "manifest.json").write_text(json.dumps({"files": []})), "is damaged"),
+    ],
+)
+def test_damage_is_named(tmp_path, break_it, message):
+    store = CheckpointStore(tmp_path)
+    _save(store, 7)
+    break_it(store.path(7))
+    problems = damage(store.path(7))
+    assert len(problems) == 1 and message in problems[0] and str(store.path(7)) in problems[0]

@@ -1,0 +1,265 @@
+"""The parts of the trainer that need no process group: settings, data order, schedule, model, FLOPs."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ragged_fsdp.models import BUILT_IN_SIZES, MoEConfig, MoETransformer
+from ragged_fsdp.models.flops import active_parameters
+from ragged_fsdp.models.materialize import materialize
+from ragged_fsdp.models.moe import grouped_matmul, loop_matmul
+from ragged_fsdp.models.sample import sample_tokens
+from ragged_fsdp.models.source import find_model
+from ragged_fsdp.policy import Elements, Rows, Whole
+from ragged_fsdp.trainer.batches import Batches, permuted, share
+from ragged_fsdp.trainer.config import OptimizerConfig, TrainConfig
+from ragged_fsdp.trainer.config_check import check
+from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml, save_toml, section_of
+from ragged_fsdp.trainer.data import open_tokens
+from ragged_fsdp.trainer.ranks import rank_variables
+from ragged_fsdp.trainer.schedule import lr_factor
+from ragged_fsdp.trainer.sharding import parse_granularity
+
+
+def test_every_setting_has_one_home():
+    keys = [f.name for cls in TrainConfig.sections().values() for f in dataclasses.fields(cls)]
+    assert len(keys) == len(set(keys)) == len(section_of())
+
+
+def test_a_saved_file_gives_the_same_settings_back(tmp_path):
+    config = from_values(
+        {"lr": 1e-4, "data": ["a", "b"], "granularity": {"*.experts.*": "rows:8"}, "steps": 7}
+    )
+    save_toml(config, tmp_path / "config.toml")
+    assert from_values(load_toml(tmp_path / "config.toml")) == config
+    assert from_values(load_toml(tmp_path / "config.toml"), {"steps": 9}).run.steps == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[optimizer]\nlearningrate = 1.0\n", "unknown key 'learningrate' in [optimizer]"),
+        ("[optimiser]\nlr = 1.0\n", "unknown section [optimiser]; did you mean 'optimizer'?"),
+        ("[optimizer]\nwarmpu = 1\n", "did you mean 'warmup'?"),
+        ("[run]\nlr = 1.0\n", "it belongs to [optimizer]"),
+        ("[run]\nsteps = 'many'\n", "steps: expected int, got 'many'"),
+        ("[run]\nsteps = true\n", "steps: expected int, got True"),
+        ("[run]\nsteps = 0\n", "steps = 0: expected at least 1"),
+        ("[optimizer]\nlr = nan\n", "expected at least"),
+        ("[optimizer]\nschedule = 'cosin'\n", "did you mean 'cosine'?"),
+        ("steps = 3\n", "unknown section"),
+        ("[run\n", "not valid TOML"),
+    ],
+)
+def test_bad_files_are_refused_by_name(tmp_path, text, message):
+    (tmp_path / "x.toml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        from_values(load_toml(tmp_path / "x.toml"))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "processes", "message"),
+    [
+        ({"batch": 2}, 3, "use at least 3"),
+        ({"batch": 8, "accumulate": 4}, 3, "use at least 12"),
+        ({"sharding": "none"}, 2, "for one process"),
+        ({"sharding": "ddp", "replicas": 2}, 2, "replicas = 2 needs sharding"),
+        ({"replicas": 3}, 4, "does not divide the 4 processes"),
+        ({"sharding": "fsdp2", "granularity": {"*": "rows"}}, 2, "granularity needs sharding = ragged"),
+        ({"granularity": {"*": "colums:2"}}, 2, "expected whole, rows:<count> or elements:<count>"),
+        ({"model": "dmeo"}, 1, "did you mean 'demo'?"),
+        ({"model": "LammaConfig"}, 1, "did you mean 'LlamaConfig'?"),
+        ({"model_set": {"layer": "2"}}, 1, "did you mean 'layers'?"),
+        ({"model_set": {"layers": "two"}}, 1, "expected int"),
+        ({"model_set": {"heads": "3"}}, 1, "each head needs"),
+        ({"resume": "atuo"}, 1, "did you mean 'auto'?"),
+        ({"beta1": 1.0}, 1, "beta1 = 1.0"),
+        ({"ep": 2}, 2, "ep > 1 is not supported"),
+        ({"eval_fraction": 0.0}, 1, "eval_sequences needs eval_fraction"),
+    ],
+)
+def test_impossible_combinations_are_refused_before_a_start(values, processes, message):
+    with pytest.raises(ConfigError) as caught:
+        check(from_values(values), processes)
+    assert message in str(caught.value)
+
+
+def test_granularity_texts():
+    assert parse_granularity("rows:32") == Rows(32)
+    assert parse_granularity("rows") == Rows(1)
+    assert parse_granularity("elements:4096") == Elements(4096)
+    assert parse_granularity("whole") == Whole()
+
+
+@given(count=st.integers(1, 500), seed=st.integers(0, 99))
+def test_an_epoch_visits_every_window_once(count, seed):
+    key = f"{seed}/0".encode()
+    assert sorted(permuted(i, count, key) for i in range(count)) == list(range(count))
+
+
+@given(count=st.integers(0, 60), parts=st.integers(1, 9))
+def test_shares_tile_in_order_and_differ_by_at_most_one(count, parts):
+    ranges = [share(count, parts, index) for index in range(parts)]
+    assert [i for r in ranges for i in r] == list(range(count))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+def test_targets_are_inputs_shifted_by_one_and_epochs_differ():
+    batches = Batches(np.arange(1001), seq_len=10, seed=3)
+    assert batches.windows == 100
+    rows = batches.sequences(range(200))
+    assert rows.shape == (200, 11)
+    assert torch.equal(rows[:, :-1] + 1, rows[:, 1:])
+    first, second = rows[:100, 0].tolist(), rows[100:, 0].tolist()
+    assert sorted(first) == sorted(second) == list(range(0, 1000, 10)) and first != second
+    assert torch.equal(batches.sequences(range(57, 60)), rows[57:60])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_schedules_warm_up_hold_and_end(schedule):
+    config = OptimizerConfig(schedule=schedule, warmup=10, min_lr=0.1, decay=0.25)
+    factors = [lr_factor(step, 100, config) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1) and factors[9] == pytest.approx(1.0)
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(factors[9:]))
+    assert factors[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=0.05)
+    if schedule == "wsd":
+        assert factors[70] == 1.0
+
+
+def test_data_sources(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAGGED_FSDP_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("hello " * 50)
+    (tmp_path / "b.txt").write_text("world " * 50)
+    settings = {"data": [str(tmp_path / "*.txt")], "seq_len": 8}
+    tokens = open_tokens(from_values(settings).data)
+    assert len(tokens.train) + len(tokens.evaluation) == 602
+    assert "hello" in tokens.tokenizer.decode(tokens.train[:400].tolist())
+    cached = list((tmp_path / "cache").iterdir())
+    open_tokens(from_values(settings).data)
+    assert list((tmp_path / "cache").iterdir()) == cached
+    np.arange(500, dtype=np.uint16).tofile(tmp_path / "t.bin")
+    flat = open_tokens(from_values({"data": [str(tmp_path / "t.bin")], "seq_len": 8}).data)
+    assert flat.train[:3].tolist() == [0, 1, 2]
+    np.save(tmp_path / "t.npy", np.arange(500))
+    assert len(open_tokens(from_values({"data": [str(tmp_path / "t.npy")], "seq_len": 8}).data).train) == 475
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data": ["/nowhere/*.txt"]}, "matches no file"),
+        ({"data": ["/nowhere/t.bin"]}, "does not exist"),
+        ({"data": []}, "at least one source"),
+        ({"tokenizer": "/nowhere"}, "no such folder"),
+        ({"seq_len": 10**9}, "less than one sequence"),
+    ],
+)
+def test_missing_data_is_refused(values, message):
+    with pytest.raises(ConfigError) as caught:
+        open_tokens(from_values(values).data)
+    assert message in str(caught.value)
+
+
+def test_ranks_from_torchrun_and_slurm(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    assert rank_variables() is None
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "gpu[07-09,12],login1")
+    found = rank_variables()
+    assert found is not None and found["MASTER_ADDR"] == "gpu07" and found["LOCAL_RANK"] == "1"
+    assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]) == ("3", "4", "20077")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "a,b")
+    assert rank_variables()["MASTER_ADDR"] == "a"
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert rank_variables()["WORLD_SIZE"] == "2"
+
+
+def _tiny(**changes):
+    source = find_model("nano", {k: str(v) for k, v in changes.items()})
+    model, twin = source.build(), source.build()
+    materialize(model, twin, source.init_with(twin), seed=1, device=torch.device("cpu"))
+    return model
+
+
+def test_the_model_is_causal_and_its_loss_is_a_mean_over_sequences():
+    model = _tiny()
+    ids = torch.randint(256, (4, 12))
+    whole = model(ids)
+    assert whole.logits.shape == (4, 12, 256) and whole.balance_loss.shape == (4,)
+    changed = ids.clone()
+    changed[:, 8:] = 0
+    assert torch.allclose(model(changed).logits[:, :8], whole.logits[:, :8], atol=1e-5)
+    parts = torch.cat([model(ids[i : i + 1]).balance_loss for i in range(4)])
+    assert torch.allclose(parts, whole.balance_loss, atol=1e-6)
+    # 1 when every expert gets its share, times the weight, for each of two layers
+    assert math.isclose(whole.balance_loss.mean().item(), 2 * 0.01, rel_tol=0.2)
+
+
+def test_every_parameter_gets_a_gradient():
+    model = _tiny(experts=4, experts_per_token=2)
+    output = model(torch.randint(256, (4, 64)))
+    (output.logits.float().logsumexp(-1).mean() + output.balance_loss.mean()).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_grouped_matmul_equals_the_loop_with_an_idle_expert():
+    torch.manual_seed(0)
+    counts = torch.tensor([3, 0, 5, 1])
+    x, weight = torch.randn(9, 16), torch.randn(4, 16, 32)
+    assert torch.allclose(grouped_matmul(x, weight, counts), loop_matmul(x, weight, counts), atol=1e-5)
+
+
+def test_initial_values_depend_on_seed_and_name_alone():
+    a, b = _tiny(), _tiny()
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters()))
+    assert not torch.equal(a.layers[0].self_attn.q_proj.weight, a.layers[1].self_attn.q_proj.weight)
+    assert a.embed_tokens.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    tied = _tiny(tied_embeddings=True)
+    assert torch.equal(tied.embed_tokens.weight, a.embed_tokens.weight)
+    assert tied.lm_head.weight is tied.embed_tokens.weight
+
+
+def test_greedy_samples_repeat_and_respect_the_context():
+    model = _tiny()
+    prompt = torch.tensor([1, 2, 3])
+    seen = []
+
+    def logits_of(ids):
+        seen.append(ids.shape[1])
+        return model(ids).logits
+
+    options = {"context": 5, "temperature": 0.0, "seed": 0}
+    first = sample_tokens(logits_of, prompt, 6, **options)
+    assert torch.equal(first, sample_tokens(logits_of, prompt, 6, **options))
+    assert first.shape == (9,) and max(seen) == 5
+
+
+@pytest.mark.parametrize("name", BUILT_IN_SIZES)
+def test_active_parameters_of_built_in_sizes(name):
+    config = BUILT_IN_SIZES[name]
+    with torch.device("meta"):
+        model = MoETransformer(config)
+    shapes = [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    d, f, k = config.hidden, config.expert_hidden, config.experts_per_token
+    attention = 2 * d * d + 2 * d * config.kv_heads * config.head_dim
+    layer = attention + d * config.experts + k * 3 * d * f
+    expected = config.layers * layer + config.vocab_size * d
+    assert active_parameters(shapes, config.experts, k) == expected
+
+
+def test_bad_model_configs_are_refused():
+    for changes in ({"hidden": 100, "heads": 3}, {"kv_heads": 3}, {"experts": 1}, {"layers": 0}):
+        with pytest.raises(ValueError, match="model"):
+            MoEConfig(**changes)
