@@ -1,4 +1,4 @@
-"""Whole runs of the trainer on processes of its own: the same curve however it is spread, stopped or broken."""
+"""Whole runs of the trainer on its own processes: the same curve however it is spread, stopped or broken."""
 
 import json
 import os
@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from train_cases import losses, settings, train
 
 from ragged_fsdp.checkpoint.contents import CheckpointReader
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
 from ragged_fsdp.trainer.metrics import read_metrics
+from train_cases import losses, settings, train
 
 
 @pytest.fixture(scope="module")
