@@ -37,7 +37,6 @@ class RealCase:
     device: str = "cuda"
     debug: bool = False
     """Run ours with ``RAGGED_FSDP_DEBUG=1``: freed storage is poisoned, so a stream race becomes a NaN."""
-    options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         if self.compute not in ("fp32", "bf16"):
@@ -49,7 +48,7 @@ class RealCase:
 
 
 def run_real(case: RealCase, implementation: str, limit_s: float = 120.0) -> dict[str, Any]:
-    """Losses of rank 0 and memory by step for ``ours``, ``fsdp2`` or ``ddp``."""
+    """Losses of rank 0 and memory by step for ``ours``, ``ours-all-to-all``, ``fsdp2`` or ``ddp``."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", __name__])
     ours, theirs = context.Pipe(duplex=False)
@@ -152,13 +151,15 @@ def _build(
 
 
 def _shard(case: RealCase, name: str, stack: Stack, device: torch.device, compute: torch.dtype) -> None:
-    if name == "ours":
-        from ragged_fsdp import MixedPrecisionPolicy, fully_shard
-    else:
+    extra: dict[str, Any] = {}
+    if name == "fsdp2":
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    else:
+        from ragged_fsdp import MixedPrecisionPolicy, fully_shard
+
+        extra = {"reduction": "all_to_all"} if name == "ours-all-to-all" else {}
     mesh = dist.device_mesh.init_device_mesh(device.type, (case.ranks,))
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    extra = dict(case.options) if name == "ours" else {}
     for layer in stack.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, **extra)
     fully_shard(stack, mesh=mesh, mp_policy=policy, **extra)
