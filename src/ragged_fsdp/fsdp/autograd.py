@@ -36,13 +36,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         plain = {k: map_tensors(function, v) for k, v in value.items()}
         return value if _same(value.values(), plain.values()) else _like_mapping(value, plain)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, v) for v in value))
+        fields = [map_tensors(function, v) for v in value]
+        return value if _same(value, fields) else type(value)(*fields)
     if isinstance(value, (list, tuple, set)):
         items = [map_tensors(function, v) for v in value]
         return value if _same(value, items) else type(value)(items)
-    if isinstance(value, torch.nn.utils.rnn.PackedSequence):
-        map_tensors(function, value.data)
-        return value
     return value
 
 
