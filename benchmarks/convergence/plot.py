@@ -25,10 +25,10 @@ def write_report(folder: Path) -> None:
     record = json.loads((folder / "convergence.json").read_text())
     setting = record["setting"]
     curves = [Curve(**curve) for curve in record["curves"]]
+    size = f"{setting['steps']} steps of {setting['batch']} x {setting['seq_len']} bytes"
     head = (
-        f"{record['hardware']}, ranks: {record['ranks']}, torch {record['torch']}; "
-        f"{setting['steps']} steps of {setting['batch']} x {setting['seq_len']} bytes, peak learning rate {setting['lr']}, fp32; "
-        f"{record['data']}.\n\n"
+        f"{record['hardware']}, ranks: {record['ranks']}, torch {record['torch']}; {size}, fp32, "
+        f"peak learning rate {setting['lr']}; {record['data']}.\n\n"
     )
     (folder / "convergence.md").write_text(head + table(curves))
     draw(curves, setting["batch"] * setting["seq_len"], folder / "convergence.svg")
