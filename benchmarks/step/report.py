@@ -36,6 +36,7 @@ LABELS = {
     "fsdp1": "FSDP1",
     "megatron": "Megatron-FSDP",
     "deepspeed": "DeepSpeed ZeRO-3",
+    "ddp": "DDP",
 }
 _COLUMNS = (
     "implementation", "wire GB/s", "fwd+bwd ms", "/ floor", "/ bound", "step ms", "host ms", "alloc GiB",
