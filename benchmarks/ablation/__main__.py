@@ -1,0 +1,44 @@
+"""Throughput of 8-bit Adam with everything on, without the buffer, and without the planner.
+
+    python -m benchmarks.ablation --out benchmarks/ablation/results
+
+Trains a GPT-OSS-like mixture of experts on random tokens, sharded over several processes; variants take turns
+round by round. With CUDA the ranks use NCCL, and share a GPU where there are fewer GPUs than ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from benchmarks.ablation.worker import SIZES, run_rank
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
+    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each variant (default 15)")
+    parser.add_argument(
+        "--size", choices=list(SIZES), default="gpt-oss" if cuda else "small", help="the model"
+    )
+    parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens per sequence")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_rank, args=(arguments, port), nprocs=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
