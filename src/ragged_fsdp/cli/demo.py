@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-__all__ = ["command"]
+__all__ = ["SETTINGS", "command"]
 
-_SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     "model": "demo",
     "data": ["stdlib"],
     "seq_len": 128,
@@ -19,7 +19,7 @@ _SETTINGS: dict[str, Any] = {
     "lr": 4e-3,
     "warmup": 10,
     "eval_every": 20,
-    "eval_sequences": 96,
+    "eval_sequences": 48,
     "checkpoint_every": 40,
     "log_every": 10,
     "sharding": "ragged",
@@ -34,8 +34,8 @@ _STOP_AT = 80
 )
 @click.option("--processes", type=click.IntRange(min=1), default=4, help="processes of the first part")
 @click.option("--then", "then_processes", type=click.IntRange(min=1), default=3, help="processes afterwards")
-@click.option("--steps", type=click.IntRange(min=4), default=_SETTINGS["steps"], help="steps in all")
-@click.option("--model", default=_SETTINGS["model"], help="a built-in size")
+@click.option("--steps", type=click.IntRange(min=4), default=SETTINGS["steps"], help="steps in all")
+@click.option("--model", default=SETTINGS["model"], help="a built-in size")
 def command(out: Path, processes: int, then_processes: int, steps: int, model: str) -> None:
     """Train a small mixture-of-experts model on the Python standard library's sources, sharded.
 
@@ -50,8 +50,8 @@ def command(out: Path, processes: int, then_processes: int, steps: int, model: s
     console = Console(highlight=False)
     began = time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
-    stop_at = max(2, steps * _STOP_AT // _SETTINGS["steps"])
-    common = {**_SETTINGS, "steps": steps, "model": model, "run_dir": str(out / "run")}
+    stop_at = max(2, steps * _STOP_AT // SETTINGS["steps"])
+    common = {**SETTINGS, "steps": steps, "model": model, "run_dir": str(out / "run")}
 
     console.rule(f"[bold]1. train on {processes} processes", align="left")
     run(from_values(common, {"processes": processes, "stop_at": stop_at}))

@@ -1,1 +1,1 @@
-"""See the modules of this package."""
+"""Other trainers on ragged parameters: thin adapters, each imported only when it is used."""
