@@ -7,7 +7,9 @@ of pointers, so a step is one launch per kind of parameter (dtypes, block shape)
 
 The arithmetic is that of ``adam8bit_reference``, operation for operation: contraction to fused
 multiply-adds is off and division and root round correctly, so the results are equal bit by bit.
-Codes are computed, not searched (see ``quant``); values are looked up in the 256-entry maps.
+Codes are looked up, not searched (``quant.step_table``), and so are the values of the maps. All tensors of a
+program keep one register layout, four neighbours per thread: without the ``max_contiguous`` hints the byte
+loads and the lookups would get layouts of their own, and every value would travel through shared memory.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry
-from ragged_fsdp.optim.quant import SMALLEST_SCALE, Codebook, codebook, step_table, value_table
+from ragged_fsdp.optim.quant import SMALLEST_SCALE, step_table, value_table
 
 __all__ = ["EntryTable", "update_entries"]
 
-_PROGRAM_NUMEL = 4096
-_WARPS = 8
-_FIELDS = 17  # int64 words per parameter in the table; the order is that of _row_of_table
+# On an H200 eight elements per thread are fastest: more spill, fewer hide too little latency.
+_PROGRAM_NUMEL = 1024
+_WARP_NUMEL = 256
+_MOST_WARPS = 32
+_FIELDS = tl.constexpr(17)  # int64 words per parameter in the table; the order is that of _row_of_table
+_SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
@@ -50,18 +55,6 @@ def _block_scale(magnitudes):
 
 
 @triton.jit
-def _computed_index(magnitude, EDGES: tl.constexpr, SLOPES: tl.constexpr, CELLS: tl.constexpr):
-    slope = tl.full(magnitude.shape, SLOPES[0], tl.float32)
-    cells = tl.full(magnitude.shape, CELLS[0], tl.float32)
-    for i in tl.static_range(6):
-        above = magnitude > EDGES[i]
-        slope = tl.where(above, SLOPES[i + 1], slope)
-        cells = tl.where(above, CELLS[i + 1], cells)
-    index = magnitude * slope + cells * 0.8888888955116272  # fp32 of 8/9; cells is a power of two
-    return tl.minimum(index.to(tl.int32), (cells + cells).to(tl.int32) - 1)
-
-
-@triton.jit
 def _looked_up_index(magnitude, steps_ptr, BASE: tl.constexpr, LAST: tl.constexpr, SHIFT: tl.constexpr):
     """The index among magnitudes: one entry per float prefix holds the index at its start and its step."""
     bits = magnitude.to(tl.int32, bitcast=True)
@@ -72,50 +65,26 @@ def _looked_up_index(magnitude, steps_ptr, BASE: tl.constexpr, LAST: tl.constexp
 
 @triton.jit
 def _round_stochastically(normalised, nearest, values_ptr, noise):
-    below = nearest - (tl.load(values_ptr + nearest) > normalised).to(tl.int32)
-    below = tl.maximum(below, 0)
-    low = tl.load(values_ptr + below)
-    high = tl.load(values_ptr + tl.minimum(below + 1, 255))
+    value = tl.load(values_ptr + tl.max_contiguous(nearest, [1, 1, 2]))
+    below = tl.maximum(nearest - (value > normalised).to(tl.int32), 0)
+    low = tl.load(values_ptr + tl.max_contiguous(below, [1, 1, 2]))
+    high = tl.load(values_ptr + tl.max_contiguous(tl.minimum(below + 1, 255), [1, 1, 2]))
     return below + (noise * (high - low) < normalised - low).to(tl.int32)
 
 
 @triton.jit
-def _quantize(
-    values,
-    values_ptr,
-    steps_ptr,
-    LOOKUP: tl.constexpr,
-    noise,
-    SIGNED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    EDGES: tl.constexpr,
-    SLOPES: tl.constexpr,
-    CELLS: tl.constexpr,
-    ZERO_EDGE: tl.constexpr,
-    ONE_EDGE: tl.constexpr,
-    SMALLEST: tl.constexpr,
-):
+def _quantize(values, values_ptr, steps_ptr, noise, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Codes and scales of (rows, tiles, columns) values; as ``quant.quantize``."""
     scale = _block_scale(tl.abs(values))
-    usable = scale > SMALLEST
+    usable = scale > _SMALLEST
     inverse = tl.where(usable, tl.div_rn(1.0, scale), 0.0)
     scale = tl.where(usable | (scale != scale), scale, 0.0)
     normalised = values * inverse[None, :, None]
-    magnitude = tl.abs(normalised)
-    if LOOKUP:
-        if SIGNED:
-            index = _looked_up_index(magnitude, steps_ptr, (127 - 23) << 6, 23 << 6, 17)
-            codes = tl.where(normalised < 0, 127 - tl.minimum(index, 127), 127 + index)
-        else:
-            codes = _looked_up_index(magnitude, steps_ptr, (127 - 23) << 7, 23 << 7, 16)
+    if SIGNED:
+        index = _looked_up_index(tl.abs(normalised), steps_ptr, (127 - 23) << 6, 23 << 6, 17)
+        codes = tl.where(normalised < 0, 127 - tl.minimum(index, 127), 127 + index)
     else:
-        index = _computed_index(magnitude, EDGES, SLOPES, CELLS)
-        if SIGNED:
-            index = tl.where(magnitude > ZERO_EDGE, index, 0)
-            index = tl.where(magnitude > ONE_EDGE, 128, index)
-            codes = tl.where(normalised < 0, 127 - tl.minimum(index, 127), 127 + index)
-        else:
-            codes = tl.where(magnitude > ZERO_EDGE, index - 1, 0)
-            codes = tl.where(magnitude > ONE_EDGE, 255, codes)
+        codes = _looked_up_index(tl.abs(normalised), steps_ptr, (127 - 23) << 7, 23 << 7, 16)
     if STOCHASTIC:
         codes = _round_stochastically(normalised, codes, values_ptr, noise)
     if not SIGNED:
@@ -150,22 +119,9 @@ def _step_kernel(
     MAXIMIZE: tl.constexpr,
     L2: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    SIGNED_EDGES: tl.constexpr,
-    SIGNED_SLOPES: tl.constexpr,
-    SIGNED_CELLS: tl.constexpr,
-    SIGNED_ZERO: tl.constexpr,
-    SIGNED_ONE: tl.constexpr,
-    UNSIGNED_EDGES: tl.constexpr,
-    UNSIGNED_SLOPES: tl.constexpr,
-    UNSIGNED_CELLS: tl.constexpr,
-    UNSIGNED_ZERO: tl.constexpr,
-    UNSIGNED_ONE: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    FIELDS: tl.constexpr,
-    LOOKUP: tl.constexpr,
 ):
     program = tl.program_id(0)
-    row_of_table = table_ptr + tl.load(owner_ptr + program).to(tl.int64) * FIELDS
+    row_of_table = table_ptr + tl.load(owner_ptr + program).to(tl.int64) * _FIELDS
     param_ptr = tl.load(row_of_table).to(tl.pointer_type(PARAM_DTYPE))
     grad_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(GRAD_DTYPE))
     mean_ptr = tl.load(row_of_table + 2).to(tl.pointer_type(tl.uint8))
@@ -236,16 +192,12 @@ def _step_kernel(
         bits = _mix32(bits + (source >> 32).to(tl.uint32) + tl.load(row_of_table + 16).to(tl.uint32))
         mean_noise = _uniform(bits)
         square_noise = _uniform(_mix32(bits ^ 0x9E3779B9))
-    # fmt: off
     mean_codes8, mean_scales = _quantize(
-        mean, signed_values_ptr, signed_steps_ptr, LOOKUP, mean_noise, True, STOCHASTIC,
-        SIGNED_EDGES, SIGNED_SLOPES, SIGNED_CELLS, SIGNED_ZERO, SIGNED_ONE, SMALLEST,
+        mean, signed_values_ptr, signed_steps_ptr, mean_noise, True, STOCHASTIC
     )
     square_codes8, square_scales = _quantize(
-        square, unsigned_values_ptr, unsigned_steps_ptr, LOOKUP, square_noise, False, STOCHASTIC,
-        UNSIGNED_EDGES, UNSIGNED_SLOPES, UNSIGNED_CELLS, UNSIGNED_ZERO, UNSIGNED_ONE, SMALLEST,
+        square, unsigned_values_ptr, unsigned_steps_ptr, square_noise, False, STOCHASTIC
     )
-    # fmt: on
     tl.store(mean_ptr + element, mean_codes8, mask=mask)
     tl.store(square_ptr + element, square_codes8, mask=mask)
     tl.store(mean_scales_ptr + tile_index, mean_scales, mask=tile_mask)
@@ -326,24 +278,17 @@ def table_key(entries: Sequence[BlockEntry]) -> tuple[int, ...]:
     return (*pointers, *(word for e in entries for word in e.noise_key or ()))
 
 
-def _constants(book: Codebook) -> tuple:
-    cells = tuple(float(c) for c in book.cells)
-    return book.edges, book.slopes, cells, book.zero_edge, book.one_edge
-
-
 def update_entries(
     entries: Sequence[BlockEntry],
     scalars: AdamScalars,
     cached: EntryTable | None = None,
-    *,
-    program_numel: int = _PROGRAM_NUMEL,
-    warps: int = _WARPS,
-    lookup: bool = True,
 ) -> EntryTable:
     """One step of all ``entries``, alike in dtypes, blocks and scalars; returns the table to reuse."""
     first = entries[0]
     grid, device = first.blocks.grid, first.param.device
-    tiles = max(1, program_numel // (grid.block_rows * grid.block_cols))
+    block_numel = grid.block_rows * grid.block_cols
+    tiles = max(1, _PROGRAM_NUMEL // block_numel)
+    warps = min(_MOST_WARPS, max(1, tiles * block_numel // _WARP_NUMEL))
     table = cached
     if table is None or table.tiles != tiles or table.key != table_key(entries):
         table = build_table(entries, tiles)
@@ -373,11 +318,6 @@ def update_entries(
         scalars.maximize,
         scalars.l2 != 0,
         first.noise_key is not None,
-        *_constants(codebook(signed=True)),
-        *_constants(codebook(signed=False)),
-        SMALLEST_SCALE,
-        _FIELDS,
-        lookup,
         num_warps=warps,
         enable_fp_fusion=False,
     )
