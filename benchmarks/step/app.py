@@ -10,7 +10,7 @@ from rich.console import Console
 
 from .case import REDUCE_DTYPES, Case
 from .shapes import MODELS
-from .wire import PAYLOADS
+from .wire import DELIVERIES, PAYLOADS
 
 __all__ = ["app"]
 
@@ -58,6 +58,7 @@ def step(
     implementations: Annotated[str, typer.Option(help="Which to run, in this order.")] = _ALL,
     reduce_dtype: Annotated[str, typer.Option(help=f"Reduction: {' or '.join(REDUCE_DTYPES)}.")] = "fp32",
     payload: Annotated[str, typer.Option(help=f"What gathers deliver: {' or '.join(PAYLOADS)}.")] = "repeat",
+    delivery: Annotated[str, typer.Option(help=f"How it is copied: {' or '.join(DELIVERIES)}.")] = "channels",
     warmup: Annotated[int, typer.Option(help="Steps before the timed ones.")] = 3,
     iterations: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 8,
     limit: Annotated[float, typer.Option(help="Seconds one implementation may take.")] = 120.0,
@@ -76,21 +77,14 @@ def step(
             f"implementations: got {sorted(unknown)}, expected any of {', '.join(IMPLEMENTATIONS)}"
         )
     try:
-        cases = [
-            Case(
-                model,
-                layers,
-                tokens,
-                int(n),
-                _wires(wire),
-                reduce_dtype,
-                payload,
-                warmup,
-                iterations,
-                _options(option),
-            )
-            for n in ranks.split(",")
-        ]
+        shared = {
+            "wires": _wires(wire),
+            "reduce_dtype": reduce_dtype,
+            "payload": payload,
+            "delivery": delivery,
+        }
+        shared |= {"warmup": warmup, "iterations": iterations, "options": _options(option)}
+        cases = [Case(model, layers, tokens, int(n), **shared) for n in ranks.split(",")]
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     _need_cuda()
@@ -118,7 +112,9 @@ def overhead(
     from .runner import run_case, save
 
     _need_cuda()
-    case = Case("small-dense", layers, tokens, ranks, iterations=10, options=_options(option))
+    case = Case(
+        "small-dense", layers, tokens, ranks, iterations=10, payload="nothing", options=_options(option)
+    )
     result = run_case(case, implementations.split(","), _CONSOLE.out)
     _CONSOLE.print(overhead_table(result))
     if out is not None:

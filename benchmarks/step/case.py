@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .shapes import MODELS, LayerShape, layer_numel
-from .wire import PAYLOADS
+from .wire import DELIVERIES, PAYLOADS
 
 __all__ = ["REDUCE_DTYPES", "Case"]
 
@@ -27,6 +27,7 @@ class Case:
     wires: tuple[float | None, ...] = (None,)
     reduce_dtype: str = "fp32"
     payload: str = "repeat"
+    delivery: str = "channels"
     warmup: int = 3
     iterations: int = 8
     options: tuple[tuple[str, Any], ...] = ()
@@ -39,6 +40,8 @@ class Case:
             raise ValueError(f"reduce dtype: expected one of {REDUCE_DTYPES}, got {self.reduce_dtype!r}")
         if self.payload not in PAYLOADS:
             raise ValueError(f"payload: expected one of {PAYLOADS}, got {self.payload!r}")
+        if self.delivery not in DELIVERIES:
+            raise ValueError(f"delivery: expected one of {DELIVERIES}, got {self.delivery!r}")
         for name in ("layers", "tokens", "ranks", "iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")

@@ -50,10 +50,10 @@ def read_trace(path: Path) -> list[Kernel]:
 def summarise(kernels: Iterable[Kernel]) -> dict[str, Any]:
     """Milliseconds by kind and the longest kernels; whatever ran on the wire's stream is ``wire``.
 
-    The wire's stream is the one that the spin kernel ran on: the profiled step starts with one spin.
+    The wire's stream is the one that the spin kernel ran on: the profiled step starts with a spin.
     """
     kernels = list(kernels)
-    wires = {stream for name, stream, *_ in kernels if "_spin" in name}
+    wires = {stream for name, stream, *_ in kernels if "_wire_" in name}
     kinds: dict[str, float] = defaultdict(float)
     named: dict[tuple[str, int, str], list[float]] = defaultdict(lambda: [0.0, 0, 0])
     for name, stream, _, length, nbytes in kernels:

@@ -30,7 +30,7 @@ def measure(case: Case, name: str, trace_dir: Path | None = None) -> list[dict[s
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
-    wire = Wire(payload=case.payload)
+    wire = Wire(payload=case.payload, delivery=case.delivery)
     join(case.ranks, wire)
     trainer = IMPLEMENTATIONS[name](case, device)
     trainer.stack.bind(case.tokens, device, torch.bfloat16)

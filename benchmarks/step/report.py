@@ -76,7 +76,7 @@ def title(result: dict[str, Any]) -> str:
     case = _case(result)
     return (
         f"{case.shape.name} x{case.layers} layers, {case.tokens} tokens, rank 0 of {case.ranks}, "
-        f"{case.reduce_dtype} reduction, {case.payload} payload"
+        f"{case.reduce_dtype} reduction, {case.payload} payload by {case.delivery}"
     )
 
 

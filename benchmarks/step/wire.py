@@ -1,10 +1,10 @@
 """A process group of N ranks that only this process is part of, with the wire free or modelled.
 
 Each collective runs on one stream that all groups share, the *wire*: it waits for the stream that
-called it, holds the wire for ``bytes / bandwidth`` (a kernel of one thread that watches the clock of
-the device), then writes plausible data where the other ranks' data would arrive. ``Work.wait`` makes
-the caller's stream wait for it, and the work keeps its tensors alive until then, as NCCL's does.
-Nothing here knows which implementation is calling, so all of them see the same wire.
+called it, writes plausible data where the other ranks' data would arrive, and holds the wire until
+``bytes / bandwidth`` have passed since it began. ``Work.wait`` makes the caller's stream wait for it, and
+the work keeps its tensors alive until then, as NCCL's does. Nothing here knows which implementation is
+calling, so all of them see the same wire.
 
 What a collective of buffer ``B`` (the full buffer, all ranks' parts together) costs:
 
@@ -12,26 +12,32 @@ What a collective of buffer ``B`` (the full buffer, all ranks' parts together) c
 collective         wire bytes  memory traffic on this device
 =================  ==========  ====================================================================
 all-gather         B           read and write ``B`` once (a ring forwards what it receives)
-reduce-scatter     B           this rank's part is copied; the sum itself is free
 all-to-all         B           read and write ``B`` once
+reduce-scatter     B           this rank's part is copied; the sum itself is free
 all-reduce         2 B         none
 others             B           none
 =================  ==========  ====================================================================
+
+The copies are made by a few thread blocks (``delivery="channels"``), as NCCL's kernels are, so that they
+run beside the computation; ``delivery="memcpy"`` uses the device's own copies, which take all of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["BACKEND", "PAYLOADS", "Wire", "WireGroup", "join"]
+__all__ = ["BACKEND", "DELIVERIES", "PAYLOADS", "Wire", "WireGroup", "join"]
 
 BACKEND = "wire"
-PAYLOADS = ("repeat", "distinct", "zeros")
+PAYLOADS = ("repeat", "distinct", "zeros", "nothing")
+DELIVERIES = ("channels", "memcpy")
 _POOL_BYTES = 1 << 30
 _INIT_STD = 0.02
 
@@ -44,11 +50,13 @@ class Wire:
     (what torch's fake process group does), ``distinct`` delivers random numbers of the size of freshly
     initialised weights, ``zeros`` clears it. Matrix products on zeros draw less power and so run at
     higher clocks than any training will: results under ``zeros`` compare with other such results only.
+    ``nothing`` leaves the memory as it is: for host times, where launching deliveries would count.
     """
 
     bandwidth_gb_s: float | None = None
     """None: the wire is free. Otherwise 1e9 bytes per second."""
     payload: str = "repeat"
+    delivery: str = "channels"
     moved_bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     _stream: torch.cuda.Stream | None = None
@@ -57,6 +65,8 @@ class Wire:
     def __post_init__(self) -> None:
         if self.payload not in PAYLOADS:
             raise ValueError(f"payload: expected one of {PAYLOADS}, got {self.payload!r}")
+        if self.delivery not in DELIVERIES:
+            raise ValueError(f"delivery: expected one of {DELIVERIES}, got {self.delivery!r}")
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -82,12 +92,26 @@ class Wire:
         self.moved_bytes[kind] += nbytes
         self.calls[kind] += 1
 
-    def hold(self, nbytes: int) -> None:
-        """Occupy the current stream for the time ``nbytes`` take on the modelled link."""
-        if self.bandwidth_gb_s is not None and nbytes:
-            from .spin import spin_ns
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        """Occupy the current stream for the time ``nbytes`` take on the modelled link, or longer."""
+        if self.bandwidth_gb_s is None or not nbytes:
+            yield
+            return
+        from .spin import hold_since, stamp
 
-            spin_ns(round(nbytes / self.bandwidth_gb_s))
+        stamp()
+        yield
+        hold_since(round(nbytes / self.bandwidth_gb_s))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy flat ``source`` over flat ``target``, of the same size."""
+        if target.is_cuda and self.delivery == "channels" and target.dtype == source.dtype:
+            from .spin import copy_by_channels
+
+            copy_by_channels(target, source)
+        else:
+            target.copy_(source)
 
     def deliver(self, output: torch.Tensor, part: torch.Tensor, rank: int) -> None:
         """Fill ``output``, one part per rank, as an all-gather of ``part`` would."""
@@ -98,9 +122,10 @@ class Wire:
         own = flat.narrow(0, rank * part.numel(), part.numel())
         in_place = own.data_ptr() == part.data_ptr()
         if not in_place:
-            own.copy_(part.view(-1))
+            self.copy(own, part.view(-1))
         if self.payload == "repeat":
-            _repeat(flat, part.numel(), rank)
+            self.repeat(flat, part.numel(), rank)
+        if self.payload in ("repeat", "nothing"):
             return
         for others in (flat[: rank * part.numel()], flat[(rank + 1) * part.numel() :]):
             if self.payload == "zeros":
@@ -116,18 +141,17 @@ class Wire:
             pool = self._pools[flat.dtype] = pool.normal_(std=_INIT_STD)
         for start in range(0, flat.numel(), pool.numel()):
             chunk = flat[start : start + pool.numel()]
-            chunk.copy_(pool[: chunk.numel()])
+            self.copy(chunk, pool[: chunk.numel()])
 
-
-def _repeat(flat: torch.Tensor, part_numel: int, rank: int) -> None:
-    """Copy part ``rank`` over all parts by doubling: few launches, one read and one write per byte."""
-    if rank:
-        flat[:part_numel].copy_(flat.narrow(0, rank * part_numel, part_numel))
-    done = part_numel
-    while done < flat.numel():
-        step = min(done, flat.numel() - done)
-        flat.narrow(0, done, step).copy_(flat.narrow(0, 0, step))
-        done += step
+    def repeat(self, flat: torch.Tensor, part_numel: int, rank: int) -> None:
+        """Copy part ``rank`` over all parts by doubling: few launches, one read and one write per byte."""
+        if rank:
+            self.copy(flat[:part_numel], flat.narrow(0, rank * part_numel, part_numel))
+        done = part_numel
+        while done < flat.numel():
+            step = min(done, flat.numel() - done)
+            self.copy(flat.narrow(0, done, step), flat.narrow(0, 0, step))
+            done += step
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor | None:
@@ -192,9 +216,9 @@ class WireGroup(dist.ProcessGroup):
         stream = wire.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            wire.hold(nbytes)
-            if fill is not None:
-                fill()
+            with wire.held(nbytes):
+                if fill is not None:
+                    fill()
             event = torch.cuda.Event()
             event.record(stream)
         return _Delivered(event, tensors)
@@ -243,7 +267,7 @@ class WireGroup(dist.ProcessGroup):
     ) -> dist.Work:
         def fill() -> None:
             both = min(output.numel(), source.numel())
-            output.view(-1)[:both].copy_(source.view(-1)[:both])
+            self._wire.copy(output.view(-1)[:both], source.view(-1)[:both])
 
         return self._run("all_to_all", max(output.nbytes, source.nbytes), (output, source), fill)
 
@@ -252,8 +276,7 @@ class WireGroup(dist.ProcessGroup):
             own = sources[self._own_rank].view(-1)
             rows = _joined(outputs)
             if rows is not None and rows.numel():
-                rows.narrow(0, self._own_rank * own.numel(), own.numel()).copy_(own)
-                _repeat(rows, own.numel(), self._own_rank)
+                self._wire.deliver(rows, own, self._own_rank)
                 return
             for output in outputs:
                 output.copy_(own.view_as(output))
