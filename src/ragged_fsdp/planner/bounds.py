@@ -46,17 +46,29 @@ def dominant_quantum(problem: Problem) -> int:
 
 
 def _coarse_cuts(problem: Problem) -> Iterator[tuple[int, dict[Kind, int]]]:
-    """Ways to call the largest blocks coarse: their quantum, and the kinds left as fine."""
+    """Ways to call the largest blocks coarse: their quantum, and the kinds left as fine.
+
+    One per distinct quantum: the more kinds share it, the fewer are fine, the sharper the bound.
+    """
+    by_block: dict[int, list[Kind]] = {}
+    for kind in problem.counts:
+        by_block.setdefault(kind[1], []).append(kind)
     fine = dict(problem.counts)
     quantum = 0
-    for block in sorted({block for _, block in fine}, reverse=True):
-        for kind in [kind for kind in fine if kind[1] == block]:
-            head_unit = math.lcm(block, problem.align)
-            quantum = math.gcd(quantum, head_unit, align_up(kind[0], problem.align))
-            del fine[kind]
-        if quantum <= problem.align:
+    for block in sorted(by_block, reverse=True):
+        head_unit = math.lcm(block, problem.align)
+        grown = math.gcd(
+            quantum, head_unit, *(align_up(numel, problem.align) for numel, _ in by_block[block])
+        )
+        if quantum and grown != quantum:
+            yield quantum, dict(fine)
+        if grown <= problem.align:
             return
-        yield quantum, dict(fine)
+        quantum = grown
+        for kind in by_block[block]:
+            del fine[kind]
+    if quantum:
+        yield quantum, fine
 
 
 def _waste_floor(

@@ -8,6 +8,8 @@ from ragged_fsdp.planner.problem import Kind, Problem, align_up
 __all__ = ["full_mixes", "joined_pieces", "relaxed_mix"]
 
 _SMALL = 16
+_MOST_COUNTED = 6
+_MOST_RELAXED = 24
 _BANDS = (None, 64, 16)
 _CHAIN_LENGTHS = (64, 32, 16, 8, 4, 1)
 
@@ -16,18 +18,19 @@ def full_mixes(problem: Problem, work: int) -> Iterator[Mix]:
     """Programmes over all tensors, best first; a single one where it is exact."""
     counts = problem.counts
     exact = Mix(tuple(counts.items()))
-    if exact.work <= work:
+    if len(counts) <= _MOST_RELAXED and exact.work <= work:
         yield exact
         return
     free = [kind for kind in counts if problem.align % kind[1] == 0]
     coarse = sorted(
         (kind for kind in counts if kind not in free), key=lambda k: (-counts[k], -k[0] * counts[k], k)
     )
-    for counted in range(len(coarse), 0, -1):
-        mix = _mix(problem, coarse[:counted], coarse[counted:], free, work)
-        if mix is not None:
-            yield mix
-            return
+    for limit in (work, 2 * work):  # groups of thousands of tensors get fewer, dearer runs
+        for counted in range(min(len(coarse), _MOST_COUNTED), 0, -1):
+            mix = _mix(problem, coarse[:counted], coarse[counted:], free, limit)
+            if mix is not None:
+                yield mix
+                return
 
 
 def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind], work: int) -> Mix | None:
@@ -70,7 +73,7 @@ def relaxed_mix(problem: Problem, shard: int, work: int) -> Mix | None:
     counts = problem.counts
     weight = sorted(counts, key=lambda kind: (-kind[0] * counts[kind], -kind[1], -kind[0]))
     chosen: list[tuple[Kind, int]] = []
-    for kind in weight:
+    for kind in weight[:_MOST_RELAXED]:
         grown = Mix((*chosen, (kind, counts[kind])))
         small = kind[0] * _SMALL < shard
         if grown.work <= (work // 8 if small else work):

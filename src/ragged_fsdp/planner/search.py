@@ -20,6 +20,8 @@ __all__ = ["EFFORT", "Outcome", "best_layout", "order_layout", "quick_bound"]
 EFFORT = 60_000_000
 """Array elements the programme may touch per group; about a second on a slow core."""
 
+_PLACING = 40  # placing one tensor of a cheap order costs about as much as this many array elements
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -66,6 +68,7 @@ class _Search:
     order: tuple[Kind, ...] = ()
     floors: dict[int, int] = field(default_factory=dict)
     spent: int = 0
+    mixes: tuple[Mix, ...] = ()
     failed: set[tuple[Mix, int, int]] = field(default_factory=set)
 
     def run(self) -> Outcome:
@@ -74,6 +77,8 @@ class _Search:
         self._climb_ladder(orders[0])
         self.floors = class_floors(self.problem, self.best)
         self._try_cheap_orders(orders)
+        if not self._done():
+            self.mixes = tuple(full_mixes(self.problem, self.effort // 6))
         for stage in (self._try_floor, self._search_class, self._prove):
             # Large divisors first: their classes have few members, and each success narrows the others.
             for divisor in sorted(self.floors, reverse=True):
@@ -119,14 +124,24 @@ class _Search:
         for order in orders:
             for divisor, floor in self.floors.items():
                 self._bisect_order(order, divisor, floor)
-            if self._done():
+            if self._done() or self.spent > self.effort // 3:
                 return
 
     def _fits(self, order: Sequence[Kind], shard: int, divisor: int) -> bool:
+        self.spent += _PLACING * len(order)
         return place_in_order(order, self.problem.ranks, shard, self.problem.align, divisor) is not None
 
     def _bisect_order(self, order: Sequence[Kind], divisor: int, floor: int) -> None:
+        """The smallest member at which ``order`` fits, kept if it improves; exact by monotonicity."""
         low, high = floor // divisor, self._top(divisor) // divisor
+        for share in (64, 8, 1):  # the answer is mostly near the floor: start the bisection there
+            near = low + low // share
+            if near >= high:
+                break
+            if self._fits(order, near * divisor, divisor):
+                high = near
+                break
+            low = near + 1
         if low > high or not self._fits(order, high * divisor, divisor):
             return
         while low < high:
@@ -174,7 +189,7 @@ class _Search:
 
     def _mix_fits(self, shard: int, divisor: int) -> bool | None:
         """Whether some order fits, kept if so; None where the effort is spent."""
-        for mix in full_mixes(self.problem, self.effort // 6):
+        for mix in self.mixes:
             order = self._run(mix, shard, divisor, self._worth() * 2 // 3)
             if order:
                 self._keep(shard, order)
