@@ -10,8 +10,16 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
+from rank_pool import DEVICE
 
-__all__ = ["assert_same", "numbers", "ragged", "whole", "world_units"]
+__all__ = ["assert_same", "numbers", "ragged", "whole", "world_units", "worlds"]
+
+
+def worlds(*sizes: int) -> tuple[int, ...]:
+    """World sizes of a test: as given on CPU; on CUDA 2 and 4, so that few NCCL pools are started."""
+    if DEVICE == "cpu":
+        return sizes
+    return tuple(dict.fromkeys(2 if size <= 2 else 4 for size in sizes))
 
 
 def numbers(seed: int, *shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from ragged_cases import assert_same, numbers, whole, world_units
+from ragged_cases import assert_same, numbers, whole, world_units, worlds
 from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor
 from rank_pool import spmd
 
@@ -182,7 +182,7 @@ def make(mesh: DeviceMesh, seed: int, scale: float = 1.0) -> tuple[_Net, torch.o
     return net, optimizer
 
 
-@spmd(1, 3)
+@spmd(*worlds(1, 3))
 def test_state_dict_utilities(rank):
     mesh = rank.mesh()
     net, optimizer = make(mesh, 0)

@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from ragged_cases import assert_same, numbers, ragged, whole, world_units
+from ragged_cases import assert_same, numbers, ragged, whole, world_units, worlds
 from ragged_fsdp.dtensor import RaggedOpError, RaggedShard, StridedRaggedShard, distribute_tensor
 from rank_pool import spmd
 
 
-@spmd(1, 3)
+@spmd(*worlds(1, 3))
 def test_elementwise(rank):
     mesh = rank.mesh()
     t, u = numbers(5, 8, 6, device=rank.device), numbers(6, 8, 6, device=rank.device)
@@ -69,7 +69,7 @@ def test_elementwise(rank):
         assert_same(x.mean(), t.mean())
 
 
-@spmd(3)
+@spmd(*worlds(3))
 def test_lists_mix_ragged_sharded_and_replicated(rank):
     mesh = rank.mesh()
     t, u = numbers(5, 8, 6, device=rank.device), numbers(6, 8, 6, device=rank.device)
@@ -104,7 +104,7 @@ def test_lists_mix_ragged_sharded_and_replicated(rank):
         )
 
 
-@spmd(1, 3)
+@spmd(*worlds(1, 3))
 def test_views_alias(rank):
     mesh = rank.mesh()
     t = numbers(5, 8, 6, device=rank.device)
@@ -146,7 +146,7 @@ def test_views_alias(rank):
             call()
 
 
-@spmd(1, 3)
+@spmd(*worlds(1, 3))
 def test_reductions(rank):
     mesh = rank.mesh()
     t = numbers(7, 4, 3, 5, device=rank.device)
@@ -323,13 +323,14 @@ def test_gradients_through_ops(rank):
         assert_same(param.grad, reference.grad)
 
 
-@spmd(3)
+@spmd(*worlds(3))
 def test_locals_are_views_of_a_flat_buffer(rank):
     from ragged_fsdp.dtensor import ragged_layout, ragged_spec, wrap_local
 
     mesh = rank.mesh()
     specs = [
-        ragged_spec(mesh, [RaggedShard((0,), world_units(8, 3, s))], (8, 5), torch.float32) for s in (0, 1)
+        ragged_spec(mesh, [RaggedShard((0,), world_units(8, rank.world_size, s))], (8, 5), torch.float32)
+        for s in (0, 1)
     ]
     sizes = [ragged_layout(spec).numel for spec in specs]
     buffer = torch.zeros(sum(sizes), device=rank.device)

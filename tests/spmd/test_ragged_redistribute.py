@@ -6,12 +6,12 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from ragged_cases import assert_same, numbers, world_units
+from ragged_cases import assert_same, numbers, world_units, worlds
 from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor, ragged_layout
 from rank_pool import spmd
 
 
-@spmd(1, 2, 3, 4)
+@spmd(*worlds(1, 2, 3, 4))
 def test_every_pair_keeps_the_values(rank):
     mesh, world = rank.mesh(), rank.world_size
     for shape in ((8, 6), (7, 5), (3, 4, 5)):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from ragged_cases import assert_same, numbers, ragged, whole, world_units
+from ragged_cases import assert_same, numbers, ragged, whole, world_units, worlds
 from ragged_fsdp.dtensor import (
     RaggedShard,
     StridedRaggedShard,
@@ -25,7 +25,7 @@ from ragged_fsdp.dtensor import (
 from rank_pool import spmd
 
 
-@spmd(1, 3)
+@spmd(*worlds(1, 3))
 def test_distribute_from_local_and_back(rank):
     mesh, world = rank.mesh(), rank.world_size
     for shape, prefix in (
@@ -78,7 +78,7 @@ def test_only_the_source_rank_decides(rank):
     assert_same(own, before)  # a sharded tensor never shares the memory of its source
 
 
-@spmd(3)
+@spmd(*worlds(3))
 def test_copy_pickle_and_save(rank):
     mesh = rank.mesh()
     full = numbers(1, 8, 6, device=rank.device)
@@ -104,10 +104,10 @@ def test_copy_pickle_and_save(rank):
     assert_same(twin, full * 2)
 
 
-@spmd(3)
+@spmd(*worlds(3))
 def test_meta_device_and_moves_of_modules(rank):
     mesh = rank.mesh()
-    placement = RaggedShard((0,), (1, 0, 7))
+    placement = RaggedShard((0,), (1, *[0] * (rank.world_size - 2), 7))
     meta = distribute_tensor(torch.empty(8, 6, device="meta"), mesh, [placement])
     assert meta.is_meta and meta.to_local().is_meta
     module = nn.Linear(6, 8, bias=False, device="meta")
@@ -159,7 +159,7 @@ INITS = {
 }
 
 
-@spmd(1, 3)
+@spmd(*worlds(1, 3))
 def test_random_numbers_are_those_of_the_whole_tensor(rank):
     mesh, world, device = rank.mesh(), rank.world_size, rank.device
     for shape, prefix in (((8, 6), 1), ((5, 3), 2), ((3, 7), 1)):

@@ -171,11 +171,12 @@ def _plain(found: Any) -> Any:
 
 
 def _rebind(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Replace a function in every loaded torch module that imported it by name."""
+    """Replace a function in every loaded module, of torch or not, that imported it by name."""
+    own = replacement.__module__
     for module in list(sys.modules.values()):
-        if not getattr(module, "__name__", "").startswith("torch"):
-            continue
-        for name, value in list(vars(module).items()):
+        if getattr(module, "__name__", own) == own:
+            continue  # keeps the original to call it
+        for name, value in list(getattr(module, "__dict__", {}).items()):
             if value is original:
                 setattr(module, name, replacement)
 

@@ -30,8 +30,8 @@ def install() -> None:
             memo[id(self)] = stock_deepcopy(_compact(self), memo)
         return memo[id(self)]
 
-    DTensor.__reduce_ex__ = reduce_ex  # type: ignore[method-assign]
-    DTensor.__deepcopy__ = deepcopy  # type: ignore[method-assign]
+    DTensor.__reduce_ex__ = reduce_ex  # type: ignore[assignment, method-assign]
+    DTensor.__deepcopy__ = deepcopy  # type: ignore[assignment, method-assign]
 
 
 def _lies_inside(tensor: DTensor) -> bool:

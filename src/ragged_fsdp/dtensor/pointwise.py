@@ -6,6 +6,7 @@ what its results are. It is computed once per signature: the C++ dispatcher cach
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -160,7 +161,7 @@ def _leading_spec(schema: Any) -> DTensorSpec:
     """The largest ragged operand: the result is laid out like it."""
     ragged = [a for a in schema.args_schema if _is_spec(a) and is_ragged(a)]
     ragged += [v for v in schema.kwargs_schema.values() if _is_spec(v) and is_ragged(v)]
-    return max(ragged, key=lambda spec: (spec.ndim, spec.shape.numel()))
+    return max(ragged, key=lambda spec: (spec.ndim, math.prod(spec.shape)))
 
 
 def _settled(schema: Any, lead: DTensorSpec, written: bool) -> DTensorSpec:
@@ -176,7 +177,7 @@ def _matched(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:
     """What ``spec`` must be so that its local piece broadcasts against the local piece of ``lead``."""
     if spec.shape == lead.shape:
         placements = lead.placements
-    elif spec.shape.numel() == 1:
+    elif math.prod(spec.shape) == 1:
         return _replicated_spec(op, spec)
     else:
         placements = _broadcast_placements(op, lead, spec)

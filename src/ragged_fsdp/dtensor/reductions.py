@@ -74,5 +74,5 @@ def _flat(spec: Any) -> Any:
     if not is_ragged(spec) and not any(isinstance(p, Shard) for p in spec.placements):
         return spec
     placements = tuple(Shard(0) if isinstance(p, (RaggedShard, Shard)) else p for p in spec.placements)
-    meta = TensorMeta(torch.Size((spec.shape.numel(),)), (1,), spec.tensor_meta.dtype)
+    meta = TensorMeta(torch.Size((math.prod(spec.shape),)), (1,), spec.tensor_meta.dtype)
     return DTensorSpec(spec.mesh, placements, tensor_meta=meta)

@@ -1,0 +1,113 @@
+"""Random shapes, meshes, units and pairs of placements against the unsharded tensor."""
+
+import functools
+import itertools
+import math
+
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from ragged_cases import assert_same, numbers
+from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor, is_ragged
+from ragged_fsdp.dtensor.intervals import chunk_bounds
+from rank_pool import DEVICE, spmd
+
+MESHES = {3: [(3,), (3, 1), (1, 3)], 4: [(4,), (2, 2), (2, 2, 1), (1, 4), (2, 1, 2)]}
+CASES_PER_EXAMPLE = 30
+
+
+@st.composite
+def split(draw, total: int, ranks: int) -> tuple[int, ...]:
+    """``total`` rows over ``ranks``, anything from even to all on one; (1, ...) where there are none."""
+    if not total:
+        return (0,) * ranks
+    cuts = sorted(draw(st.lists(st.integers(0, total), min_size=ranks - 1, max_size=ranks - 1)))
+    return tuple(b - a for a, b in itertools.pairwise([0, *cuts, total]))
+
+
+@st.composite
+def placements(draw, shape: tuple[int, ...], mesh_shape: tuple[int, ...], with_partial: bool) -> tuple:
+    """Any legal combination: at most one ragged placement, Shard and Replicate elsewhere."""
+    plain = [Replicate(), *(Shard(d) for d in range(len(shape)))]
+    chosen = [draw(st.sampled_from([*plain, Partial()] if with_partial else plain)) for _ in mesh_shape]
+    if not draw(st.booleans()):
+        return tuple(chosen)
+    at, prefix = draw(st.integers(0, len(mesh_shape) - 1)), draw(st.integers(1, len(shape)))
+    chosen[at] = Replicate()
+    cut = any(isinstance(p, Shard) and p.dim < prefix for p in chosen)
+    units = []
+    for coordinate in itertools.product(
+        *(range(n) if isinstance(p, Shard) else (0,) for n, p in zip(mesh_shape, chosen))
+    ):
+        inner = list(shape)
+        for placement, size, index in zip(chosen, mesh_shape, coordinate):
+            if isinstance(placement, Shard):
+                begin, end = chunk_bounds(inner[placement.dim], size, index)
+                inner[placement.dim] = end - begin
+        units.append(draw(split(math.prod(inner[:prefix]), mesh_shape[at])))
+    if cut and any(sum(u) for u in units):
+        chosen[at] = StridedRaggedShard(range(prefix), units)
+    else:
+        chosen[at] = RaggedShard(range(prefix), units[0] if sum(units[0]) else (1,) * mesh_shape[at])
+    return tuple(chosen)
+
+
+@st.composite
+def cases(draw, world: int) -> tuple:
+    shape = tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    mesh_shape = draw(st.sampled_from(MESHES[world]))
+    source = draw(placements(shape, mesh_shape, with_partial=True))
+    target = draw(placements(shape, mesh_shape, with_partial=False))
+    return shape, mesh_shape, source, target, draw(st.booleans())
+
+
+@functools.cache
+def _mesh(device: str, mesh_shape: tuple[int, ...]) -> DeviceMesh:
+    """One mesh of each shape for the life of the ranks: new groups are slow to make."""
+    return init_device_mesh(device, mesh_shape)
+
+
+@spmd(3, 4)
+def moves(rank, batch):
+    for shape, mesh_shape, source, target, async_op in batch:
+        mesh = _mesh(rank.device, mesh_shape)
+        note = f"{shape} on {mesh_shape}: {source} -> {target}"
+        full = numbers(7, *shape, device=rank.device)
+        pending = math.prod(n for n, p in zip(mesh_shape, source) if p.is_partial())
+        settled = tuple(Replicate() if p.is_partial() else p for p in source)
+        start = distribute_tensor(full, mesh, settled, src_data_rank=None)
+        if pending > 1:
+            local = start.to_local() / pending
+            start = DTensor.from_local(local, mesh, source, shape=full.shape, stride=full.stride())
+        end = start.redistribute(placements=target, async_op=async_op)
+        expected = distribute_tensor(full, mesh, target, src_data_rank=None)
+        assert end.placements == target, note
+        assert_same(end.to_local() + 0, expected.to_local(), note, exact=pending == 1)
+        assert_same(end, full, note)
+        assert_same((end * 2).sum(), full.sum() * 2, note)
+        if is_ragged(end):  # stock fails on an empty shard
+            assert_same(torch.linalg.vector_norm(end, math.inf), full.abs().max(), note)
+
+
+def _property(world: int):
+    @settings(
+        max_examples=8 if DEVICE == "cpu" else 2,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],  # a shrink would start a new pool of ranks for every attempt
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(batch=st.lists(cases(world), min_size=CASES_PER_EXAMPLE, max_size=CASES_PER_EXAMPLE))
+    def check(tmp_path, batch):
+        moves(world_size=world, tmp_path=tmp_path, batch=batch)
+
+    return check
+
+
+if DEVICE == "cpu":
+    test_moves_on_three_ranks = _property(3)
+test_moves_on_four_ranks = _property(4)
