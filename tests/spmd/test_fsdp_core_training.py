@@ -199,3 +199,28 @@ def test_kept_data_is_dropped_if_no_backward_follows(rank: Rank) -> None:
             param.mul_(0.5)
     torch.testing.assert_close(after, loss_of(reference, tokens))
     assert not torch.equal(before, after)
+
+
+@spmd(2)
+def test_manual_finalization_and_kept_storage(rank: Rank) -> None:
+    """Backwards without sync, then one finalization reduces them; gathered storage keeps its address."""
+    reference = make_net(rank.device)
+    model = shard(clone(reference), mesh=rank.mesh())
+    model.set_manual_backward_finalization(True)
+    model.set_keep_unsharded_storage(True)
+    model.set_requires_gradient_sync(False)
+    addresses = []
+    for step in range(2):
+        tokens = batch(rank.device, step, 2)
+        torch.stack([loss_of(reference, part) for part in tokens.chunk(2)]).mean().backward()
+        loss_of(model, tokens.chunk(2)[rank.rank]).backward()
+        addresses.append(model._get_fsdp_state().groups[0].model_weight.flat.data_ptr())
+    assert addresses[0] == addresses[1]
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_gradient_sync(True)
+    model.finalize_backward(async_op=True).wait()
+    for param, expected in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(full(param.grad), expected.grad, rtol=1e-4, atol=1e-6)
+    model.set_manual_backward_finalization(False)
+    with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
+        model.finalize_backward()

@@ -411,7 +411,7 @@ class DBuffer:
 
     def _index_of(self, tensor: torch.Tensor, local: torch.Tensor) -> tuple[DBuffer, int] | None:
         for index, mine in enumerate(self.tensors):
-            same = mine.storage_offset() == local.storage_offset() and mine.shape == local.shape
+            same = mine.storage_offset() == local.storage_offset() and mine.numel() == local.numel()
             if not (same or local.numel() == mine.numel() == 0):
                 continue
             if isinstance(tensor, DTensor) and self.shapes[index] != tensor.shape:

@@ -11,14 +11,16 @@ other rank its piece as autograd produced it, and the receiver adds the m pieces
                        row from rank 2: a a a a
     sum over rows      a a a a                         in fp32, straight into ``main_grad``
 
-It is one all-to-all per group: one per tensor would load few ranks at a time, since a tensor lies on few
+It is one exchange per group: one per tensor would load few ranks at a time, since a tensor lies on few
 ranks. A rank whose shard lies inside one tensor (most do, where tensors are larger than shards) is sent a
-view; only shards that several tensors share are packed. Backends that cannot send a list of views (gloo)
-get everything packed.
+view; only shards that several tensors share are packed. A large group is exchanged in a few rounds, each a
+part of every shard, so that only two parts of what arrives need memory: one arrives while the other is
+summed. Backends that cannot send a list of views (gloo) get everything packed, in one round.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,52 +33,71 @@ from ragged_fsdp.fsdp.grad_layout import GradLayout
 from ragged_fsdp.fsdp.plan import gathered_dtype
 from ragged_fsdp.fsdp.reduction import GradReducer, Scaling
 
-__all__ = ["ExchangeReducer", "SendPlan", "plan_sends"]
+__all__ = ["ExchangeReducer", "SendPlan", "plan_sends", "rounds_of"]
+
+
+_ROUNDS = 4
+_ROUND_NUMEL = 1 << 20  # shards smaller than this are exchanged in one round
+_ALIGN_NUMEL = 16
 
 
 @dataclass(frozen=True)
 class SendPlan:
-    """How the gradients of a group are cut for the ranks."""
+    """How the gradients of a group are cut for the ranks and for the rounds."""
 
+    rounds: int
     cuts: tuple[tuple[int, ...], ...]
     """Sizes of the consecutive pieces of each parameter's flat gradient."""
     views: tuple[tuple[int, int] | None, ...]
-    """Per rank: parameter and piece that are all of its shard, or None if it is packed or empty."""
+    """Per rank: the parameter its shard lies in and the first of the pieces, one per round, it is sent."""
     packed: tuple[tuple[tuple[int, int, int], ...], ...]
     """Per packed rank: (parameter, piece, start in the shard) of what it gets."""
     row_of: tuple[int | None, ...]
-    """Per rank: its row among the packed ones."""
+    """Per rank: its row among the packed ones; None if it is sent views or nothing."""
     extents: tuple[tuple[int, int], ...]
     """Per rank: where in its shard the elements it gets start, and how many they are."""
 
 
-def plan_sends(layout: GradLayout, ranks: int, *, pack_all: bool = False) -> SendPlan:
-    """Cut every gradient where the shards end."""
+def rounds_of(numel: int, rounds: int) -> list[int]:
+    """``numel`` elements cut into ``rounds`` parts that start at aligned places; the last ones may be empty."""
+    part = -(-numel // (rounds * _ALIGN_NUMEL)) * _ALIGN_NUMEL
+    return [max(0, min(part, numel - i * part)) for i in range(rounds)]
+
+
+def plan_sends(layout: GradLayout, ranks: int, *, pack_all: bool = False, rounds: int = 1) -> SendPlan:
+    """Cut every gradient where the shards end, and the shards into rounds."""
+    parts = [
+        (index, rank, part)
+        for index, segments in enumerate(layout.segments)
+        for segment in segments
+        for rank in range(ranks)
+        if (part := layout.layout.local_range(segment.index, rank)).numel
+    ]
+    shares = Counter(rank for _, rank, _ in parts)
     cuts: list[list[int]] = [[] for _ in layout.segments]
-    pieces: list[list[tuple[int, int, int, int]]] = [[] for _ in range(ranks)]
-    for index, segments in enumerate(layout.segments):
-        for segment in segments:
-            for rank in range(ranks):
-                part = layout.layout.local_range(segment.index, rank)
-                if part.numel:
-                    pieces[rank].append((index, len(cuts[index]), part.shard_start, part.numel))
-                    cuts[index].append(part.numel)
-    shard_numel = layout.layout.shard_numel
-    views: list[tuple[int, int] | None] = []
-    packed: list[tuple[tuple[int, int, int], ...]] = []
-    extents: list[tuple[int, int]] = []
-    row_of: list[int | None] = []
-    for own in pieces:
-        single = len(own) == 1 and not pack_all
-        views.append(own[0][:2] if single else None)
-        if single:
-            extents.append((own[0][2], own[0][3]))
+    views: list[tuple[int, int] | None] = [None] * ranks
+    extents = [(0, layout.layout.shard_numel if shares[rank] or pack_all else 0) for rank in range(ranks)]
+    contents: dict[int, list[tuple[int, int, int]]] = {
+        rank: [] for rank in range(ranks) if pack_all or shares[rank] > 1
+    }
+    for index, rank, part in parts:
+        position = len(cuts[index])
+        if rank in contents:
+            contents[rank].append((index, position, part.shard_start))
+            cuts[index].append(part.numel)
         else:
-            extents.append((0, shard_numel if own or pack_all else 0))
-        row_of.append(len(packed) if not single and (own or pack_all) else None)
-        if row_of[-1] is not None:
-            packed.append(tuple((index, piece, start) for index, piece, start, _ in own))
-    return SendPlan(tuple(map(tuple, cuts)), tuple(views), tuple(packed), tuple(row_of), tuple(extents))
+            views[rank] = (index, position)
+            extents[rank] = (part.shard_start, part.numel)
+            cuts[index] += rounds_of(part.numel, rounds)
+    row_of = {rank: row for row, rank in enumerate(contents)}
+    return SendPlan(
+        rounds,
+        tuple(map(tuple, cuts)),
+        tuple(views),
+        tuple(map(tuple, contents.values())),
+        tuple(row_of.get(rank) for rank in range(ranks)),
+        tuple(extents),
+    )
 
 
 class ExchangeReducer(GradReducer):
@@ -85,8 +106,10 @@ class ExchangeReducer(GradReducer):
     def __init__(self, group: Any) -> None:
         super().__init__(group)
         self._grads: dict[int, torch.Tensor] = {}
-        self._sends: list[torch.Tensor] = []
-        self._received: torch.Tensor | None = None
+        self._sends: list[list[torch.Tensor]] = []
+        """Per round, what each rank is sent; a single tensor if everything is packed."""
+        self._received: list[torch.Tensor] = []
+        """Rows from all ranks, for one round each; rounds take turns."""
         self._plans: dict[int, SendPlan] = {}
 
     # -- collecting ------------------------------------------------------------------------------
@@ -128,32 +151,50 @@ class ExchangeReducer(GradReducer):
         """Cut the gradients into what each rank gets, and allocate what this rank gets."""
         plan, mesh = self._send_plan(), self.group.mesh
         pieces = [self._cut(index, sizes) for index, sizes in enumerate(plan.cuts)]
-        assert self._layout is not None
-        rows = torch.empty(0, dtype=self._wire_dtype(), device=self.group.device)
-        if plan.packed:
-            rows = rows.new_zeros(len(plan.packed), self._layout.layout.shard_numel)
-            targets, sources = [], []
-            for row, content in zip(rows, plan.packed):
-                for index, piece, start in content:
-                    sources.append(pieces[index][piece])
-                    targets.append(row[start : start + sources[-1].numel()])
-            torch._foreach_copy_(targets, sources)
+        rows = self._pack(plan, pieces)
         if len(plan.packed) == mesh.shard_size:
-            self._sends = [rows]
+            self._sends = [[rows]]
         else:
-            self._sends = [
-                pieces[view[0]][view[1]] if view is not None else (rows[row] if row is not None else rows[:0])
-                for view, row in zip(plan.views, plan.row_of)
-            ]
-        extent = plan.extents[mesh.shard_rank][1]
-        self._received = rows.new_empty(mesh.shard_size, extent)
+            shares = [self._share(plan, rank, pieces, rows) for rank in range(mesh.shard_size)]
+            self._sends = [list(sends) for sends in zip(*shares)]
+        part = rounds_of(plan.extents[mesh.shard_rank][1], plan.rounds)[0]
+        self._received = [rows.new_empty(mesh.shard_size, part) for _ in range(min(2, plan.rounds))]
+
+    def _pack(self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
+        """The shards that several tensors share, one row each; padding is zero."""
+        rows = torch.empty(0, dtype=self._wire_dtype(), device=self.group.device)
+        if not plan.packed:
+            return rows
+        assert self._layout is not None
+        rows = rows.new_zeros(len(plan.packed), self._layout.layout.shard_numel)
+        targets, sources = [], []
+        for row, content in zip(rows, plan.packed):
+            for index, piece, start in content:
+                sources.append(pieces[index][piece])
+                targets.append(row[start : start + sources[-1].numel()])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return rows
+
+    def _share(
+        self, plan: SendPlan, rank: int, pieces: Sequence[Sequence[torch.Tensor]], rows: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """What ``rank`` is sent, round by round."""
+        view, row = plan.views[rank], plan.row_of[rank]
+        if view is not None:
+            return pieces[view[0]][view[1] : view[1] + plan.rounds]
+        if row is not None:
+            return rows[row].split_with_sizes(rounds_of(rows.shape[1], plan.rounds))
+        return [rows.view(-1)[:0]] * plan.rounds
 
     def _send_plan(self) -> SendPlan:
         layout = self._layout
         assert layout is not None
         if id(layout) not in self._plans:  # layouts are kept by the base class, so ids stay theirs
             pack_all = self.group.device.type == "cpu"
-            self._plans[id(layout)] = plan_sends(layout, self.group.mesh.shard_size, pack_all=pack_all)
+            rounds = 1 if pack_all or layout.layout.shard_numel < _ROUND_NUMEL else _ROUNDS
+            ranks = self.group.mesh.shard_size
+            self._plans[id(layout)] = plan_sends(layout, ranks, pack_all=pack_all, rounds=rounds)
         return self._plans[id(layout)]
 
     def _cut(self, index: int, sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
@@ -171,38 +212,54 @@ class ExchangeReducer(GradReducer):
         return main.flat if direct else torch.empty_like(main.flat, dtype=self._sum_dtype())
 
     def _scatter(self, reduced: torch.Tensor, how: Scaling) -> None:
-        """Exchange, and add what arrived."""
-        group, received = self.group, self._received
-        assert received is not None
-        mesh, pg = group.mesh, group.mesh.reduce_group or group.mesh.shard_group
+        """Exchange and add, round by round: while a round is added the next one is on the wire."""
+        group, plan = self.group, self._send_plan()
         if group.settings.custom_reduce_scatter is not None:
             raise ValueError(
                 f"{group.label}: a custom reduce-scatter has no use with reduction='all_to_all'."
             )
-        if mesh.shard_size > 1:
-            group.context.note_collective("all_to_all", group)
-            with collectives.explain_failure("all-to-all", group.label, pg), group.profile("all_to_all"):
-                if len(self._sends) == 1:
-                    collectives.all_to_all(received, self._sends[0], pg)
-                else:
-                    collectives.all_to_all_pieces(list(received.unbind()), self._sends, pg)
-        else:
-            received = self._sends[0].view(1, -1)
-        start, numel = self._send_plan().extents[mesh.shard_rank]
+        start, numel = plan.extents[group.mesh.shard_rank]
         reduced[:start].zero_()
         reduced[start + numel :].zero_()
-        divisor = (mesh.shard_size if how.average else 1) * (how.before or 1.0)
-        _sum_rows(received, reduced[start : start + numel], divisor)
+        outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, plan.rounds))
+        divisor = (group.mesh.shard_size if how.average else 1) * (how.before or 1.0)
+        group.context.note_collective("all_to_all", group)
+        pg = group.mesh.reduce_group or group.mesh.shard_group
+        with collectives.explain_failure("all-to-all", group.label, pg), group.profile("all_to_all"):
+            running: list[tuple[Any, torch.Tensor]] = []
+            for index, out in enumerate(outs):
+                if len(running) == len(self._received):
+                    self._add_up(*running.pop(0), outs[index - len(self._received)], divisor)
+                running.append(self._exchange(index, out.numel(), pg))
+            for out, (work, rows) in zip(outs[len(outs) - len(running) :], running):
+                self._add_up(work, rows, out, divisor)
+
+    def _exchange(self, index: int, numel: int, pg: Any) -> tuple[Any, torch.Tensor]:
+        """Start one round; the rows it brings."""
+        sends, rows = self._sends[index], self._received[index % len(self._received)]
+        if self.group.mesh.shard_size == 1:
+            return None, sends[0].view(1, -1)
+        if numel != rows.shape[1]:
+            rows = rows.view(-1)[: rows.shape[0] * numel].view(-1, numel)
+        if len(sends) == 1:
+            return collectives.all_to_all(rows, sends[0], pg, async_op=True), rows
+        return collectives.all_to_all_pieces(list(rows.unbind()), sends, pg, async_op=True), rows
+
+    @staticmethod
+    def _add_up(work: Any, rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
+        if work is not None:
+            work.wait()
+        _sum_rows(rows, out, divisor)
 
     def _releaser(self, main: DBuffer) -> Any:
         held: list[Any] = [main, self._sends, self._received, self._grads]
-        self._sends, self._received, self._grads = [], None, {}
+        self._sends, self._received, self._grads = [], [], {}
         return held.clear
 
     def discard(self) -> None:
         """Drop collected gradients and partial sums."""
         super().discard()
-        self._sends, self._received, self._grads = [], None, {}
+        self._sends, self._received, self._grads = [], [], {}
 
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:

@@ -18,9 +18,17 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from ragged_fsdp.fsdp.managed import state_of
 from ragged_fsdp.fsdp.param_group import ParamGroup
+from ragged_fsdp.fsdp.root import RootContext
 from ragged_fsdp.fsdp.state import ModuleState
 
-__all__ = ["FSDPModule", "UnshardHandle", "register_fsdp_forward_method", "share_comm_ctx", "swap_class"]
+__all__ = [
+    "FSDPModule",
+    "GradientReductionHandle",
+    "UnshardHandle",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "swap_class",
+]
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -34,6 +42,19 @@ class UnshardHandle(TorchUnshardHandle):
         for group in self._groups:
             group.wait_for_unshard()
         self._groups = ()
+
+
+class GradientReductionHandle:
+    """Waits for an asynchronous :meth:`FSDPModule.finalize_backward`."""
+
+    def __init__(self, root: RootContext) -> None:
+        self._root: RootContext | None = root
+
+    def wait(self) -> None:
+        """Let the current stream use the reduced gradients."""
+        if self._root is not None:
+            self._root.finish_reductions()
+            self._root = None
 
 
 class FSDPModule(TorchFSDPModule):
@@ -96,6 +117,27 @@ class FSDPModule(TorchFSDPModule):
         """Whether the next backward waits for the reductions and forgets the forward order."""
         self._get_fsdp_state().root.is_last_backward = is_last_backward
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether :meth:`finalize_backward` ends a backward, instead of its own end; root only."""
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
+        if enabled != state.root.manual_finalization and state.root.callback_queued:
+            raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
+        state.root.manual_finalization = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """With manual finalization: reduce what was collected and wait; with ``async_op`` the handle waits."""
+        state = self._get_fsdp_state()
+        if not state.root.manual_finalization:
+            raise RuntimeError("finalize_backward needs set_manual_backward_finalization(True) first")
+        state.root.finalize()
+        handle = GradientReductionHandle(state.root)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not they accumulate unsharded, in the reduce dtype."""
         for group in self._groups(recurse):
@@ -121,6 +163,11 @@ class FSDPModule(TorchFSDPModule):
         """Whether backward frees the unsharded parameters; keeping them saves the next forward's gather."""
         for group in self._groups(recurse):
             group.settings.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether a reshard leaves the gathered storage allocated: its address then never changes."""
+        for group in self._groups(recurse):
+            group.settings.keep_storage = keep
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters at all (an embedding does not)."""

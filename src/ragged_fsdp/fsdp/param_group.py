@@ -119,6 +119,13 @@ class ParamGroup:
         """Bytes of the gathered parameters."""
         return self.model_weight.nbytes if self.model_weight is not None else 0
 
+    @property
+    def grad_buffer_bytes(self) -> int:
+        """Bytes of a gradient buffer of the whole group; 0 if nothing in it is trainable."""
+        if not any(param.sharded.requires_grad for param in self.params):
+            return 0
+        return self.plan.layout.buffer_numel * self.gradient_dtype.itemsize
+
     @on_parameters
     def lazy_init(self) -> None:
         """Read the parameters again before the first use: users may have replaced or cast them."""
@@ -348,7 +355,8 @@ class ParamGroup:
 
     def _release_weight(self) -> None:
         assert self.model_weight is not None
-        self.model_weight.release()
+        if not self.settings.keep_storage:
+            self.model_weight.release()
 
     def drop_kept(self) -> None:
         """Give up data that was kept for a backward that did not come."""
@@ -359,7 +367,7 @@ class ParamGroup:
     def _park(self) -> None:
         assert self.parking is not None and self.model_weight is not None
         self.parking.keep(self.model_weight, self.params)
-        self.model_weight.release()
+        self._release_weight()
         self._move(Residence.PARKED)
 
     def _register(self, *, unsharded: bool) -> None:

@@ -64,12 +64,20 @@ def place(plan: GroupPlan, index: int, param: torch.Tensor) -> Callable[[Sequenc
         layout = plan.tensor_layout(index)
         if len(set(shapes)) > 1:
             return _per_outer_shard(layout, shapes)
+        layout = _widest_blocks(layout)
         inner = param._local_tensor.shape if isinstance(param, DTensor) else param.shape
         placement = placement_from_layout(layout, 0, inner)
         twice = any(isinstance(p, Shard) and p.dim % param.ndim < len(placement.dims) for p in later)
         return placement_from_layout(layout, 0, inner, strided=True) if twice else placement
 
     return ragged
+
+
+def _widest_blocks(layout: GroupLayout) -> GroupLayout:
+    """The same cuts with the largest block they respect: rows stay rows where no cut falls inside one."""
+    spec = layout.specs[0]
+    block = math.gcd(*(layout.local_range(0, rank).numel for rank in range(layout.ranks)))
+    return replace(layout, specs=(TensorSpec(spec.name, spec.numel, max(block, 1)),))
 
 
 def _per_outer_shard(layout: GroupLayout, shapes: Sequence[tuple[int, ...]]) -> StridedRaggedShard:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from ragged_fsdp.fsdp.arena import arena_bytes
 from ragged_fsdp.fsdp.autograd import outside_compile, queue_callback
 from ragged_fsdp.fsdp.param_group import ParamGroup, Phase, Residence
 from ragged_fsdp.fsdp.schedule import CommContext, ForwardOrder
@@ -29,6 +31,9 @@ class RootContext:
         self.order = ForwardOrder()
         self.callback_queued = False
         self.is_last_backward = True
+        self.manual_finalization = False
+        self.backward_order: list[ParamGroup] = []
+        """Groups in the order their forward ended; backward runs through it from the end."""
         self.post_optim_event: Any = None
         self.first_gathered: ParamGroup | None = None
         self._kept: set[ParamGroup] = set()
@@ -53,6 +58,8 @@ class RootContext:
         self._check_shared(groups)
         for group in groups:
             group.lazy_init()
+        needs = [group.grad_buffer_bytes for group in groups]
+        self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes(needs))
 
     def _name(self, groups: Sequence[ParamGroup], module: nn.Module) -> None:
         by_param = {param.sharded: param for group in groups for param in group.params}
@@ -86,6 +93,8 @@ class RootContext:
         self.forward_root = state
         self.order = self.orders.setdefault(state, ForwardOrder())
         self.order.begin()
+        if not torch.is_grad_enabled():
+            self.comm.arena.release()
         for group in self._owner:
             if group.keep_gathered:  # no backward followed: the parameters may have changed since
                 group.drop_kept()
@@ -127,7 +136,7 @@ class RootContext:
 
     def before_in_forward(self, groups: Sequence[ParamGroup]) -> list[ParamGroup]:
         """The groups of the state whose forward ended before that of ``groups``: their backward is next."""
-        order = self.comm.backward_order
+        order = self.backward_order
         positions = [group.forward_positions.pop() for group in groups if group.forward_positions]
         if not positions:
             return []
@@ -161,17 +170,27 @@ class RootContext:
                     group.post_backward()
                 group.phase = Phase.IDLE
             state.phase = Phase.IDLE
-        if self.is_last_backward:
-            self.comm.finish_all()
-            for group in self._owner:
-                group.finish_backward()
-            self.comm.backward_order.clear()
+        if self.is_last_backward and not self.manual_finalization:
+            self.finish_reductions()
         self.callback_queued = False
+
+    def finalize(self) -> None:
+        """Launch what is left to reduce: gradients that were collected while sync was off."""
+        for group in reversed(self._owner):
+            group.post_backward()
+            group.phase = Phase.IDLE
+
+    def finish_reductions(self) -> None:
+        """Let the current stream see every reduced gradient; forget the order of the forward."""
+        self.comm.finish_all()
+        for group in self._owner:
+            group.finish_backward()
+        self.backward_order.clear()
 
     def reset(self) -> None:
         """Forget an iteration that failed in the middle."""
         self.comm.finish_all()
-        self.comm.backward_order.clear()
+        self.backward_order.clear()
         for state in self.states:
             state.still_to_run.clear()
             state.phase = Phase.IDLE

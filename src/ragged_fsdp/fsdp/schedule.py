@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ragged_fsdp.dbuffer import debug_enabled
+from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
+from ragged_fsdp.fsdp.arena import Arena
 from ragged_fsdp.fsdp.debug import OrderCheck
 
 if TYPE_CHECKING:
@@ -44,9 +45,8 @@ class CommContext:
         self.pending: deque[PendingReduction] = deque()
         self.max_grad_buffers = 1
         """Gradient buffers alive at once. With more than one, a buffer is filled while others are reduced."""
+        self.arena = Arena()
         self.order_check = OrderCheck() if debug_enabled() else None
-        self.backward_order: list[ParamGroup] = []
-        """Groups in the order their forward ended; backward runs through it from the end."""
 
     def use_device(self, device: torch.device) -> None:
         """Create the streams; a device without streams (CPU) runs everything in order."""
@@ -92,6 +92,15 @@ class CommContext:
         """In debug mode: compare the order of collectives across the ranks of the group."""
         if self.order_check is not None:
             self.order_check.note(kind, group)
+
+    def lease(self, nbytes: int) -> FlatStorage | None:
+        """Storage for a gradient buffer that stays allocated between steps; None if there is none that large."""
+        assert self.device is not None
+        return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
+
+    def give_back(self, storage: FlatStorage) -> None:
+        """Return storage from :meth:`lease` after the compute stream has waited for its last use."""
+        self.arena.give_back(storage)
 
     def make_room(self) -> None:
         """Before another gradient buffer is filled: wait for reductions beyond the allowed number."""

@@ -26,6 +26,8 @@ class GroupSettings:
     sum_only: bool = False
     """Whether collectives may only sum; scaling is then done before or after them."""
     unshard_async_op: bool = False
+    keep_storage: bool = False
+    """Whether a reshard leaves the gathered storage allocated, so that its address does not change."""
     max_grad_buffers: int = 1
     """Gradient buffers alive at once below this group's root; the largest setting counts."""
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None

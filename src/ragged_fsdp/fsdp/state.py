@@ -179,8 +179,8 @@ class ModuleState(_State):
                 group.keep_gathered = chosen_here and self.root.keeps(group)
                 group.reshard()
                 if trains:
-                    group.forward_positions.append(len(self.comm.backward_order))
-                    self.comm.backward_order.append(group)
+                    group.forward_positions.append(len(self.root.backward_order))
+                    self.root.backward_order.append(group)
             group.phase = Phase.IDLE
 
     def _list_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
