@@ -1,9 +1,9 @@
 """Storage for gradient buffers that stays allocated between training steps.
 
 A gradient buffer is the largest block of a step and lives in backward only. Given back to the allocator, its
-block is cut up for the activations of the next forward, and the next backward needs a new one: reserved memory
-grows by a whole buffer. The peak of a step is in backward, where the buffer lives anyway, so keeping it costs
-nothing there. A forward without gradients (evaluation, generation) does not need it and frees it.
+block is cut up for the activations of the next forward, and the next backward needs a new one: reserved
+memory grows by a whole buffer. The peak of a step is in backward, where the buffer lives anyway, so keeping
+it costs nothing there. A forward without gradients (evaluation, generation) does not need it and frees it.
 """
 
 from __future__ import annotations

@@ -127,10 +127,10 @@ class FSDPModule(TorchFSDPModule):
         state.root.manual_finalization = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """With manual finalization: reduce what was collected and wait; with ``async_op`` the handle waits."""
+        """With manual finalization: reduce what was collected and wait, or return a handle that does."""
         state = self._get_fsdp_state()
         if not state.root.manual_finalization:
-            raise RuntimeError("finalize_backward needs set_manual_backward_finalization(True) first")
+            raise RuntimeError("finalize_backward needs set_manual_backward_finalization(True)")
         state.root.finalize()
         handle = GradientReductionHandle(state.root)
         if async_op:

@@ -94,7 +94,7 @@ class CommContext:
             self.order_check.note(kind, group)
 
     def lease(self, nbytes: int) -> FlatStorage | None:
-        """Storage for a gradient buffer that stays allocated between steps; None if there is none that large."""
+        """Storage for a gradient buffer that stays allocated between steps; None if none is that large."""
         assert self.device is not None
         return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
 
