@@ -43,14 +43,14 @@ def test_symmetric_iteration(shape, decay) -> None:
     assert error < 1.5 * usual + 0.01, (error, usual)
 
 
-@pytest.mark.parametrize("config", [(128, 128, 64, 4, 4), (128, 256, 64, 3, 8), (64, 64, 64, 3, 4)], ids=str)
+@pytest.mark.parametrize("config", [(128, 64, 4, 4), (128, 64, 3, 8), (64, 64, 3, 4)], ids=str)
 @pytest.mark.parametrize("tall", [True, False])
 def test_products(config, tall) -> None:
     """Each product equals torch's, is exactly symmetric, and its traces are the squared norms."""
     tiles = kernels.TileConfig(*config)
     x = gradient_like((3, 904, 328) if tall else (3, 328, 904), 0.0).bfloat16() * 30
     a = torch.empty(3, 328, 328, device="cuda", dtype=torch.bfloat16)
-    traces = torch.empty(3, -(-328 // tiles.rows), device="cuda")
+    traces = torch.empty(3, -(-328 // tiles.side), device="cuda")
     kernels.gram(x, a, traces, tall=tall, trace=True, config=tiles)
     expected = x.mT.float() @ x.float() if tall else x.float() @ x.mT.float()
     torch.testing.assert_close(a.float(), expected, rtol=1e-2, atol=1e-3)
@@ -117,7 +117,7 @@ def test_step_equals_the_cpu(options) -> None:
     gradients = [torch.randn(shape, generator=generator) for shape in shapes]
     results = []
     for device, extra in (("cuda", options), ("cpu", {"ns_dtype": torch.float32})):
-        parameters = [torch.nn.Parameter(t.to(device)) for t in start]
+        parameters = [torch.nn.Parameter(t.clone().to(device)) for t in start]
         for p, g in zip(parameters, gradients):
             p.grad = g.to(device)
         optimizer = Muon([{"params": parameters, "algorithm": "muon"}], lr=0.1, **extra)

@@ -106,7 +106,7 @@ class Muon(Optimizer):
         ns_dtype: torch.dtype = torch.bfloat16,
         ns_backend: str = "auto",
         compile: bool = False,
-        bucket_numel: int = 1 << 26,
+        bucket_numel: int = 1 << 27,
         buckets_in_flight: int = 3,
     ) -> None:
         if ns_dtype not in (torch.bfloat16, torch.float32, torch.float64):
@@ -219,15 +219,14 @@ class Muon(Optimizer):
         Parameters without a gradient take part all the same: transfers must not depend on what one rank
         happens to have. Only where nothing is sent are they left out.
         """
-        members = []
-        for family, group in enumerate(groups):
-            names = group.get("param_names", [None] * len(group["params"]))
-            for name, p in zip(names, group["params"]):
-                spread = isinstance(p, DTensor) and p.device_mesh.size() > 1
-                if p.requires_grad and (spread or p.grad is not None):
-                    members.append((name, p, self._rule_of(name, p), family))
-        key = tuple(id(p) for _, p, _, _ in members)
+        key = tuple(id(p) for group in groups for p in group["params"] if _takes_part(p))
         if key not in self._bound:
+            members = []
+            for family, group in enumerate(groups):
+                names = group.get("param_names", [None] * len(group["params"]))
+                for name, p in zip(names, group["params"]):
+                    if _takes_part(p):
+                        members.append((name, p, self._rule_of(name, p), family))
             options = self._options
             self._bound[key] = bind_exchanges(
                 members, options.bucket_numel, options.buckets_in_flight, options.ns_dtype
@@ -235,13 +234,13 @@ class Muon(Optimizer):
         return self._bound[key]
 
     def _local_state(self, name: str, parameter: Tensor) -> LocalState:
-        local = local_of(parameter)
-        if parameter.grad is None:
-            return LocalState(local.view(-1), None, local.view(-1))
         gradient = parameter.grad
+        if gradient is None:
+            local = local_of(parameter)
+            return LocalState(local, None, local)
         if gradient.is_sparse or gradient.is_complex():
             raise ValueError(
-                f"{name}: Muon needs a dense real gradient, got {gradient.layout}, {gradient.dtype}."
+                f"{name}: Muon needs dense real gradients, got {gradient.layout}, {gradient.dtype}."
             )
         if isinstance(parameter, DTensor) and (
             not isinstance(gradient, DTensor) or gradient.placements != parameter.placements
@@ -253,8 +252,9 @@ class Muon(Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        buffer = local_of(state["momentum_buffer"])
-        return LocalState(local.view(-1), local_of(gradient).reshape(-1), buffer.view(-1))
+        return LocalState(
+            local_of(parameter), local_of(gradient).contiguous(), local_of(state["momentum_buffer"])
+        )
 
     def _family_step(self, group: dict[str, Any], device: torch.device) -> FamilyStep:
         lr = float(group["lr"])
@@ -271,6 +271,12 @@ class Muon(Optimizer):
                 batch, coefficients, eps, backend=backend, compiled=compiled
             ),
         )
+
+
+def _takes_part(parameter: Tensor) -> bool:
+    if not parameter.requires_grad:
+        return False
+    return parameter.grad is not None or (isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1)
 
 
 def _named(params: Any) -> list[tuple[str | None, Tensor]]:

@@ -1,4 +1,4 @@
-"""The element-wise passes of Muon over lists of pieces of flat tensors.
+"""The element-wise passes of Muon over lists of pieces of tensors.
 
 Before the iteration: ``m <- lerp(m, g, 1 - momentum)`` and the update ``lerp(g, m, momentum)`` (Nesterov)
 or ``m``, cast into the memory it is sent from or iterated in. After it: ``p <- p (1 - lr wd) - step u``.
@@ -11,7 +11,7 @@ a single read and write of every operand.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,13 @@ from ragged_fsdp.optim.newton_schulz import has_triton
 __all__ = ["Piece", "apply_updates", "update_momentum"]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """``rows`` runs of ``run`` elements of a flat tensor, ``stride`` apart."""
+class Piece(NamedTuple):
+    """``rows`` runs of ``run`` elements of a contiguous tensor, ``stride`` apart.
 
-    flat: Tensor
+    A step makes several for each matrix, so this is the cheapest kind of record there is.
+    """
+
+    tensor: Tensor
     start: int
     rows: int
     run: int
@@ -44,14 +46,12 @@ class Piece:
     @property
     def address(self) -> int:
         """Where a contiguous piece begins in memory."""
-        return self.flat.data_ptr() + self.start * self.flat.element_size()
+        return self.tensor.data_ptr() + self.start * self.tensor.element_size()
 
     def view(self) -> Tensor:
         """The piece as a tensor of shape (rows, run)."""
-        if self.contiguous:
-            return self.flat.narrow(0, self.start, self.numel).view(self.rows, self.run)
-        offset = self.flat.storage_offset() + self.start
-        return self.flat.as_strided((self.rows, self.run), (self.stride, 1), offset)
+        offset = self.tensor.storage_offset() + self.start
+        return self.tensor.as_strided((self.rows, self.run), (self.stride, 1), offset)
 
 
 def update_momentum(
@@ -96,4 +96,4 @@ def apply_updates(parameters: list[Piece], updates: list[Piece], steps: list[flo
 
 def _one_kernel(pieces: list[Piece]) -> bool:
     """Whether the Triton kernels can take these pieces."""
-    return has_triton() and all(p.flat.is_cuda and p.contiguous for p in pieces)
+    return has_triton() and all(p.tensor.is_cuda and p.contiguous for p in pieces)

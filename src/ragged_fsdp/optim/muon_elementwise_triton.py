@@ -124,12 +124,12 @@ def launch_momentum(
     gradients: list[Piece], buffers: list[Piece], targets: list[Piece | None], momentum: float, nesterov: bool
 ) -> None:
     """:func:`ragged_fsdp.optim.muon_elementwise.update_momentum` for contiguous pieces on CUDA."""
-    device = gradients[0].flat.device
+    device = gradients[0].tensor.device
     by_dtype: dict[tuple[torch.dtype, ...], list[tuple[int, int, int, int]]] = {}
     for gradient, buffer, target in zip(gradients, buffers, targets):
-        written = target.flat.dtype if target is not None else torch.bfloat16
+        written = target.tensor.dtype if target is not None else torch.bfloat16
         row = (gradient.address, buffer.address, target.address if target is not None else 0, gradient.numel)
-        by_dtype.setdefault((gradient.flat.dtype, buffer.flat.dtype, written), []).append(row)
+        by_dtype.setdefault((gradient.tensor.dtype, buffer.tensor.dtype, written), []).append(row)
     for (gradient_dtype, buffer_dtype, target_dtype), rows in by_dtype.items():
         chunks = _chunk_list(tuple(row[3] for row in rows), device)
         _momentum_kernel[(chunks.numel() // 2,)](
@@ -148,12 +148,12 @@ def launch_momentum(
 
 def launch_apply(parameters: list[Piece], updates: list[Piece], steps: list[float], decay: float) -> None:
     """:func:`ragged_fsdp.optim.muon_elementwise.apply_updates` for contiguous pieces on CUDA."""
-    device = parameters[0].flat.device
+    device = parameters[0].tensor.device
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int, int]]] = {}
     for parameter, update, step in zip(parameters, updates, steps):
         bits = struct.unpack("<q", struct.pack("<d", step))[0]
         row = (parameter.address, update.address, bits, parameter.numel)
-        by_dtype.setdefault((parameter.flat.dtype, update.flat.dtype), []).append(row)
+        by_dtype.setdefault((parameter.tensor.dtype, update.tensor.dtype), []).append(row)
     for (parameter_dtype, update_dtype), rows in by_dtype.items():
         chunks = _chunk_list(tuple(row[3] for row in rows), device)
         _apply_kernel[(chunks.numel() // 2,)](

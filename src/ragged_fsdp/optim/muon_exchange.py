@@ -35,7 +35,7 @@ __all__ = ["Exchange", "FamilyStep", "LocalState"]
 
 @dataclass(frozen=True)
 class LocalState:
-    """One parameter on this rank: flat tensors of equal length. No gradient, no change."""
+    """One parameter on this rank: contiguous tensors of equal size. No gradient, no change."""
 
     parameter: Tensor
     gradient: Tensor | None
@@ -87,6 +87,8 @@ class Exchange:
         self.dtype = dtype
         self.in_flight = in_flight
         self.programs = tuple(bucket_program(plan, bucket, rank) for bucket in range(len(plan.buckets)))
+        self._to_roots = [_by_family((*p.outgoing, *p.kept, *p.elsewhere)) for p in self.programs]
+        self._from_roots = [_by_family((*p.returned, *p.kept)) for p in self.programs]
         self.most_in_flight = 0
         """Largest number of buckets that were in flight at once."""
 
@@ -95,44 +97,34 @@ class Exchange:
         live: dict[int, _Bucket] = {}
         for stage, index in _schedule(len(self.programs), self.in_flight):
             if stage == "start":
-                live[index] = self._start(self.programs[index], states, families, device)
+                live[index] = self._start(index, states, families, device)
                 self.most_in_flight = max(self.most_in_flight, len(live))
             elif stage == "iterate":
                 self._iterate(live[index], families)
             else:
-                self._finish(live.pop(index), states, families)
+                self._finish(live.pop(index), self._from_roots[index], states, families)
 
     def _start(
-        self,
-        program: BucketProgram,
-        states: Sequence[LocalState],
-        families: Sequence[FamilyStep],
-        device: torch.device,
+        self, index: int, states: Sequence[LocalState], families: Sequence[FamilyStep], device: torch.device
     ) -> _Bucket:
+        program = self.programs[index]
         batches = [
             torch.empty(count * kind.rows * kind.columns, dtype=self.dtype, device=device)
             for kind, count in program.batches
         ]
         sent = torch.empty(sum(program.gather.send), dtype=self.dtype, device=device)
-        segments = [*program.outgoing, *program.kept]
-        targets: list[Piece | None] = [
-            _far(s.copy, sent if s.batch < 0 else batches[s.batch]) for s in segments
-        ]
-        segments += program.elsewhere
-        targets += [None] * len(program.elsewhere)
-        for family, chosen in _by_family(segments).items():
-            step = families[family]
-            present = [i for i in chosen if states[segments[i].parameter].gradient is not None]
-            update_momentum(
-                [_near(segments[i].copy, states[segments[i].parameter].gradient) for i in present],
-                [_near(segments[i].copy, states[segments[i].parameter].buffer) for i in present],
-                [targets[i] for i in present],
-                step.momentum,
-                step.nesterov,
-            )
-        for segment, target in zip(segments, targets):
-            if target is not None and states[segment.parameter].gradient is None:
-                target.view().zero_()  # the transfer has a fixed size; the result is not used
+        for family, segments in self._to_roots[index]:
+            gradients, buffers, targets = [], [], []
+            for segment in segments:
+                state = states[segment.parameter]
+                target = _target(segment, sent, batches)
+                if state.gradient is not None:
+                    gradients.append(_near(segment.copy, state.gradient))
+                    buffers.append(_near(segment.copy, state.buffer))
+                    targets.append(target)
+                elif target is not None:
+                    target.view().zero_()  # the transfer has a fixed size; the result is not used
+            update_momentum(gradients, buffers, targets, families[family].momentum, families[family].nesterov)
         bucket = _Bucket(program, batches, sent.new_empty(sum(program.gather.receive)), sent, None)
         bucket.work = self._transfer(bucket, program.gather)
         return bucket
@@ -151,12 +143,17 @@ class Exchange:
         _copy([(_near(i.copy, bucket.sent), _far(i.copy, bucket.batches[i.batch])) for i in program.results])
         bucket.work = self._transfer(bucket, program.scatter)
 
-    def _finish(self, bucket: _Bucket, states: Sequence[LocalState], families: Sequence[FamilyStep]) -> None:
+    def _finish(
+        self,
+        bucket: _Bucket,
+        from_roots: list[tuple[int, list[Segment]]],
+        states: Sequence[LocalState],
+        families: Sequence[FamilyStep],
+    ) -> None:
         _wait(bucket)
-        segments = [*bucket.program.returned, *bucket.program.kept]
-        for family, chosen in _by_family(segments).items():
+        for family, segments in from_roots:
             step = families[family]
-            present = [segments[i] for i in chosen if states[segments[i].parameter].gradient is not None]
+            present = [s for s in segments if states[s.parameter].gradient is not None]
             apply_updates(
                 [_near(s.copy, states[s.parameter].parameter) for s in present],
                 [_far(s.copy, bucket.packed if s.batch < 0 else bucket.batches[s.batch]) for s in present],
@@ -189,13 +186,19 @@ def _schedule(buckets: int, in_flight: int) -> Iterator[tuple[str, int]]:
             yield "finish", index - 2
 
 
-def _near(copy: Copy, flat: Tensor | None) -> Piece:
-    assert flat is not None  # callers leave out parameters without a gradient
-    return Piece(flat, copy.local_start, copy.rows, copy.run, copy.local_stride)
+def _near(copy: Copy, tensor: Tensor) -> Piece:
+    return Piece(tensor, copy.local_start, copy.rows, copy.run, copy.local_stride)
 
 
-def _far(copy: Copy, flat: Tensor) -> Piece:
-    return Piece(flat, copy.slab_start, copy.rows, copy.run, copy.slab_stride)
+def _far(copy: Copy, tensor: Tensor) -> Piece:
+    return Piece(tensor, copy.slab_start, copy.rows, copy.run, copy.slab_stride)
+
+
+def _target(segment: Segment, sent: Tensor, batches: list[Tensor]) -> Piece | None:
+    """Where an update goes: into this rank's batch, the packed buffer, or nowhere (another replica sends)."""
+    if segment.batch >= 0:
+        return _far(segment.copy, batches[segment.batch])
+    return _far(segment.copy, sent) if segment.sent else None
 
 
 def _copy(pairs: list[tuple[Piece, Piece]]) -> None:
@@ -212,11 +215,11 @@ def _wait(bucket: _Bucket) -> None:
         bucket.work = None
 
 
-def _by_family(segments: Sequence[Segment]) -> dict[int, list[int]]:
-    chosen: dict[int, list[int]] = {}
-    for index, segment in enumerate(segments):
-        chosen.setdefault(segment.kind.family, []).append(index)
-    return chosen
+def _by_family(segments: Sequence[Segment]) -> list[tuple[int, list[Segment]]]:
+    chosen: dict[int, list[Segment]] = {}
+    for segment in segments:
+        chosen.setdefault(segment.kind.family, []).append(segment)
+    return list(chosen.items())
 
 
 def _slab_scale(kind: BatchKind, step: FamilyStep) -> float:

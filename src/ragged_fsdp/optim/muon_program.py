@@ -35,14 +35,15 @@ class BatchKind:
 class Segment:
     """Elements of a parameter's flat local tensor; ``copy.slab_*`` locate them where they go or come from.
 
-    ``batch`` is the index of the batch that holds them, or -1 for the packed buffer. Packed elements
-    are contiguous from ``copy.slab_start``.
+    ``batch`` is the index of the batch that holds them, or -1 for the packed buffer, where they are
+    contiguous from ``copy.slab_start``. Not ``sent``: another replica sends the same elements.
     """
 
     parameter: int
     kind: BatchKind
     copy: Copy
     batch: int = -1
+    sent: bool = True
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def bucket_program(plan: ExchangePlan, bucket: int, rank: int) -> BucketProgram:
             if plan.gathers_from(task, rank):
                 outgoing[task.root] += segments
             else:
-                elsewhere += segments
+                elsewhere += [replace(segment, sent=False) for segment in segments]
     return BucketProgram(
         batches,
         _pack_segments(outgoing),

@@ -52,10 +52,9 @@ Triple = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class TileConfig:
-    """How one symmetric product is cut: output tile, depth per step, and the pipeline of a program."""
+    """How one symmetric product is cut: square output tiles, depth per step, pipeline of a program."""
 
-    rows: int
-    columns: int
+    side: int
     depth: int
     stages: int
     warps: int
@@ -71,7 +70,7 @@ class Terms:
     powers: tuple[int, int, int] = (0, 0, 0)
 
 
-_TILES = TileConfig(128, 128, 64, 4, 4)
+_TILES = TileConfig(128, 64, 4, 4)
 
 
 @triton.jit
@@ -83,25 +82,17 @@ def _triangle_tile(tiles, tiles_per_matrix):
 
 
 @triton.jit
-def _on_diagonal(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Which elements of a tile lie on the diagonal of the matrix."""
-    return row * ROWS + tl.arange(0, ROWS)[:, None] == column * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-
-
-@triton.jit
-def _store_both(out, out_mirror, value, matrix, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Store a tile, and its transpose unless the tiles on the diagonal already cover it."""
-    out.store([matrix, row * ROWS, column * COLUMNS], value.reshape(1, ROWS, COLUMNS))
-    if column < row // (COLUMNS // ROWS):
-        out_mirror.store([matrix, column * COLUMNS, row * ROWS], value.T.reshape(1, COLUMNS, ROWS))
+def _store_both(out, value, matrix, row, column, SIDE: tl.constexpr):
+    """Store a tile, and its transpose unless it lies on the diagonal."""
+    out.store([matrix, row * SIDE, column * SIDE], value.reshape(1, SIDE, SIDE))
+    if column < row:
+        out.store([matrix, column * SIDE, row * SIDE], value.T.reshape(1, SIDE, SIDE))
 
 
 @triton.jit
 def _gram_kernel(
-    left,  # descriptor of X, blocks for the rows of the output tile
-    right,  # descriptor of X, blocks for its columns
+    x,
     out,
-    out_mirror,
     traces,  # (matrices, tile rows) fp32: the sum of the diagonal inside each tile row
     tiles,
     tiles_per_matrix,
@@ -109,25 +100,25 @@ def _gram_kernel(
     depth,
     TALL: tl.constexpr,  # X is stored transposed, as (depth, rows)
     TRACE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,
     STEP: tl.constexpr,
 ):
     matrix, row, column = _triangle_tile(tiles, tiles_per_matrix)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
     for k in range(0, depth, STEP):
         if TALL:
-            a = left.load([matrix, k, row * ROWS]).reshape(STEP, ROWS)
-            b = right.load([matrix, k, column * COLUMNS]).reshape(STEP, COLUMNS)
+            a = x.load([matrix, k, row * SIDE]).reshape(STEP, SIDE)
+            b = x.load([matrix, k, column * SIDE]).reshape(STEP, SIDE)
             total = tl.dot(a.T, b, total)
         else:
-            a = left.load([matrix, row * ROWS, k]).reshape(ROWS, STEP)
-            b = right.load([matrix, column * COLUMNS, k]).reshape(COLUMNS, STEP)
+            a = x.load([matrix, row * SIDE, k]).reshape(SIDE, STEP)
+            b = x.load([matrix, column * SIDE, k]).reshape(SIDE, STEP)
             total = tl.dot(a, b.T, total)
-    if TRACE and column == row // (COLUMNS // ROWS):
-        diagonal = tl.where(_on_diagonal(row, column, ROWS, COLUMNS), total, 0.0)
+    if TRACE and column == row:
+        index = tl.arange(0, SIDE)
+        diagonal = tl.where(index[:, None] == index[None, :], total, 0.0)
         tl.store(traces + matrix * tile_rows + row, tl.sum(tl.sum(diagonal, 1), 0))
-    _store_both(out, out_mirror, total.to(tl.bfloat16), matrix, row, column, ROWS, COLUMNS)
+    _store_both(out, total.to(tl.bfloat16), matrix, row, column, SIDE)
 
 
 @triton.jit
@@ -141,33 +132,35 @@ def _power(base, EXPONENT: tl.constexpr):
 @triton.jit
 def _product_kernel(
     left,
-    right,
-    addend,  # descriptor of D, blocks of the output tile
+    right,  # None: the same as left
+    addend,  # pointer to D
     out,
-    out_mirror,
     traces,
     tiles,
     tiles_per_matrix,
     tile_rows,
-    depth,
+    size,  # of the matrices
     identity_factor,
     addend_factor,
     product_factor,
     min_norm,
+    SQUARE: tl.constexpr,  # whether right is left
     ADD: tl.constexpr,  # whether there are the first two terms
     IDENTITY_POWER: tl.constexpr,
     ADDEND_POWER: tl.constexpr,
     PRODUCT_POWER: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    SIDE: tl.constexpr,
     STEP: tl.constexpr,
     TRACES: tl.constexpr,
 ):
     matrix, row, column = _triangle_tile(tiles, tiles_per_matrix)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for k in range(0, depth, STEP):
-        a = left.load([matrix, row * ROWS, k]).reshape(ROWS, STEP)
-        b = right.load([matrix, column * COLUMNS, k]).reshape(COLUMNS, STEP)
+    total = tl.zeros((SIDE, SIDE), dtype=tl.float32)
+    for k in range(0, size, STEP):
+        a = left.load([matrix, row * SIDE, k]).reshape(SIDE, STEP)
+        if SQUARE:
+            b = left.load([matrix, column * SIDE, k]).reshape(SIDE, STEP)
+        else:
+            b = right.load([matrix, column * SIDE, k]).reshape(SIDE, STEP)
         total = tl.dot(a, b.T, total)
     if IDENTITY_POWER + ADDEND_POWER + PRODUCT_POWER > 0:
         index = tl.arange(0, TRACES)
@@ -178,43 +171,43 @@ def _product_kernel(
         product_factor *= _power(scale, PRODUCT_POWER)
     total = total * product_factor
     if ADD:
-        added = addend.load([matrix, row * ROWS, column * COLUMNS]).reshape(ROWS, COLUMNS)
+        rows = row * SIDE + tl.arange(0, SIDE)[:, None]
+        columns = column * SIDE + tl.arange(0, SIDE)[None, :]
+        start = addend + matrix.to(tl.int64) * size * size
+        added = tl.load(start + rows * size + columns, mask=(rows < size) & (columns < size), other=0.0)
         total += added.to(tl.float32) * addend_factor
-        total += tl.where(_on_diagonal(row, column, ROWS, COLUMNS), identity_factor, 0.0)
-    _store_both(out, out_mirror, total.to(tl.bfloat16), matrix, row, column, ROWS, COLUMNS)
+        total += tl.where(rows == columns, identity_factor, 0.0)
+    _store_both(out, total.to(tl.bfloat16), matrix, row, column, SIDE)
 
 
 @lru_cache(maxsize=256)
-def _tile_table(side: int, config: TileConfig, device: torch.device) -> Tensor:
+def _tile_table(size: int, side: int, device: torch.device) -> Tensor:
     """Tiles on and below the diagonal, ``row * 65536 + column``, in an order that reuses operands."""
-    ratio = config.columns // config.rows
-    tile_rows = triton.cdiv(side, config.rows)
+    tile_rows = triton.cdiv(size, side)
     codes = [
         row * 65536 + column
         for first in range(0, tile_rows, _GROUP_ROWS)
-        for column in range((min(first + _GROUP_ROWS, tile_rows) - 1) // ratio + 1)
-        for row in range(first, min(first + _GROUP_ROWS, tile_rows))
-        if column <= row // ratio
+        for column in range(min(first + _GROUP_ROWS, tile_rows))
+        for row in range(max(first, column), min(first + _GROUP_ROWS, tile_rows))
     ]
     return torch.tensor(codes, dtype=torch.int32, device=device)
 
 
 def _descriptor(tensor: Tensor, *block: int) -> Any:
-    return TensorDescriptor.from_tensor(tensor, [1, *block])
+    # Encoding a descriptor is most of the host's time per launch; hence few of them per kernel.
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), [1, *block])
 
 
 def gram(
     x: Tensor, out: Tensor, traces: Tensor, *, tall: bool, trace: bool, config: TileConfig = _TILES
 ) -> None:
     """``out = X X^T`` for a batch (matrices, m, n), or ``X^T X`` if ``tall``; fills ``traces`` on request."""
-    side, depth = (x.shape[2], x.shape[1]) if tall else (x.shape[1], x.shape[2])
-    tiles = _tile_table(side, config, x.device)
-    rows, columns, step = config.rows, config.columns, config.depth
+    size, depth = (x.shape[2], x.shape[1]) if tall else (x.shape[1], x.shape[2])
+    tiles = _tile_table(size, config.side, x.device)
+    block = (config.depth, config.side) if tall else (config.side, config.depth)
     _gram_kernel[(x.shape[0] * tiles.numel(),)](
-        _descriptor(x, step, rows) if tall else _descriptor(x, rows, step),
-        _descriptor(x, step, columns) if tall else _descriptor(x, columns, step),
-        _descriptor(out, rows, columns),
-        _descriptor(out, columns, rows),
+        _descriptor(x, *block),
+        _descriptor(out, config.side, config.side),
         traces,
         tiles,
         tiles.numel(),
@@ -222,9 +215,8 @@ def gram(
         depth,
         TALL=tall,
         TRACE=trace,
-        ROWS=rows,
-        COLUMNS=columns,
-        STEP=step,
+        SIDE=config.side,
+        STEP=config.depth,
         num_stages=config.stages,
         num_warps=config.warps,
     )
@@ -241,14 +233,12 @@ def symmetric_product(
     config: TileConfig = _TILES,
 ) -> None:
     """``out`` = the terms, with D = ``left``, for symmetric matrices whose product is symmetric too."""
-    tiles = _tile_table(left.shape[1], config, left.device)
-    rows, columns, step = config.rows, config.columns, config.depth
+    tiles = _tile_table(left.shape[1], config.side, left.device)
     _product_kernel[(left.shape[0] * tiles.numel(),)](
-        _descriptor(left, rows, step),
-        _descriptor(right, columns, step),
-        _descriptor(left, rows, columns),
-        _descriptor(out, rows, columns),
-        _descriptor(out, columns, rows),
+        _descriptor(left, config.side, config.depth),
+        None if right is left else _descriptor(right, config.side, config.depth),
+        left,
+        _descriptor(out, config.side, config.side),
         traces,
         tiles,
         tiles.numel(),
@@ -258,13 +248,13 @@ def symmetric_product(
         terms.addend,
         terms.product,
         min_norm,
+        SQUARE=right is left,
         ADD=bool(terms.identity or terms.addend),
         IDENTITY_POWER=terms.powers[0],
         ADDEND_POWER=terms.powers[1],
         PRODUCT_POWER=terms.powers[2],
-        ROWS=rows,
-        COLUMNS=columns,
-        STEP=step,
+        SIDE=config.side,
+        STEP=config.depth,
         TRACES=triton.next_power_of_2(traces.shape[1]),
         num_stages=config.stages,
         num_warps=config.warps,
@@ -292,8 +282,9 @@ def orthogonalize_symmetric(x: Tensor, coefficients: tuple[Triple, ...], min_nor
     tall = rows > columns
     side, length = sorted((rows, columns))
     rounds = _rounds(coefficients, length / side)
-    scratch = x.new_empty(4 if any(len(r) > 1 for r in rounds) else 2, matrices, side, side)
-    traces = torch.empty(matrices, triton.cdiv(side, _TILES.rows), dtype=torch.float32, device=x.device)
+    products = x.new_empty(4 if any(len(r) > 1 for r in rounds) else 2, matrices, side, side)
+    scratch = products.unbind()
+    traces = torch.empty(matrices, triton.cdiv(side, _TILES.side), dtype=torch.float32, device=x.device)
     current, other = x, torch.empty_like(x)
     for index, triples in enumerate(rounds):
         gram(current, scratch[0], traces, tall=tall, trace=index == 0)
@@ -309,7 +300,9 @@ def orthogonalize_symmetric(x: Tensor, coefficients: tuple[Triple, ...], min_nor
     return current
 
 
-def _one_step(scratch: Tensor, traces: Tensor, triple: Triple, min_norm: float, *, scaled: bool) -> Tensor:
+def _one_step(
+    scratch: tuple[Tensor, ...], traces: Tensor, triple: Triple, min_norm: float, *, scaled: bool
+) -> Tensor:
     """P from A in ``scratch[0]``. ``scaled``: A and X belong to an input not yet divided by its norm."""
     terms = Terms(*triple, powers=(1, 3, 5) if scaled else (0, 0, 0))
     symmetric_product(scratch[0], scratch[0], scratch[1], traces, terms, min_norm)
@@ -317,7 +310,7 @@ def _one_step(scratch: Tensor, traces: Tensor, triple: Triple, min_norm: float, 
 
 
 def _two_steps(
-    scratch: Tensor, traces: Tensor, triples: tuple[Triple, ...], min_norm: float, *, scaled: bool
+    scratch: tuple[Tensor, ...], traces: Tensor, triples: tuple[Triple, ...], min_norm: float, *, scaled: bool
 ) -> Tensor:
     """P' P from A in ``scratch[0]``, where P' belongs to the next A, which is P A P."""
     a, p, half, last = scratch
