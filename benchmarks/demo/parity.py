@@ -11,10 +11,6 @@ import json
 import platform
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("svg")
-import matplotlib.pyplot as plt
 import torch
 
 from ragged_fsdp.cli.demo import SETTINGS
@@ -36,13 +32,22 @@ VARIANTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/demo-parity"), help="folder of the runs")
+    parser.add_argument("--only", choices=list(VARIANTS), help="train this variant alone, and do not draw")
     parser.add_argument("--draw", action="store_true", help="do not train, only draw what there is")
     options = parser.parse_args()
-    for name, changes in {} if options.draw else VARIANTS.items():
+    chosen = {options.only: VARIANTS[options.only]} if options.only else VARIANTS
+    for name, changes in {} if options.draw else chosen.items():
         folder = options.runs / name.replace(", ", "-").replace(" ", "-")
-        common = {"run_dir": str(folder), "tensorboard": False, "checkpoint_every": 20, "keep_last": 1}
+        common = {
+            "run_dir": str(folder),
+            "tensorboard": False,
+            "device": "cpu",
+            "checkpoint_every": 20,
+            "keep_last": 1,
+        }
         print(name, start(from_values(SETTINGS, common, changes))["eval_loss"], flush=True)
-    summarize(options.runs)
+    if not options.only:
+        summarize(options.runs)
 
 
 def summarize(runs: Path) -> None:
@@ -75,6 +80,11 @@ def summarize(runs: Path) -> None:
 
 def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
     """Validation losses on the left, their distance from the first variant's on the right."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
     reference = next(iter(curves.values()))
     with plt.rc_context(
         {"svg.hashsalt": "ragged_fsdp", "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}

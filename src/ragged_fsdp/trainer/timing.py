@@ -1,5 +1,7 @@
 """Where the time of a step goes, and what the device could do at best."""
 
+import resource
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,10 +41,9 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
             "allocated": torch.cuda.max_memory_allocated(device),
             "reserved": torch.cuda.max_memory_reserved(device),
         }
-    import psutil
-
-    usage = psutil.Process().memory_info()
-    return {"allocated": usage.rss, "reserved": usage.vms}
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
+    return {"allocated": peak, "reserved": peak}
 
 
 class StepClock:

@@ -1,0 +1,104 @@
+"""The commands as users call them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+
+from ragged_fsdp.cli.main import main
+from train_cases import settings, train
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("cli") / "run"
+    train(path, checkpoint_every=4, keep_last=0)
+    return path
+
+
+def _call(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    return result.exit_code, result.output
+
+
+def test_inspect_shows_and_verifies(run_dir, tmp_path):
+    code, text = _call("inspect", run_dir, "--verify", "--all")
+    assert code == 0 and "model.layers.1.experts.gate_up_proj" in text and "optim.state" in text
+    assert "every file is as it was written" in text
+    code, text = _call("inspect", run_dir / "checkpoints/step-00000004", "--json")
+    summary = json.loads(text)
+    assert summary["info"]["step"] == 4 and summary["info"]["world_size"] == 2
+    by_name = {t["name"]: t for t in summary["tensors"]}
+    assert by_name["model.layers.0.experts.down_proj"]["shape"] == [4, 32, 32]
+    code, text = _call("inspect", tmp_path)
+    assert code == 1 and "neither a checkpoint nor a run" in text
+
+
+def test_export_writes_what_the_checkpoint_holds(run_dir, tmp_path):
+    from ragged_fsdp.checkpoint.contents import CheckpointReader
+
+    code, text = _call("export", run_dir, tmp_path / "out", "--dtype", "bf16")
+    assert code == 0 and "model.safetensors" in text
+    written = load_file(tmp_path / "out/model.safetensors")
+    reader = CheckpointReader(run_dir / "checkpoints/step-00000008")
+    stored = {t.name.removeprefix("model."): reader.load(t) for t in reader.tensors("model.")}
+    assert written.keys() == stored.keys()
+    assert all(torch.equal(written[name], stored[name].bfloat16()) for name in stored)
+    code, _ = _call("export", run_dir, tmp_path / "cut", "--best", "--max-file-gib", 2e-5)
+    index = json.loads((tmp_path / "cut/model.safetensors.index.json").read_text())
+    parts = {}
+    for file in set(index["weight_map"].values()):
+        parts.update(load_file(tmp_path / "cut" / file))
+    assert code == 0 and parts.keys() == stored.keys() == index["weight_map"].keys()
+
+
+def test_report_draws_runs(run_dir, tmp_path):
+    code, text = _call("report", run_dir)
+    page = (run_dir / "report.html").read_text()
+    assert code == 0 and str(run_dir / "report.html") in text
+    assert page.count("<svg") == 1 and "validation" in page and "<td>2</td>" in page
+    code, _ = _call("report", f"a={run_dir}", f"b={run_dir}", "--out", tmp_path / "both.svg")
+    assert code == 0 and (tmp_path / "both.svg").read_text().startswith("<?xml")
+    assert _call("report", tmp_path / "nowhere")[0] != 0
+    assert "no metrics.jsonl" in _call("report", tmp_path)[1]
+
+
+def test_mistakes_on_the_command_line(tmp_path):
+    (tmp_path / "x.toml").write_text("[run]\nstep = 3\n")
+    for arguments, message in (
+        (("--config", tmp_path / "x.toml"), "did you mean 'steps'?"),
+        (("--optimizer", "adam"), "adamw"),
+        (("--granularity", "rows"), "expected KEY=VALUE"),
+        (("--stpes", "3"), "--steps"),
+        (("--model", "nanoo"), "did you mean 'nano'?"),
+    ):
+        code, text = _call("train", *arguments)
+        assert code == 2 and message in text, text
+
+
+def test_torchrun_runs_the_same_command(tmp_path):
+    values = settings(tmp_path / "run", steps=2)
+    values.pop("processes")
+    flags = [
+        f"--{k.replace('_', '-')}={v[0] if isinstance(v, list) else v}"
+        for k, v in values.items()
+        if k != "tensorboard"
+    ]
+    program = Path(sys.executable).with_name("ragged-fsdp")
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-port=0",
+        "--no-python",
+    ]
+    command = [*torchrun, str(program), "train", "--no-tensorboard", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stderr
+    assert "ragged over 2 cpu processes" in done.stdout and "step     2/2  loss" in done.stdout

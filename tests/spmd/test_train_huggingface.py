@@ -1,0 +1,129 @@
+"""Hugging Face models under the trainer's machinery: meta-device init, loading, sharding, export."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragged_fsdp.trainer.exporting import export
+from rank_pool import spmd
+from train_cases import train
+
+COMMON = {
+    "hidden_size": "32",
+    "num_hidden_layers": "2",
+    "num_attention_heads": "4",
+    "num_key_value_heads": "2",
+    "intermediate_size": "48",
+    "vocab_size": "256",
+}
+DEEPSEEK = {
+    "n_routed_experts": "4",
+    "num_experts_per_tok": "2",
+    "moe_intermediate_size": "16",
+    "kv_lora_rank": "8",
+    "q_lora_rank": "8",
+    "qk_rope_head_dim": "8",
+    "qk_nope_head_dim": "8",
+    "v_head_dim": "8",
+    "n_group": "1",
+    "topk_group": "1",
+    "first_k_dense_replace": "1",
+    "num_key_value_heads": "4",
+}
+FAMILIES = {
+    "LlamaConfig": {"tie_word_embeddings": "true"},
+    "Qwen3MoeConfig": {"num_experts": "4", "num_experts_per_tok": "2", "moe_intermediate_size": "16"},
+    "GptOssConfig": {"num_local_experts": "4", "num_experts_per_tok": "2", "head_dim": "8"},
+    "DeepseekV3Config": DEEPSEEK,
+}
+
+
+def _unsharded(source):
+    from ragged_fsdp.models.materialize import materialize
+
+    model, twin = source.build(), source.build()
+    materialize(model, twin, source.init_with(twin), seed=3, device=torch.device("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@spmd(2)
+def test_a_sharded_model_equals_the_library_s(rank, family):
+    """Initial values, one step's gradients, and weights loaded from the library's own files."""
+    from ragged_fsdp import fully_shard
+    from ragged_fsdp.models.hf_weights import load_weights
+    from ragged_fsdp.models.materialize import materialize
+    from ragged_fsdp.models.source import find_model
+    from ragged_fsdp.trainer.sharding import transformer_layers
+
+    source = find_model(family, {**COMMON, **FAMILIES[family]})
+    plain = _unsharded(source)
+    model, twin = source.build(), source.build()
+    for layer in transformer_layers(model):
+        fully_shard(layer)
+    fully_shard(model)
+    materialize(model, twin, source.init_with(twin), seed=3, device=torch.device("cpu"))
+    ids = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
+    expected = plain(ids).logits
+    got = model(ids).logits
+    assert torch.allclose(got, expected, atol=1e-5)
+    expected.logsumexp(-1).mean().backward()
+    got.logsumexp(-1).mean().backward()
+    grads = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        if grads[name].grad is not None:
+            assert torch.allclose(parameter.grad.full_tensor(), grads[name].grad, atol=1e-5), name
+
+    folder = rank.shared_dir / "library"
+    if rank.rank == 0:
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.add_(0.01)
+        plain.save_pretrained(folder)
+    torch.distributed.barrier()
+    load_weights(model, source.build(), folder)
+    again = model(ids).logits
+    if rank.rank == 0:
+        assert torch.allclose(again, plain(ids).logits, atol=1e-5)
+    if family == "LlamaConfig":
+        (folder / "model.safetensors").rename(folder / "gone") if rank.rank == 0 else None
+        torch.distributed.barrier()
+        with pytest.raises(ValueError, match="has no tensor"):
+            load_weights(model, source.build(), folder)
+
+
+def test_a_local_folder_is_trained_and_exported_for_the_library(tmp_path):
+    """From the library's folder to ours, two steps, and back: transformers loads what export wrote."""
+    from transformers import AutoModelForCausalLM
+
+    from ragged_fsdp.models.source import find_model
+
+    family = "Qwen3MoeConfig"
+    source = find_model(family, {**COMMON, **FAMILIES[family]})
+    _unsharded(source).save_pretrained(tmp_path / "library")
+    train(tmp_path / "run", model=str(tmp_path / "library"), steps=2)
+    checkpoint = tmp_path / "run/checkpoints/step-00000002"
+    files = export(checkpoint, tmp_path / "export", max_file_bytes=20_000)
+    assert len(files) > 1 and (tmp_path / "export/model.safetensors.index.json").exists()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    stored = json.loads((tmp_path / "export/config.json").read_text())
+    assert stored["model_type"] == "qwen3_moe" and "family" not in stored
+    metrics = [json.loads(line) for line in Path(tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    reported = [row["loss"] for row in metrics if row["kind"] == "eval"][-1]
+    assert _evaluate(loaded) == pytest.approx(reported, abs=1e-4)
+
+
+def _evaluate(model) -> float:
+    """The evaluation of the run, by hand."""
+    import train_cases
+    from ragged_fsdp.trainer.batches import Batches
+    from ragged_fsdp.trainer.config_file import from_values
+    from ragged_fsdp.trainer.data import open_tokens
+
+    config = from_values(train_cases.settings(Path("unused")))
+    rows = Batches(open_tokens(config.data).evaluation, 32, 0).sequences(range(3))
+    with torch.no_grad():
+        logits = model(rows[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
