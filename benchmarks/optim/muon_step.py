@@ -228,7 +228,8 @@ def table(rows: list[Row], rates: tuple[float, float]) -> str:
     for row in rows:
         lines.append(
             f"| {row.case} | {row.implementation} | {row.step_ms:.2f} | {row.floor_ms:.2f} "
-            f"| {row.of_floor:.2f} | {row.of_sustained_floor:.2f} | {row.relative_error:.1e} | {row.peak_gib:.2f} |"
+            f"| {row.of_floor:.2f} | {row.of_sustained_floor:.2f} | {row.relative_error:.1e} "
+            f"| {row.peak_gib:.2f} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -246,18 +247,21 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
     rates = bf16_rates()
+    arguments.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for name in arguments.case or CASES:
         rows += measure(CASES[name], arguments.rounds, rates, arguments.dion)
         torch.cuda.empty_cache()
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    text = table(rows, rates)
-    (arguments.out / "muon_step.md").write_text(text)
+        write(arguments.out, rows, rates)
+    print(table(rows, rates))
+
+
+def write(out: Path, rows: list[Row], rates: tuple[float, float]) -> None:
+    """What is known so far, as JSON and as Markdown."""
     record = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "bf16_rates": rates}
-    (arguments.out / "muon_step.json").write_text(
-        json.dumps({**record, "rows": [asdict(r) for r in rows]}, indent=1)
-    )
-    print(text)
+    record["rows"] = [asdict(row) for row in rows]
+    (out / "muon_step.json").write_text(json.dumps(record, indent=1) + "\n")
+    (out / "muon_step.md").write_text(table(rows, rates))
 
 
 if __name__ == "__main__":
