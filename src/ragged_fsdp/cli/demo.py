@@ -36,7 +36,10 @@ _STOP_AT = 80
 @click.option("--then", "then_processes", type=click.IntRange(min=1), default=3, help="processes afterwards")
 @click.option("--steps", type=click.IntRange(min=4), default=SETTINGS["steps"], help="steps in all")
 @click.option("--model", default=SETTINGS["model"], help="a built-in size")
-def command(out: Path, processes: int, then_processes: int, steps: int, model: str) -> None:
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="cuda if there is one"
+)
+def command(out: Path, processes: int, then_processes: int, steps: int, model: str, device: str) -> None:
     """Train a small mixture-of-experts model on the Python standard library's sources, sharded.
 
     Shows the layout, trains on 4 processes, stops, resumes from the checkpoint on 3, writes a sample of
@@ -51,7 +54,7 @@ def command(out: Path, processes: int, then_processes: int, steps: int, model: s
     began = time.monotonic()
     shutil.rmtree(out, ignore_errors=True)
     stop_at = max(2, steps * _STOP_AT // SETTINGS["steps"])
-    common = {**SETTINGS, "steps": steps, "model": model, "run_dir": str(out / "run")}
+    common = {**SETTINGS, "steps": steps, "model": model, "device": device, "run_dir": str(out / "run")}
 
     console.rule(f"[bold]1. train on {processes} processes", align="left")
     run(from_values(common, {"processes": processes, "stop_at": stop_at}))
