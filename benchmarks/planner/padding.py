@@ -5,7 +5,7 @@
 DeepSeek-V3 and GPT-OSS-120B, one group per layer and one for the rest, as ``fully_shard`` makes them. Expert
 matrices keep blocks of 1, 16 or 128 rows, everything else is element-wise, a shard is a multiple of 128
 elements. "Published" is Algorithm 1 of the paper in the default order and the best of its three orders.
-Writes ``padding.json`` (all figures, CPU seconds per model with equal layers planned once) and ``padding.svg``.
+Writes ``padding.json`` (all figures, CPU seconds per model, equal layers planned once) and ``padding.svg``.
 """
 
 import argparse

@@ -1,5 +1,6 @@
 """The planner's interface: errors, order strategies, caching, several buffers, no torch."""
 
+import os
 import subprocess
 import sys
 
@@ -18,6 +19,23 @@ def specs_of(*pairs):
 def test_importing_the_planner_does_not_import_torch():
     code = "import sys, ragged_fsdp.planner, ragged_fsdp.policy; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_digests_agree_between_processes():
+    """Other hash seeds are what other ranks have: nothing may depend on the order of a set."""
+    code = (
+        "from ragged_fsdp.planner import plan_group, TensorSpec\n"
+        "pairs = [(2048 * 64, 16 * 64), (64 * 2048, 16 * 2048)] * 40 + [(999, 1), (5000, 1), (640, 64), (96, 32)]\n"
+        "specs = [TensorSpec(str(i), n, b) for i, (n, b) in enumerate(pairs)]\n"
+        "print([plan_group(specs, m).digest for m in (7, 24, 61)])"
+    )
+    outputs = set()
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+        assert run.returncode == 0, run.stderr
+        outputs.add(run.stdout)
+    assert len(outputs) == 1
 
 
 def test_defined_answers_for_nothing():

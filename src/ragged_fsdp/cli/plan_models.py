@@ -130,9 +130,15 @@ def _from_list(path: Path, content: Any) -> ModelShapes:
 
 def _from_config(title: str, config: dict[str, Any]) -> Iterator[TensorShape]:
     """Builds the model on the meta device, without running any initialisation."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
+    except ImportError as error:
+        raise ValueError(
+            f"{title}: building a model needs transformers 5 ({error}); pip install 'ragged-fsdp[hf]', "
+            "or give a JSON of tensors."
+        ) from None
 
     settings = {
         key: value for key, value in config.items() if key not in ("model_type", "quantization_config")
