@@ -7,8 +7,7 @@ intercept these names there. Dtypes a backend does not know (float8, complex, ..
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,10 +86,14 @@ def all_to_all(
 
 
 def all_to_all_pieces(
-    received: list[torch.Tensor], sent: list[torch.Tensor], group: dist.ProcessGroup
+    received: list[torch.Tensor],
+    sent: list[torch.Tensor],
+    group: dist.ProcessGroup,
+    *,
+    async_op: bool = False,
 ) -> dist.Work | None:
     """The same for parts that lie anywhere: ``sent[r]`` goes to rank r; parts may be empty."""
-    return dist.all_to_all(received, sent, group=group)
+    return dist.all_to_all(received, sent, group=group, async_op=async_op)
 
 
 def reduce_op(average: bool) -> Any:
@@ -98,17 +101,23 @@ def reduce_op(average: bool) -> Any:
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
-@contextmanager
-def explain_failure(phase: str, name: str, group: dist.ProcessGroup) -> Iterator[None]:
+class explain_failure:
     """Add group, phase and rank to an error raised by a collective, such as a timeout."""
-    try:
-        yield
-    except RuntimeError as error:
-        error.add_note(
-            f"ragged_fsdp: {phase} of group '{name}' failed on rank {dist.get_rank()} "
-            f"(rank {group.rank()} of {group.size()} in process group '{group.group_name}')."
-        )
-        raise
+
+    __slots__ = ("group", "name", "phase")
+
+    def __init__(self, phase: str, name: str, group: dist.ProcessGroup) -> None:
+        self.phase, self.name, self.group = phase, name, group
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, RuntimeError):
+            error.add_note(
+                f"ragged_fsdp: {self.phase} of group '{self.name}' failed on rank {dist.get_rank()} "
+                f"(rank {self.group.rank()} of {self.group.size()} of '{self.group.group_name}')."
+            )
 
 
 def same_on_all_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -158,20 +158,22 @@ def test_ranks_that_disagree_raise(rank: Rank) -> None:
     assert model.weight is before and type(model) is nn.Linear
 
 
+@pytest.mark.parametrize("kept", [2, 3])
 @spmd(2)
-def test_budget_keeps_the_end_of_the_forward_gathered(rank: Rank) -> None:
-    """Budget: from the second step on, the last layers that fit are not gathered again in backward."""
-    reference = make_net(rank.device)
-    gathered = [4 * sum(p.numel() for p in block.parameters()) for block in reference.blocks]
-    budget = 2 * gathered[0] + gathered[0] // 2  # two blocks with their padding, not three
-    options = {"mesh": rank.mesh(), "reshard_after_forward": "auto", "gathered_budget_bytes": budget}
+def test_end_of_the_forward_stays_gathered(rank: Rank, kept: int) -> None:
+    """From the second step on backward does not gather its first two groups again, or as many as fit."""
+    reference = make_net(rank.device, blocks=5)
+    options: dict = {"mesh": rank.mesh()}
+    if kept == 3:
+        block_bytes = 4 * sum(p.numel() for p in reference.blocks[0].parameters())
+        options |= {"reshard_after_forward": "auto", "gathered_budget_bytes": int(3.5 * block_bytes)}
     model = shard(clone(reference), **options)
     calls: list[str] = []
     with counting_gathers(calls):
         expected = train_reference(reference, OPTIMIZERS["sgd"], 2, 3)
         losses = train_sharded(model, OPTIMIZERS["sgd"], rank.rank, 2, 3)
-    # each step: root and three blocks in forward; in backward three blocks, then the one that was not kept
-    assert len(calls) == (4 + 3) + (4 + 1) + (4 + 1)
+    # each step gathers root and blocks in forward; in backward first all blocks, then those not kept
+    assert len(calls) == (6 + 5) + 2 * (6 + 5 - kept)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match="go together"):
         fully_shard(nn.Linear(2, 2), reshard_after_forward="auto")

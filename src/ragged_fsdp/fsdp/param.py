@@ -115,7 +115,8 @@ class ManagedParam:
 
     def sharded_grad(self, piece: torch.Tensor) -> DTensor:
         """A gradient of the sharded parameter whose local part is ``piece``."""
-        return wrap_local(piece.view(self.local_shape), self.spec)
+        local = piece if piece.shape == self.local_shape else piece.view(self.local_shape)
+        return wrap_local(local, self.spec)
 
     def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
         """The unsharded parameter over a slice of the gathered buffer."""

@@ -8,6 +8,7 @@ part after the reduction, in the parameters' dtype; the ``.grad`` of the sharded
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,10 @@ class GradReducer:
             return self.full
         return self._allocate(self.group.reduce_dtype or grads[0][1].dtype)
 
+    def buffer_bytes(self) -> int:
+        """Bytes this reducer needs beside the gradients, in each reduction."""
+        return self.group.plan.layout.buffer_numel * self.group.gradient_dtype.itemsize
+
     def _allocate(self, dtype: torch.dtype) -> DBuffer:
         context = self.group.context
         context.finish_of(self)  # the last reduction of this very buffer
@@ -227,19 +232,19 @@ class GradReducer:
         direct = self._sum_dtype() == main_dtype
         main = self._make_main(main_dtype)
         reduced = self._target(main, direct)
-        event = self._communicate(reduced, how)
-        if event is not None:
-            context.pending.append(PendingReduction(event[0], self._releaser(main), self))
-            self.written.clear()
-            return
-        stream, hook_stream = self._last_stream()
-        with context.on_stream(stream, hook_stream):
-            if how.after not in (None, 1.0):
-                reduced.div_(how.after)
-            if not direct:
-                main.flat.copy_(reduced)
-            self._assign(main)
-            done = context.record()
+        with context.on_stream("reduce"):
+            self._scatter(reduced, how)
+            if not self._all_reduce_later(reduced):
+                with self._finishing_stream():  # waits for the reduce stream
+                    self._all_reduce(reduced, how)
+                    if how.after not in (None, 1.0):
+                        reduced.div_(how.after)
+                    if not direct:
+                        main.flat.copy_(reduced)
+                    self._assign(main)
+                    done = context.record()
+            else:
+                done = context.record()
         context.pending.append(PendingReduction(done, self._releaser(main), self))
         self.written.clear()
 
@@ -280,36 +285,34 @@ class GradReducer:
         elif reduced.data_ptr() != full.slot.data_ptr():
             reduced.copy_(full.slot)
 
-    def _communicate(self, reduced: torch.Tensor, how: Scaling) -> tuple[Any] | None:
-        """Reduce-scatter and all-reduce; a 1-tuple of an event if the all-reduce is to come later."""
-        group, context, settings = self.group, self.group.context, self.group.settings
-        mesh = group.mesh
-        with context.on_stream("reduce"):
-            self._scatter(reduced, how)
-            if mesh.replicate_group is not None:
-                if self.partial is not None:
-                    reduced.add_(self.partial)
-                    self.partial = None
-                if not settings.all_reduce_grads:
-                    self.partial = reduced.clone()
-                    return (context.record(),)
-        stream, hook_stream = self._last_stream()
-        if mesh.replicate_group is not None and mesh.replicate_size > 1:
-            with context.on_stream("reduce"), context.on_stream(stream):
-                label = collectives.explain_failure("all-reduce", group.label, mesh.replicate_group)
-                with label, group.profile("all_reduce"):
-                    context.note_collective("all_reduce", group)
-                    op = collectives.reduce_op(how.average)
-                    collectives.all_reduce_(reduced, mesh.replicate_group, op=op)
-        if settings.all_reduce_hook is not None:
-            with context.on_stream("reduce"), context.on_stream(stream, hook_stream):
-                settings.all_reduce_hook(reduced)
-        return None
+    def _all_reduce_later(self, reduced: torch.Tensor) -> bool:
+        """HSDP: add what earlier backwards left; keep the sum if this one is not to be all-reduced either."""
+        if self.group.mesh.replicate_group is None:
+            return False
+        if self.partial is not None:
+            reduced.add_(self.partial)
+            self.partial = None
+        if self.group.settings.all_reduce_grads:
+            return False
+        self.partial = reduced.clone()
+        return True
 
-    def _last_stream(self) -> tuple[str, Any]:
+    def _finishing_stream(self) -> AbstractContextManager:
+        """All-reduces run beside the next reduce-scatter: they use another part of the network."""
         settings = self.group.settings
-        last = self.group.mesh.replicate_group is not None or settings.all_reduce_hook is not None
-        return ("all_reduce" if last else "reduce"), settings.all_reduce_hook_stream
+        if self.group.mesh.replicate_group is None and settings.all_reduce_hook is None:
+            return nullcontext()
+        return self.group.context.on_stream("all_reduce", settings.all_reduce_hook_stream)
+
+    def _all_reduce(self, reduced: torch.Tensor, how: Scaling) -> None:
+        """Reduce the shard over the replicas, then call the user's hook."""
+        group, pg = self.group, self.group.mesh.replicate_group
+        if pg is not None and group.mesh.replicate_size > 1:
+            group.context.note_collective("all_reduce", group)
+            with collectives.explain_failure("all-reduce", group.label, pg), group.profile("all_reduce"):
+                collectives.all_reduce_(reduced, pg, op=collectives.reduce_op(how.average))
+        if group.settings.all_reduce_hook is not None:
+            group.settings.all_reduce_hook(reduced)
 
     def _assign(self, main: DBuffer) -> None:
         """Give each sharded parameter its part of ``main``; add where it already has a gradient."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RootContext"]
 
+_KEPT_GROUPS = 2  # backward starts with one of them gathered and the next one prefetched
+
 
 class RootContext:
     """One per root; before lazy initialisation every state has an empty one of its own."""
@@ -35,7 +37,7 @@ class RootContext:
         self.backward_order: list[ParamGroup] = []
         """Groups in the order their forward ended; backward runs through it from the end."""
         self.post_optim_event: Any = None
-        self.first_gathered: ParamGroup | None = None
+        self.first_gathered: list[ParamGroup] = []
         self._kept: set[ParamGroup] = set()
         self._owner: dict[ParamGroup, ModuleState] = {}
 
@@ -126,7 +128,7 @@ class RootContext:
 
     def keeps(self, group: ParamGroup) -> bool:
         """Whether ``group`` stays gathered after forward: backward starts with it, or it fits."""
-        return group is self.first_gathered or group in self._kept
+        return group in self.first_gathered or group in self._kept
 
     def groups_with(self, group: ParamGroup) -> list[ParamGroup]:
         """All groups of the state that owns ``group``: they are needed together."""
@@ -151,13 +153,13 @@ class RootContext:
         """Once per backward: run :meth:`end_backward` when it is over."""
         if not self.callback_queued:
             self.callback_queued = True
-            self.first_gathered = None
+            self.first_gathered.clear()
             queue_callback(self.end_backward)
 
     def note_gather(self, group: ParamGroup) -> None:
-        """The first group that backward had to gather: its forward need not give the data up next time."""
-        if self.first_gathered is None:
-            self.first_gathered = group
+        """The first groups that backward had to gather: their forward need not give the data up next time."""
+        if len(self.first_gathered) < _KEPT_GROUPS and group not in self.first_gathered:
+            self.first_gathered.append(group)
 
     @outside_compile
     def end_backward(self) -> None:

@@ -9,8 +9,8 @@ See docs/schedule.md.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from ragged_fsdp.fsdp.param_group import ParamGroup
 
 __all__ = ["CommContext", "ForwardOrder", "PendingReduction"]
+
+
+_HERE = nullcontext()
 
 
 @dataclass
@@ -59,20 +62,15 @@ class CommContext:
         for name in ("gather", "reduce", "all_reduce"):
             self.streams[name] = self.device_module.Stream(device=device, priority=-1)
 
-    @contextmanager
-    def on_stream(self, name: str, stream: Any = None) -> Iterator[None]:
+    def on_stream(self, name: str, stream: Any = None) -> AbstractContextManager:
         """Run on a communication stream, behind everything launched so far on the current one."""
         target = stream if stream is not None else self.streams.get(name)
-        if target is not None and self.device_module is None:
-            with torch.cpu.stream(target):  # no real stream, but the user's hook asks which is current
-                yield
-            return
         if target is None:
-            yield
-            return
+            return _HERE
+        if self.device_module is None:
+            return torch.cpu.stream(target)  # no real stream, but the user's hook asks which is current
         target.wait_stream(self.device_module.current_stream())
-        with self.device_module.stream(target):
-            yield
+        return self.device_module.stream(target)
 
     def record(self) -> Any:
         """An event behind the current stream's work; None without streams."""

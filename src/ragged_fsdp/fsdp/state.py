@@ -212,7 +212,7 @@ class ModuleState(_State):
         dtype = self.mp_policy.param_dtype
         if dtype is None or not self.mp_policy.cast_forward_inputs:
             return args, kwargs
-        return cast_floating(dtype, args), cast_floating(dtype, kwargs)
+        return cast_floating(dtype, args), cast_floating(dtype, kwargs) if kwargs else kwargs
 
     def _cast_output(self, output: Any) -> Any:
         dtype = self.mp_policy.output_dtype
