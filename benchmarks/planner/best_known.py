@@ -1,16 +1,18 @@
 """Searches far longer than the planner may, and records the best shard sizes known for the test corpus.
 
-    python benchmarks/planner/best_known.py [SECONDS_PER_CASE]
+    python benchmarks/planner/best_known.py [SECONDS_PER_CASE] [--jobs 1]
 
 Each case that is not proven optimal yet gets the planner with six times its effort, then programmes with
 random chains just below the best size until the time is up. Results only ever improve the record.
 """
 
+import argparse
 import json
 import random
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
@@ -83,20 +85,26 @@ def _search(case: Case, known: dict[str, int], seconds: float) -> dict[str, int]
     return {"shard": shard, "bound": bound}
 
 
-def main(seconds: float) -> None:
+def main(seconds: float, jobs: int) -> None:
     known = best_known()
     nothing = {"shard": 2**62, "bound": 0}
-    gap = {case.name: known.get(case.name, nothing) for case in all_cases()}
-    widest = sorted(all_cases(), key=lambda case: -gap[case.name]["shard"] / max(1, gap[case.name]["bound"]))
-    for case in widest:
-        before = known.get(case.name, nothing)
-        if before["shard"] == before["bound"]:
-            continue
-        known[case.name] = _search(case, before, seconds)
-        if known[case.name] != before:
-            BEST_KNOWN.write_text(json.dumps(known, indent=0) + "\n")
-        print(case.name, before, known[case.name], flush=True)
+    before = {case.name: known.get(case.name, nothing) for case in all_cases()}
+    open_cases = [case for case in all_cases() if before[case.name]["shard"] > before[case.name]["bound"]]
+    with ProcessPoolExecutor(jobs) as pool:
+        pending = {pool.submit(_search, case, before[case.name], seconds): case.name for case in open_cases}
+        for done in as_completed(pending):
+            name = pending[done]
+            known[name] = done.result()
+            print(name, before[name], known[name], flush=True)
+            if known[name] != before[name]:
+                BEST_KNOWN.write_text(json.dumps(known, indent=0) + "\n")
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]) if len(sys.argv) > 1 else 10.0)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "seconds", type=float, nargs="?", default=10.0, help="for the random search of a case"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    arguments = parser.parse_args()
+    main(arguments.seconds, arguments.jobs)

@@ -1,6 +1,6 @@
 """Padding against FSDP size for whole models: our planner beside the published algorithm.
 
-    python benchmarks/planner/padding.py [--step 8] [--out benchmarks/planner]
+    python benchmarks/planner/padding.py [--step 8] [--jobs 1] [--out benchmarks/planner]
 
 DeepSeek-V3 and GPT-OSS-120B, one group per layer and one for the rest, as ``fully_shard`` makes them. Expert
 matrices keep blocks of 1, 16 or 128 rows, everything else is element-wise, a shard is a multiple of 128
@@ -13,6 +13,8 @@ import json
 import platform
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +70,9 @@ def measure(groups: Sequence[SpecGroup], ranks: int, settings: PlanSettings) -> 
     }
 
 
-def run(step: int) -> dict[str, Any]:
+def run(step: int, jobs: int) -> dict[str, Any]:
     measured: dict[str, Any] = {}
+    pool = ProcessPoolExecutor(jobs)
     for name in MODELS:
         groups = wrap_groups(load_shapes(name).tensors, ["layers"])
         for rows in ROWS:
@@ -77,8 +80,10 @@ def run(step: int) -> dict[str, Any]:
             settings = PlanSettings(rules, unit=UNIT)
             merged = merge_equal(groups, settings)
             sizes = range(8, 1025, step)
-            measured[f"{name}/{rows}"] = [measure(merged, ranks, settings) for ranks in sizes]
+            points = pool.map(partial(measure, merged, settings=settings), sizes, chunksize=4)
+            measured[f"{name}/{rows}"] = list(points)
             print(f"{name}, {rows} rows: {len(sizes)} sizes", flush=True)
+    pool.shutdown()
     return measured
 
 
@@ -125,11 +130,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--step", type=int, default=8, help="distance between FSDP sizes")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder for the results")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; more than cores spoil the times")
     parser.add_argument("--redraw", action="store_true", help="draw the figure from the JSON that is there")
     arguments = parser.parse_args()
     results = arguments.out / "padding.json"
     if not arguments.redraw:
-        measured = run(arguments.step)
+        measured = run(arguments.step, arguments.jobs)
         machine = f"{platform.machine()}, Python {platform.python_version()}"
         content = {"machine": machine, "unit": UNIT, "summary": summary(measured), "curves": measured}
         results.write_text(json.dumps(content, indent=1) + "\n")

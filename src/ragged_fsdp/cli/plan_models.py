@@ -129,11 +129,10 @@ def _from_list(path: Path, content: Any) -> ModelShapes:
 
 
 def _from_config(title: str, config: dict[str, Any]) -> Iterator[TensorShape]:
-    """Builds the model on the meta device, without running any initialisation."""
+    """Builds the model on the meta device: shapes without memory."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
-        from transformers.initialization import no_init_weights
     except ImportError as error:
         raise ValueError(
             f"{title}: building a model needs transformers 5 ({error}); pip install 'ragged-fsdp[hf]', "
@@ -145,7 +144,7 @@ def _from_config(title: str, config: dict[str, Any]) -> Iterator[TensorShape]:
     }
     try:
         built = AutoConfig.for_model(config["model_type"], **settings)
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(built)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{title}: transformers cannot build this config: {error}") from None
