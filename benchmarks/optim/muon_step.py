@@ -10,7 +10,8 @@ synchronizations: momentum, iteration, weight update, host overhead. Implementat
 round; figures are medians over rounds. Before the timing each implementation's first update is
 compared with the iteration in fp64 (fp32 products for the largest matrices).
 
-``dion`` is measured where ``import dion`` works and ``--dion`` is given (its kernels autotune for a minute).
+``dion`` (microsoft/dion) is measured where ``import dion`` works and ``--dion`` is given; its Triton kernels
+autotune for a minute per shape.
 """
 
 from __future__ import annotations
@@ -31,6 +32,13 @@ from ragged_fsdp.optim.muon import Muon
 from ragged_fsdp.optim.newton_schulz import orthogonalize_reference
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+DION_COEFFICIENTS = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
 LR, STEPS = 0.02, 5
 LLAMA_LAYER = [
     (4096, 4096),
@@ -100,34 +108,38 @@ def torch_muon(parameters: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Muon(parameters, lr=LR, weight_decay=0.0)
 
 
-def dion_muon(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    """microsoft/dion with its Triton kernels and the same coefficients."""
-    import dion
+def dion_muon(kernels: str) -> Callable[[list[Tensor]], torch.optim.Optimizer]:
+    """microsoft/dion with its five fixed iterations, by torch.compile or with its Triton kernels."""
 
-    return dion.Muon(
-        parameters,
-        lr=LR,
-        mu=0.95,
-        weight_decay=0.0,
-        nesterov=True,
-        adjust_lr=None,
-        use_triton=True,
-        use_polar_express=False,
-    )
+    def build(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        import dion
+
+        options = {"lr": LR, "mu": 0.95, "weight_decay": 0.0, "nesterov": True, "adjust_lr": None}
+        return dion.Muon(parameters, **options, use_triton=kernels == "triton", use_polar_express=False)
+
+    return build
 
 
-def implementations(
-    with_dion: bool,
-) -> dict[str, tuple[Callable[[list[Tensor]], torch.optim.Optimizer], bool]]:
-    """Name, builder, and whether it takes stacked expert tensors."""
+@dataclass(frozen=True)
+class Implementation:
+    """How to build an optimizer, whether it gets stacked expert tensors, and its coefficients."""
+
+    build: Callable[[list[Tensor]], torch.optim.Optimizer]
+    stacked: bool = False
+    coefficients: tuple[tuple[float, float, float], ...] = (COEFFICIENTS,) * STEPS
+
+
+def implementations(dion_kernels: str | None) -> dict[str, Implementation]:
+    """All that take part."""
     rows = {
-        "ragged_fsdp, triton": (ours(ns_backend="triton"), False),
-        "ragged_fsdp, plain": (ours(ns_backend="plain"), False),
-        "ragged_fsdp, triton, stacked": (ours(ns_backend="triton"), True),
-        "torch.optim.Muon": (torch_muon, False),
+        "ragged_fsdp, triton": Implementation(ours(ns_backend="triton")),
+        "ragged_fsdp, plain": Implementation(ours(ns_backend="plain")),
+        "ragged_fsdp, triton, stacked": Implementation(ours(ns_backend="triton"), stacked=True),
+        "torch.optim.Muon": Implementation(torch_muon),
     }
-    if with_dion:
-        rows["dion.Muon, triton"] = (dion_muon, False)
+    if dion_kernels is not None:
+        build = dion_muon(dion_kernels)
+        rows[f"dion.Muon, {dion_kernels}"] = Implementation(build, coefficients=DION_COEFFICIENTS)
     return rows
 
 
@@ -170,33 +182,37 @@ def parameters_of(shapes: list[tuple[int, ...]]) -> list[Tensor]:
     return parameters
 
 
-def update_error(parameters: list[Tensor], shapes: list[tuple[int, ...]]) -> float:
-    """Largest relative error of the first update of one matrix of each shape."""
+def update_error(
+    parameters: list[Tensor],
+    shapes: list[tuple[int, ...]],
+    coefficients: tuple[tuple[float, float, float], ...],
+) -> float:
+    """Largest relative error of the direction of the first update, over one matrix of each shape."""
     worst = 0.0
     for shape in set(shapes):
         p = parameters[shapes.index(shape)]
         update, gradient = (t if t.ndim == 2 else t[0] for t in (p.detach(), p.grad))
         dtype = torch.float64 if min(shape[-2:]) < 2000 else torch.float32
         # after one step of Nesterov momentum the update is a multiple of the gradient
-        exact = orthogonalize_reference(gradient.to(dtype), (COEFFICIENTS,) * STEPS, 1e-7)
+        exact = orthogonalize_reference(gradient.to(dtype), coefficients, 1e-7)
         # implementations scale differently by shape: compare directions
         worst = max(worst, float((exact / exact.norm() + update / update.norm()).norm()))
     return worst
 
 
-def measure(case: Case, rounds: int, rates: tuple[float, float], with_dion: bool) -> list[Row]:
+def measure(case: Case, rounds: int, rates: tuple[float, float], dion_kernels: str | None) -> list[Row]:
     """All implementations on one case, taking turns."""
     running: dict[str, torch.optim.Optimizer] = {}
     errors: dict[str, float] = {}
     peaks: dict[str, float] = {}
-    for name, (build, stacked) in implementations(with_dion).items():
-        if stacked and case.stacked is None:
+    for name, implementation in implementations(dion_kernels).items():
+        shapes = case.stacked if implementation.stacked else case.shapes
+        if shapes is None:
             continue
-        shapes = case.stacked if stacked and case.stacked is not None else case.shapes
         parameters = parameters_of(shapes)
-        optimizer = build(parameters)
+        optimizer = implementation.build(parameters)
         optimizer.step()
-        errors[name] = update_error(parameters, shapes)
+        errors[name] = update_error(parameters, shapes, implementation.coefficients)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         optimizer.step()
@@ -242,7 +258,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for muon_step.json and muon_step.md")
     parser.add_argument("--rounds", type=int, default=9, help="timed steps per implementation")
     parser.add_argument("--case", choices=list(CASES), action="append", help="default: all")
-    parser.add_argument("--dion", action="store_true", help="measure dion too")
+    parser.add_argument("--dion", choices=["compiled", "triton"], help="measure dion too, with these kernels")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")
