@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ragged_fsdp.fsdp.exchange import plan_sends
+from ragged_fsdp.fsdp.exchange import plan_sends, rounds_of
 from ragged_fsdp.fsdp.grad_layout import GradLayout, Segment
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group
@@ -23,8 +23,9 @@ def _layout(numels, ranks, unit):
     ranks=st.integers(1, 7),
     unit=st.sampled_from([1, 4, 16]),
     pack_all=st.booleans(),
+    rounds=st.integers(1, 4),
 )
-def test_every_element_arrives_once_at_its_place(numels, ranks, unit, pack_all):
+def test_every_element_arrives_once_at_its_place(numels, ranks, unit, pack_all, rounds):
     layout = _layout(numels, ranks, unit)
     shard_numel = layout.layout.shard_numel
     expected = torch.zeros(ranks * shard_numel, dtype=torch.int64)
@@ -33,7 +34,7 @@ def test_every_element_arrives_once_at_its_place(numels, ranks, unit, pack_all):
         grads.append(torch.arange(label, label + numel))
         expected[layout.layout.offsets[index] : layout.layout.offsets[index] + numel] = grads[-1]
         label += numel
-    plan = plan_sends(layout, ranks, pack_all=pack_all)
+    plan = plan_sends(layout, ranks, pack_all=pack_all, rounds=rounds)
     pieces = [torch.split_with_sizes(g, sizes) if sizes else () for g, sizes in zip(grads, plan.cuts)]
     for rank in range(ranks):
         shard = torch.zeros(shard_numel, dtype=torch.int64)
@@ -41,7 +42,9 @@ def test_every_element_arrives_once_at_its_place(numels, ranks, unit, pack_all):
         view, row = plan.views[rank], plan.row_of[rank]
         assert (view is None) or (row is None)
         if view is not None:
-            shard[start : start + numel] = pieces[view[0]][view[1]]
+            sent = pieces[view[0]][view[1] : view[1] + rounds]
+            assert [len(piece) for piece in sent] == rounds_of(numel, rounds)
+            shard[start : start + numel] = torch.cat(sent)
         elif row is not None:
             for index, piece, at in plan.packed[row]:
                 shard[at : at + len(pieces[index][piece])] = pieces[index][piece]

@@ -20,6 +20,7 @@ summed. Backends that cannot send a list of views (gloo) get everything packed, 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ class SendPlan:
 
 
 def rounds_of(numel: int, rounds: int) -> list[int]:
-    """``numel`` elements cut into ``rounds`` parts that start at aligned places; the last ones may be empty."""
+    """``numel`` elements in ``rounds`` parts that start at aligned places; the last ones may be empty."""
     part = -(-numel // (rounds * _ALIGN_NUMEL)) * _ALIGN_NUMEL
     return [max(0, min(part, numel - i * part)) for i in range(rounds)]
 
@@ -152,13 +153,19 @@ class ExchangeReducer(GradReducer):
         plan, mesh = self._send_plan(), self.group.mesh
         pieces = [self._cut(index, sizes) for index, sizes in enumerate(plan.cuts)]
         rows = self._pack(plan, pieces)
-        if len(plan.packed) == mesh.shard_size:
+        if plan.rounds == 1 and len(plan.packed) == mesh.shard_size:
             self._sends = [[rows]]
         else:
             shares = [self._share(plan, rank, pieces, rows) for rank in range(mesh.shard_size)]
             self._sends = [list(sends) for sends in zip(*shares)]
         part = rounds_of(plan.extents[mesh.shard_rank][1], plan.rounds)[0]
-        self._received = [rows.new_empty(mesh.shard_size, part) for _ in range(min(2, plan.rounds))]
+        shape, turns = (mesh.shard_size, part), min(2, plan.rounds)
+        nbytes = math.prod(shape) * rows.dtype.itemsize
+        self._leased = self.group.context.lease(turns * nbytes)
+        if self._leased is None:
+            self._received = [rows.new_empty(shape) for _ in range(turns)]
+        else:
+            self._received = [self._leased.tensor(i * nbytes, shape, rows.dtype) for i in range(turns)]
 
     def _pack(self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The shards that several tensors share, one row each; padding is zero."""
@@ -187,13 +194,21 @@ class ExchangeReducer(GradReducer):
             return rows[row].split_with_sizes(rounds_of(rows.shape[1], plan.rounds))
         return [rows.view(-1)[:0]] * plan.rounds
 
+    def buffer_bytes(self) -> int:
+        """Bytes of the rows that arrive, for the rounds that are under way together."""
+        shard_numel, ranks = self._choose_layout().layout.shard_numel, self.group.mesh.shard_size
+        rounds = self._rounds(shard_numel)
+        return min(2, rounds) * ranks * rounds_of(shard_numel, rounds)[0] * self._wire_dtype().itemsize
+
+    def _rounds(self, shard_numel: int) -> int:
+        return 1 if self.group.device.type == "cpu" or shard_numel < _ROUND_NUMEL else _ROUNDS
+
     def _send_plan(self) -> SendPlan:
         layout = self._layout
         assert layout is not None
         if id(layout) not in self._plans:  # layouts are kept by the base class, so ids stay theirs
             pack_all = self.group.device.type == "cpu"
-            rounds = 1 if pack_all or layout.layout.shard_numel < _ROUND_NUMEL else _ROUNDS
-            ranks = self.group.mesh.shard_size
+            rounds, ranks = self._rounds(layout.layout.shard_numel), self.group.mesh.shard_size
             self._plans[id(layout)] = plan_sends(layout, ranks, pack_all=pack_all, rounds=rounds)
         return self._plans[id(layout)]
 
@@ -240,7 +255,7 @@ class ExchangeReducer(GradReducer):
         if self.group.mesh.shard_size == 1:
             return None, sends[0].view(1, -1)
         if numel != rows.shape[1]:
-            rows = rows.view(-1)[: rows.shape[0] * numel].view(-1, numel)
+            rows = rows.view(-1)[: rows.shape[0] * numel].view(rows.shape[0], numel)
         if len(sends) == 1:
             return collectives.all_to_all(rows, sends[0], pg, async_op=True), rows
         return collectives.all_to_all_pieces(list(rows.unbind()), sends, pg, async_op=True), rows
@@ -253,8 +268,15 @@ class ExchangeReducer(GradReducer):
 
     def _releaser(self, main: DBuffer) -> Any:
         held: list[Any] = [main, self._sends, self._received, self._grads]
-        self._sends, self._received, self._grads = [], [], {}
-        return held.clear
+        leased, context = self._leased, self.group.context
+        self._sends, self._received, self._grads, self._leased = [], [], {}, None
+
+        def release() -> None:
+            held.clear()
+            if leased is not None:
+                context.give_back(leased)
+
+        return release
 
     def discard(self) -> None:
         """Drop collected gradients and partial sums."""

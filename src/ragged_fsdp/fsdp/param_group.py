@@ -124,7 +124,7 @@ class ParamGroup:
         """Bytes of a gradient buffer of the whole group; 0 if nothing in it is trainable."""
         if not any(param.sharded.requires_grad for param in self.params):
             return 0
-        return self.plan.layout.buffer_numel * self.gradient_dtype.itemsize
+        return self.reducer.buffer_bytes()
 
     @on_parameters
     def lazy_init(self) -> None:
