@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,10 +145,17 @@ def real(
         dense = RealCase("small-dense", 4, 1024, n, steps, "fp32", device)
         experts = RealCase("tiny-moe", 4, 256, n, steps, "bf16", device)
         for case, peers in ((dense, ("fsdp2", "ddp")), (experts, ("fsdp2",))):
-            rows = [run_real(case, name, limit) for name in ("ours", "ours-all-to-all")]
+            runs = [(case, name) for name in ("ours-all-to-all", *peers, "ours")]
             if debug:
-                rows += [run_real(replace(case, debug=True), "ours-all-to-all", limit)]
-            rows += [run_real(case, peer, limit) for peer in peers]
+                runs.insert(1, (replace(case, debug=True), "ours-all-to-all"))
+            rows = []
+            for one, name in runs:
+                start = time.monotonic()
+                rows.append(run_real(one, name, limit))
+                outcome = rows[-1].get("error", "trained").strip().splitlines()[-1]
+                _CONSOLE.out(
+                    f"{n} ranks, {case.model}, {name}: {outcome}  [{time.monotonic() - start:.0f} s]"
+                )
             results.append(compare(case, rows))
             _CONSOLE.print(real_table(results[-1]))
             if out is not None:

@@ -72,14 +72,16 @@ def run_real(case: RealCase, implementation: str, limit_s: float = 120.0) -> dic
 
 
 def compare(case: RealCase, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The case, its rows, and how far the losses of each row are from those of the last one that ran."""
+    """The case, its rows, and how far the losses of each are from DDP's, or FSDP2's if DDP did not run."""
     ran = [row for row in rows if "losses" in row]
+    found = {row["implementation"]: row for row in ran}
+    reference = found.get("ddp") or found.get("fsdp2")
     for row in ran:
-        reference = ran[-1]["losses"]
-        row["largest_relative_difference"] = max(
-            abs(a - b) / max(abs(b), 1e-12) for a, b in zip(row["losses"], reference)
-        )
-        row["reference"] = ran[-1]["implementation"]
+        row["largest_relative_difference"] = None
+        if reference is not None:
+            pairs = zip(row["losses"], reference["losses"])
+            row["largest_relative_difference"] = max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+            row["reference"] = reference["implementation"]
         row["flat_from_step_2"] = all(len(set(row[k][1:])) <= 1 for k in ("allocated_mib", "reserved_mib"))
     return {"case": asdict(case), "rows": rows}
 

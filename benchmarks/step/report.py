@@ -203,7 +203,14 @@ def real_table(result: dict[str, Any]) -> Table:
         reserved = f"{row['reserved_mib'][-1]:.0f}" if row["reserved_mib"] else ""
         first, last = row["losses"][0], row["losses"][-1]
         cells.append(
-            (label, f"{first:.6f}", f"{last:.6f}", f"{difference:.1e}", reserved, "yes" if flat else "NO")
+            (
+                label,
+                f"{first:.6f}",
+                f"{last:.6f}",
+                "" if difference is None else f"{difference:.1e}",
+                reserved,
+                "yes" if flat else "NO",
+            )
         )
     text = (
         f"{case['model']} x{case['layers']}, {case['ranks']} ranks, "
