@@ -178,3 +178,22 @@ def test_lightning_model_parallel_strategy(rank):
     assert task.seen == pytest.approx(_reference_losses(4), abs=1e-4)
     trainer.save_checkpoint(str(rank.shared_dir / "checkpoint"))
     assert list((rank.shared_dir / "checkpoint").glob("*.distcp"))
+
+
+@spmd(2)
+def test_torchtitan_parallelize_function(rank):
+    """torchtitan's calling convention; its own trainer needs other releases than those tested here."""
+    from types import SimpleNamespace
+
+    from ragged_fsdp.integrations.torchtitan import parallelize
+
+    mesh = rank.mesh(names=("fsdp",))
+    dims = SimpleNamespace(tp=1, pp=1, cp=1, ep=1, dp_replicate=1, get_mesh=lambda names: mesh)
+    function = parallelize(lambda model: model.model.layers)
+    model = function(_llama(), parallel_dims=dims, job_config=None)
+    _assert_ragged(model)
+    ids = _batch(0, 4)[rank.rank * 2 : rank.rank * 2 + 2]
+    assert _mean(model(input_ids=ids, labels=ids).loss) == pytest.approx(_reference_losses(4)[0], abs=1e-4)
+    dims.tp = 2
+    with pytest.raises(ValueError, match=r"parallel_dims\.tp = 2"):
+        function(_llama(), parallel_dims=dims)

@@ -113,8 +113,6 @@ class ShardingConfig:
     processes: int = _option(0, "local processes (0: one per GPU, or one per CPU core up to 4)", at_least=0)
     device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
     replicas: int = _option(1, "hsdp: groups of processes that each hold the whole model", at_least=1)
-    tp: int = _option(1, "tensor parallelism of the attention and the vocabulary", at_least=1)
-    ep: int = _option(1, "expert parallelism: the experts of a layer over this many processes", at_least=1)
     granularity: dict[str, str] = _option(
         {}, "what stays together on one rank, by parameter name: --granularity '*.experts.*=rows:32'"
     )

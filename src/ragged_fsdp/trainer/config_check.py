@@ -52,29 +52,20 @@ def _check_run(config: TrainConfig) -> None:
 def _check_mesh(config: ShardingConfig, world_size: int) -> None:
     if config.sharding == "none" and world_size > 1:
         raise ConfigError(f"sharding = none is for one process, not {world_size}; use ddp, fsdp2 or ragged")
-    if config.ep > 1:
-        raise ConfigError(
-            "ep > 1 is not supported by any model yet; experts are sharded with the rest of their layer"
-        )
-    if config.tp > 1 and config.sharding not in ("ragged", "fsdp2"):
-        raise ConfigError(f"tp = {config.tp} needs sharding = ragged or fsdp2, not {config.sharding}")
     if config.replicas > 1 and config.sharding not in ("ragged", "fsdp2"):
         raise ConfigError(
             f"replicas = {config.replicas} needs sharding = ragged or fsdp2, not {config.sharding}"
         )
-    if world_size % (config.replicas * config.tp):
-        raise ConfigError(
-            f"replicas * tp = {config.replicas} * {config.tp} does not divide the {world_size} processes"
-        )
+    if world_size % config.replicas:
+        raise ConfigError(f"replicas = {config.replicas} does not divide the {world_size} processes")
 
 
 def _check_batch(config: TrainConfig, world_size: int) -> None:
-    data_size = world_size // config.sharding.tp
     batch, pieces = config.data.batch, config.data.accumulate
-    if batch // pieces < data_size:
+    if batch // pieces < world_size:
         raise ConfigError(
-            f"batch = {batch} in {pieces} micro-batches is less than one sequence for each of {data_size} "
-            f"data ranks; use at least {data_size * pieces}"
+            f"batch = {batch} in {pieces} micro-batches is less than one sequence for each of {world_size} "
+            f"processes; use at least {world_size * pieces}"
         )
 
 

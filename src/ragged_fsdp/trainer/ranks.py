@@ -17,17 +17,15 @@ __all__ = ["Ranks", "join", "leave", "rank_variables", "seed_everything"]
 
 @dataclass(frozen=True)
 class Ranks:
-    """The process's place in the run. ``data`` ranks read different sequences, all others the same ones."""
+    """The process's place in the run."""
 
     rank: int
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    """Over (replica, shard, tp), each only if larger than one; just ``shard`` for a single process."""
+    """Over (replica, shard) for HSDP, over ``shard`` alone otherwise."""
     control: dist.ProcessGroup
     """A gloo group for small agreements on the host, so that asking never waits for a device."""
-    data_rank: int
-    data_size: int
 
 
 def rank_variables() -> dict[str, str] | None:
@@ -70,13 +68,11 @@ def join(config: ShardingConfig) -> Ranks:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     timeout = timedelta(seconds=config.timeout)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    sizes = {"replica": config.replicas, "shard": world // (config.replicas * config.tp), "tp": config.tp}
-    dims = {name: size for name, size in sizes.items() if size > 1} or {"shard": 1}
-    if "shard" not in dims and "replica" in dims and config.sharding != "ddp":
-        dims = {"replica": dims["replica"], "shard": 1, **dims}
+    sizes = {"replica": config.replicas, "shard": world // config.replicas}
+    dims = sizes if config.replicas > 1 else {"shard": world}
     mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(rank, world, device, mesh, control, rank // config.tp, world // config.tp)
+    return Ranks(rank, world, device, mesh, control)
 
 
 def leave() -> None:

@@ -108,7 +108,7 @@ def shard(
     else:
         from torch.distributed.fsdp import fully_shard
     common = {
-        "mesh": _data_mesh(ranks),
+        "mesh": ranks.mesh,
         "mp_policy": _mixed_precision(resolved_precision(config, ranks.device)),
         **extra,
     }
@@ -165,9 +165,3 @@ def _mixed_precision(precision: str) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy()
     reduce_dtype = torch.bfloat16 if precision == "bf16-reduce" else torch.float32
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-
-
-def _data_mesh(ranks: Ranks) -> object:
-    names = ranks.mesh.mesh_dim_names or ()
-    data = tuple(name for name in names if name != "tp")
-    return ranks.mesh[data] if data != names else ranks.mesh

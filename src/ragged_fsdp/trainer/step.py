@@ -2,7 +2,7 @@
 
 The loss of a step is the mean over all of its tokens, and its gradient must not depend on how they are
 spread: each rank sums over its own tokens and divides by those of the whole step; the factor
-``data_size`` undoes the mean that the reduction of gradients takes over ranks.
+``world_size`` undoes the mean that the reduction of gradients takes over ranks.
 """
 
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ def train_step(
                 tokens_loss, balance_loss = summed_losses(model, ids)
             loss = tokens_loss / step_tokens + balance_loss / batch
             with clock.phase("backward"):
-                (loss * ranks.data_size).backward()
+                (loss * ranks.world_size).backward()
         loss_sum += tokens_loss.detach()
     with clock.phase("optimizer"):
         grad_norm = clip_gradients(model, config.optimizer.clip)
@@ -59,7 +59,7 @@ def train_step(
         optimizer.zero_grad(set_to_none=True)
     with clock.phase("reduce_loss"):
         dist.all_reduce(loss_sum)
-    loss_mean = loss_sum * (ranks.data_size / ranks.world_size) / step_tokens
+    loss_mean = loss_sum / step_tokens
     return StepResult(loss_mean, grad_norm)
 
 
@@ -94,11 +94,11 @@ def evaluate(model: ShardedModel, batches: Batches, config: TrainConfig, ranks: 
         loss_sum += loss * mine
     model.module.train()
     dist.all_reduce(loss_sum)
-    return float(loss_sum) * (ranks.data_size / ranks.world_size) / (count * config.data.seq_len)
+    return float(loss_sum) / (count * config.data.seq_len)
 
 
 def _my_sequences(batches: Batches, first_sample: int, part: range, ranks: Ranks) -> Tensor:
-    """The sequences of ``part`` of a step that this rank's place among the data ranks gives it."""
-    mine = share(len(part), ranks.data_size, ranks.data_rank)
+    """The sequences of ``part`` of a step that falls to this rank."""
+    mine = share(len(part), ranks.world_size, ranks.rank)
     start = first_sample + part.start
     return batches.sequences(range(start + mine.start, start + mine.stop)).to(ranks.device)
