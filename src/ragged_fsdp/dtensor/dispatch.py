@@ -15,16 +15,35 @@ from ragged_fsdp.dtensor.direct import run_direct
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged
 from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, composite_kernel, tracing
+from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 
-__all__ = ["dispatch", "first_ragged", "has_ragged"]
+__all__ = ["dispatch", "first_ragged", "look_at"]
+
+_KINDS = (RaggedShard, StridedRaggedShard)
 
 
-def has_ragged(op_info: Any) -> bool:
-    """Whether any operand of the op is ragged."""
+def look_at(op_info: Any) -> tuple[bool, bool]:
+    """Whether any operand of the op is ragged, and whether they lie on several meshes.
+
+    Runs for every op that the C++ cache does not know, stock tensors included: one cheap pass.
+    """
+    ragged, several, first = False, False, None
     for spec in op_info.flat_args_schema:
-        if type(spec) is DTensorSpec and is_ragged(spec):
-            return True
-    return any(type(s) is DTensorSpec and is_ragged(s) for s in op_info.schema.kwargs_schema.values())
+        if type(spec) is not DTensorSpec:
+            continue
+        mesh = spec.mesh
+        if mesh is not first:
+            if first is None:
+                first = mesh
+            elif mesh != first:
+                several = True
+        if not ragged:
+            for placement in spec.placements:
+                if type(placement) in _KINDS:
+                    ragged = True
+    if not ragged and op_info.schema.kwargs_schema:
+        ragged = any(type(s) is DTensorSpec and is_ragged(s) for s in op_info.schema.kwargs_schema.values())
+    return ragged, several
 
 
 def first_ragged(args: Any, kwargs: Any) -> DTensor:

@@ -17,21 +17,9 @@ from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.geometry import is_ragged, replicated
 from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta
 
-__all__ = ["has_several_meshes", "reduced_scalars"]
+__all__ = ["reduced_scalars"]
 
 aten = torch.ops.aten
-
-
-def has_several_meshes(op_info: Any) -> bool:
-    """Whether the operands of the op lie on more than one mesh."""
-    first = None
-    for spec in op_info.flat_args_schema:
-        if type(spec) is DTensorSpec:
-            if first is None:
-                first = spec.mesh
-            elif spec.mesh is not first and spec.mesh != first:
-                return True
-    return False
 
 
 def reduced_scalars(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -185,11 +185,12 @@ def _patch_dispatcher() -> None:
     stock = OpDispatcher._propagate_op_sharding_dispatch_slow_path
 
     def propagate(self: Any, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
-        if meshes.has_several_meshes(op_info):
+        ragged, several_meshes = dispatch.look_at(op_info)
+        if several_meshes:
             result = meshes.reduced_scalars(op_call, args, kwargs)
             if result is not NotImplemented:
                 return result
-        if dispatch.has_ragged(op_info):
+        if ragged:
             propagator = self.sharding_propagator
             return dispatch.dispatch(propagator, op_call, args, kwargs, op_info.schema, try_cache)
         return stock(self, op_call, args, kwargs, op_info, try_cache)
