@@ -66,6 +66,12 @@ class Mix:
         return math.prod(axes) * (len(self.chain) + 1)
 
     @property
+    def choice_bytes(self) -> int:
+        """Memory of the choices kept to trace the order; the band saves time there, not memory."""
+        axes = sorted(count + 1 for _, count in self.counted)[:-1]
+        return self.tensor_count * math.prod(axes) * (len(self.chain) + 1)
+
+    @property
     def level_work(self) -> int:
         """Cost of one level in array elements, with a constant per array operation."""
         return (len(self.counted) + bool(self.chain)) * (self.cells + 1500)

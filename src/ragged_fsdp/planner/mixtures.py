@@ -7,6 +7,7 @@ from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
 __all__ = ["full_mixes", "joined_pieces", "relaxed_mix"]
 
+_MOST_BYTES = 1 << 27
 _SMALL = 16
 _MOST_COUNTED = 6
 _MOST_RELAXED = 24
@@ -46,7 +47,7 @@ def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind
         chain = (*links, *joined_pieces(problem, free, length))
         for band in _BANDS:
             mix = Mix(bars, chain, band)
-            if mix.work <= work:
+            if mix.work <= work and mix.choice_bytes <= _MOST_BYTES:
                 return mix
     return None
 
