@@ -4,7 +4,7 @@ TORCH  ?= 2.15.0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint setup test-torch clean help
+.PHONY: demo test lint setup test-torch test-gpu clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -34,6 +34,9 @@ test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.
 	.venv-torch-$(TORCH)/bin/pip install --quiet "torch==$(TORCH)"
 	.venv-torch-$(TORCH)/bin/pip install --quiet -e '.[test]' "torch==$(TORCH)"
 	.venv-torch-$(TORCH)/bin/python -m pytest -q
+
+test-gpu: $(STAMP)  ## run the DTensor tests over NCCL, 2 and 4 ranks (they may share one GPU)
+	RAGGED_FSDP_TEST_DEVICE=cuda $(BIN)/python -m pytest -q tests/spmd -k ragged
 
 clean:  ## remove environments and caches
 	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

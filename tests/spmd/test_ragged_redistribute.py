@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -188,3 +189,22 @@ def test_bytes_of_the_moves(rank):
         functional.all_to_all_single = original
     assert sent == [[([30, 6], [30, 0])], [([0, 12], [6, 12])]][rank.rank]
     assert ragged_layout(moved).counts == (36, 12)
+
+
+@spmd(2)
+def test_implicit_moves_can_be_forbidden_and_traced(rank):
+    from torch.distributed.tensor._utils import ExplicitRedistributionContext
+    from torch.utils._debug_mode import DebugMode
+
+    mesh = rank.mesh()
+    full = numbers(1, 8, 6, device=rank.device)
+    ragged = distribute_tensor(full, mesh, [RaggedShard((0,), (1, 3))])
+    other = distribute_tensor(full, mesh, [Shard(0)])
+    with ExplicitRedistributionContext(strict=True):
+        assert_same(ragged + ragged, full * 2)
+        ragged.redistribute(placements=[Replicate()])
+        with pytest.raises(RuntimeError, match="Implicit redistribution"):
+            ragged + other
+    with DebugMode() as traced:
+        assert_same(ragged + other, full * 2)
+    assert "RaggedShard" in traced.debug_string() or "add" in traced.debug_string()
