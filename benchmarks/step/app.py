@@ -203,3 +203,16 @@ def show(
 
         for path in draw(loaded, plots):
             _CONSOLE.out(f"wrote {path}")
+
+
+@app.command()
+def timeline(
+    traces: Annotated[list[Path], typer.Argument(help="Traces kept with 'step --traces'.")],
+    out: Annotated[Path, typer.Option(help="The figure to write; the ending chooses the format.")] = Path(
+        "timeline.svg"
+    ),
+) -> None:
+    """Draw what each stream did in profiled steps."""
+    from .timeline import draw_timeline
+
+    _CONSOLE.out(f"wrote {draw_timeline(traces, out)}")

@@ -237,3 +237,26 @@ def test_local_fp32_sums_are_as_exact_as_fp32_reductions(ranks):
     errors = emulated(ranks, noise=4.0, numel=4096)
     assert errors["bf16 all-to-all, fp32 sum"] < 1e-7 > errors["fp32 reduce-scatter"]
     assert errors["bf16 reduce-scatter"] > 1e-3
+
+
+def test_a_timeline_has_a_lane_per_stream(tmp_path):
+    from benchmarks.step.timeline import draw_timeline, lanes, spans
+
+    events = [
+        ("nvjet", 7, 0.0, 90.0),
+        ("nvjet", 7, 100.0, 50.0),
+        ("cat", 7, 150.0, 5.0),
+        ("reduce", 9, 200.0, 10.0),
+    ]
+    events += [("_wire_spin", 20, 0.0, 400.0)]
+    trace = [
+        {"cat": "kernel", "name": n, "ts": ts, "dur": dur, "args": {"stream": stream}}
+        for n, stream, ts, dur in events
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": trace}))
+    named = lanes(kernels.read_trace(path))
+    assert list(named) == ["compute", "communication 1", "wire"]
+    matmul, other = spans(named["compute"], wire=False)
+    assert matmul == (0.0, 150.0, "matmul") and other[:2] == (150.0, 155.0)
+    assert draw_timeline([path], tmp_path / "t.svg").stat().st_size > 1000
