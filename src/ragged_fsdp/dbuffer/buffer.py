@@ -39,6 +39,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp import collectives
+from ragged_fsdp.dbuffer.checks import (
+    check_tensors,
+    check_transition,
+    checked_placements,
+    common_dtype,
+    device_of,
+    in_elements,
+    wait_all,
+)
 from ragged_fsdp.dbuffer.registry import buffer_of_storage, register
 from ragged_fsdp.dbuffer.storage import FlatStorage
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
@@ -101,11 +110,11 @@ class DBuffer:
         self.shapes = tuple(torch.Size(shape) for shape in shapes)
         self.mesh = mesh
         self.dtypes = (dtype,) * len(self.shapes) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        self.dtype = dtype if isinstance(dtype, torch.dtype) else _common_dtype(self.dtypes)
+        self.dtype = dtype if isinstance(dtype, torch.dtype) else common_dtype(self.dtypes)
         self.cell_bytes = cell_bytes or self.dtype.itemsize
-        self.placements = self._checked_placements(placements)
-        self.device = torch.device(device) if device is not None else _device_of(mesh)
-        self._check_tensors()
+        self.placements = checked_placements(self.mesh, placements)
+        self.device = torch.device(device) if device is not None else device_of(mesh)
+        check_tensors(layout, self.shapes, self.dtypes, self.cell_bytes, mesh)
         self.group = mesh.get_group(mesh.ndim - 1)
         self.rank = mesh.get_local_rank(mesh.ndim - 1)
         numel = layout.shard_numel if self.is_sharded else layout.buffer_numel
@@ -292,8 +301,8 @@ class DBuffer:
         ``average`` makes reductions means over the ranks. With ``async_op`` call :meth:`wait` on the
         result before using it.
         """
-        target = self._checked_placements(placements)
-        self._check_transition(target)
+        target = checked_placements(self.mesh, placements)
+        check_transition(self.placements, target)
         source = self
         works: list[Any] = []
         if isinstance(target[-1], Shard) and isinstance(self.placements[-1], Partial):
@@ -304,14 +313,14 @@ class DBuffer:
         elif isinstance(target[-1], Shard) and isinstance(self.placements[-1], Replicate):
             source = source._as(target, slot=True)
         if out is not None and source is not out:
-            _wait_all(works)
+            wait_all(works)
             source = out.copy_(source)
         source._pending = works
         return source
 
     def wait(self) -> DBuffer:
         """Wait for an asynchronous :meth:`redistribute` that made this buffer."""
-        _wait_all(self._pending or [])
+        wait_all(self._pending or [])
         self._pending = None
         return self
 
@@ -326,7 +335,7 @@ class DBuffer:
             device=self.device,
         )
         full.materialize()
-        _wait_all(works)
+        wait_all(works)
         full.slot_buffer.copy_(self)
         if self.ranks > 1:
             works.append(collectives.all_gather_(full.flat, full.slot, self.group, async_op=async_op))
@@ -354,7 +363,7 @@ class DBuffer:
             if not (isinstance(have, Partial) and isinstance(want, Replicate)):
                 continue
             self._arithmetic("a reduction")
-            _wait_all(works)
+            wait_all(works)
             works.clear()
             if self.mesh.size(dim) > 1:
                 op = collectives.reduce_op(average)
@@ -406,7 +415,7 @@ class DBuffer:
     def _ragged(self, index: int) -> Any:
         itemsize = self.dtypes[index].itemsize
         return placement_from_layout(
-            _in_elements(self.layout, index, self.cell_bytes, itemsize), 0, self.shapes[index]
+            in_elements(self.layout, index, self.cell_bytes, itemsize), 0, self.shapes[index]
         )
 
     def _index_of(self, tensor: torch.Tensor, local: torch.Tensor) -> tuple[DBuffer, int] | None:
@@ -419,44 +428,6 @@ class DBuffer:
             return self, index
         return None
 
-    def _checked_placements(self, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
-        if placements is None:
-            return (Replicate(),) * (self.mesh.ndim - 1) + (Shard(0),)
-        given = tuple(placements)
-        if len(given) != self.mesh.ndim:
-            raise ValueError(f"DBuffer: expected {self.mesh.ndim} placements, one per mesh dim, got {given}.")
-        for dim, placement in enumerate(given):
-            last = dim == self.mesh.ndim - 1
-            if isinstance(placement, (Replicate, Partial)) or (last and placement == Shard(0)):
-                continue
-            kinds = "Shard(0), Replicate or Partial" if last else "Replicate or Partial"
-            raise ValueError(f"DBuffer: mesh dim {dim} takes {kinds}, got {placement}.")
-        return given
-
-    def _check_transition(self, target: tuple[Placement, ...]) -> None:
-        for dim, (have, want) in enumerate(zip(self.placements, target)):
-            if isinstance(want, Partial) and not isinstance(have, Partial):
-                raise ValueError(f"DBuffer: no redistribution from {have} to {want} on mesh dim {dim}.")
-
-    def _check_tensors(self) -> None:
-        if self.layout.ranks != self.mesh.size(self.mesh.ndim - 1):
-            raise ValueError(
-                f"DBuffer: the layout has {self.layout.ranks} ranks, the last mesh dim has "
-                f"{self.mesh.size(self.mesh.ndim - 1)}."
-            )
-        if not len(self.shapes) == len(self.dtypes) == len(self.layout.specs):
-            raise ValueError(
-                f"DBuffer: {len(self.layout.specs)} tensors in the layout, "
-                f"got {len(self.shapes)} shapes and {len(self.dtypes)} dtypes."
-            )
-        for spec, shape, dtype in zip(self.layout.specs, self.shapes, self.dtypes):
-            if shape.numel() * dtype.itemsize != spec.numel * self.cell_bytes:
-                nbytes = shape.numel() * dtype.itemsize
-                raise ValueError(
-                    f"{spec.name}: shape {tuple(shape)} of {dtype} has {nbytes} bytes, "
-                    f"its layout has {spec.numel} cells of {self.cell_bytes}."
-                )
-
     def _check_same_shape(self, other: DBuffer) -> None:
         if other.layout is not self.layout and other.layout.digest != self.layout.digest:
             raise ValueError("DBuffer: the buffers have different layouts.")
@@ -468,39 +439,3 @@ class DBuffer:
             raise TypeError(
                 f"DBuffer: {what} needs tensors of one dtype, got {sorted(set(map(str, self.dtypes)))}."
             )
-
-
-def _in_elements(layout: GroupLayout, index: int, cell_bytes: int, itemsize: int) -> GroupLayout:
-    """The layout of one tensor alone, counted in its elements."""
-    spec = layout.specs[index]
-    if cell_bytes == itemsize and len(layout.specs) == 1:
-        return layout
-
-    def scaled(cells: int) -> int:
-        return cells * cell_bytes // itemsize
-
-    return GroupLayout(
-        (TensorSpec(spec.name, scaled(spec.numel), max(1, scaled(spec.block_numel))),),
-        layout.ranks,
-        1,
-        scaled(layout.shard_numel),
-        (scaled(layout.offsets[index]),),
-        0,
-    )
-
-
-def _common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    kinds = set(dtypes)
-    return kinds.pop() if len(kinds) == 1 else torch.uint8
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def _wait_all(works: Sequence[Any]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()

@@ -27,7 +27,10 @@ def install() -> None:
         if not _lies_inside(self):
             return stock_deepcopy(self, memo)
         if id(self) not in memo:
-            memo[id(self)] = stock_deepcopy(_compact(self), memo)
+            compact = _compact(self)
+            # kept as long as the memo: it is keyed by id, and a freed object's id comes back
+            memo.setdefault(id(memo), []).append(compact)
+            memo[id(self)] = stock_deepcopy(compact, memo)
         return memo[id(self)]
 
     DTensor.__reduce_ex__ = reduce_ex  # type: ignore[assignment, method-assign]

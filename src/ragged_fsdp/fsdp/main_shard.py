@@ -63,8 +63,10 @@ class MainShard:
             self.storage = FlatStorage(nbytes, device, pin_memory=pin_memory)
             self.storage.tensor(0, (nbytes,), torch.uint8).zero_()
         numels = [plan.local_range(i, self.rank).numel for i in range(len(self.dtypes))]
+        # views of one tensor, not tensors over one storage: the compiler can only trace the former
+        whole = self.storage.tensor(0, (self.storage.nbytes,), torch.uint8)
         self.pieces = tuple(
-            self.storage.tensor(start, (numel,), dtype)
+            whole.narrow(0, start, numel * dtype.itemsize).view(dtype)
             for start, numel, dtype in zip(starts, numels, self.dtypes)
         )
 
