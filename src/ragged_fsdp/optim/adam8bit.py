@@ -50,6 +50,23 @@ class _Plan:
     blocks: LocalBlocks | None
 
 
+@dataclass(frozen=True)
+class _Slot:
+    """What a step needs of one parameter, except its gradient: that is not to be kept alive."""
+
+    param: Tensor
+    plan: _Plan
+    weight: Tensor
+    step: Tensor
+    moments: tuple[Tensor, ...]
+
+    @property
+    def grad(self) -> Tensor:
+        """The local gradient of this step."""
+        assert self.param.grad is not None
+        return local_of(self.param.grad).contiguous()
+
+
 class Adam8bit(ExactStateOptimizer):
     """Adam whose moments are 8-bit codes with one fp32 scale per block: 2.01 bytes of state per element.
 
@@ -102,6 +119,7 @@ class Adam8bit(ExactStateOptimizer):
             "seed": seed,
         }
         self._plans: dict[Tensor, _Plan] = {}
+        self._slots: dict[Tensor, _Slot] = {}
         self._tables: dict[Any, Any] = {}
         super().__init__(params, defaults)
         self._log_plans()
@@ -117,7 +135,7 @@ class Adam8bit(ExactStateOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans, self._tables = {}, {}
+        self._plans, self._slots, self._tables = {}, {}, {}
         for index in range(len(self.param_groups)):  # options may have come with the state
             self._plan_group(index)
 
@@ -154,27 +172,35 @@ class Adam8bit(ExactStateOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
-        for group in self.param_groups:
-            exact: dict[int, list[Tensor]] = defaultdict(list)
-            quantised: dict[int, list[Tensor]] = defaultdict(list)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                plan = self._plans[param]
-                state = self._state_of(param, plan)
-                state["step"] += 1
-                (exact if plan.blocks is None else quantised)[int(state["step"])].append(param)
-            for step, params in exact.items():
-                self._update_exact(params, AdamScalars.of(group, step, self._decoupled))
-            for step, params in quantised.items():
+        ready = [self._ready_slots(group) for group in self.param_groups]  # raises before anything changes
+        for group, slots in zip(self.param_groups, ready):
+            exact: dict[int, list[_Slot]] = defaultdict(list)
+            quantised: dict[int, list[_Slot]] = defaultdict(list)
+            for slot in slots:
+                slot.step.add_(1)
+                if slot.weight.numel():
+                    (exact if slot.plan.blocks is None else quantised)[int(slot.step)].append(slot)
+            for step, of_step in exact.items():
+                _update_exact(of_step, AdamScalars.of(group, step, self._decoupled))
+            for step, of_step in quantised.items():
                 scalars = AdamScalars.of(group, step, self._decoupled)
-                entries = [e for p in params if (e := self._entry(p, group, step)).blocks.numel]
-                self._update_quantised(entries, scalars)
+                self._update_quantised([_entry(slot, group, step) for slot in of_step], scalars)
         return loss
 
-    def _state_of(self, param: Tensor, plan: _Plan) -> dict[str, Any]:
-        require_matching_grad(plan.name, param)
-        state = self.state[param]
+    def _ready_slots(self, group: dict[str, Any]) -> list[_Slot]:
+        slots = []
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            slot = self._slots.get(param)
+            if slot is None or slot.weight.data_ptr() != local_of(param).data_ptr():
+                slot = self._slots[param] = self._new_slot(param)
+            require_matching_grad(slot.plan.name, param)
+            slots.append(slot)
+        return slots
+
+    def _new_slot(self, param: Tensor) -> _Slot:
+        plan, state = self._plans[param], self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)
             state.update(_new_state(param, plan.blocks))
@@ -184,20 +210,8 @@ class Adam8bit(ExactStateOptimizer):
                 f"{plan.name}: state {missing} is missing, found {sorted(state)}: it was saved by another "
                 "optimizer or under other options (min_8bit_numel, exclude)."
             )
-        return state
-
-    def _entry(self, param: Tensor, group: dict[str, Any], step: int) -> BlockEntry:
-        state, plan = self.state[param], self._plans[param]
-        key = rounding_key(group["seed"], step, plan.position) if group["stochastic_rounding"] else None
-        codes_scales = {k: local_of(state[k]) for k in _QUANTISED}
-        assert plan.blocks is not None and param.grad is not None
-        return BlockEntry(
-            param=local_of(param),
-            grad=local_of(param.grad),
-            blocks=plan.blocks,
-            noise_key=key,
-            **codes_scales,
-        )
+        moments = tuple(local_of(state[key]) for key in expected)
+        return _Slot(param, plan, local_of(param), state["step"], moments)
 
     def _update_quantised(self, entries: Sequence[BlockEntry], scalars: AdamScalars) -> None:
         kinds: dict[Any, list[BlockEntry]] = defaultdict(list)
@@ -214,16 +228,6 @@ class Adam8bit(ExactStateOptimizer):
         for kind, of_kind in kinds.items():
             cache_key = (*kind, len(of_kind), of_kind[0].param.data_ptr())
             self._tables[cache_key] = update_entries(of_kind, scalars, self._tables.get(cache_key))
-
-    def _update_exact(self, params: Sequence[Tensor], scalars: AdamScalars) -> None:
-        states = [self.state[param] for param in params]
-        update_exact(
-            [local_of(param) for param in params],
-            [local_of(param.grad) for param in params],  # type: ignore[arg-type]
-            [local_of(state["exp_avg"]) for state in states],
-            [local_of(state["exp_avg_sq"]) for state in states],
-            scalars,
-        )
 
 
 class AdamW8bit(Adam8bit):
@@ -279,6 +283,26 @@ def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
         state[f"{key}_codes"] = state_like(param, codes)
         state[f"{key}_scales"] = state_over_blocks(param, blocks.grid, scales)
     return state
+
+
+def _entry(slot: _Slot, group: dict[str, Any], step: int) -> BlockEntry:
+    plan = slot.plan
+    key = rounding_key(group["seed"], step, plan.position) if group["stochastic_rounding"] else None
+    assert plan.blocks is not None
+    mean_codes, mean_scales, square_codes, square_scales = slot.moments
+    return BlockEntry(
+        slot.weight, slot.grad, mean_codes, mean_scales, square_codes, square_scales, plan.blocks, key
+    )
+
+
+def _update_exact(slots: Sequence[_Slot], scalars: AdamScalars) -> None:
+    update_exact(
+        [slot.weight for slot in slots],
+        [slot.grad for slot in slots],
+        [slot.moments[0] for slot in slots],
+        [slot.moments[1] for slot in slots],
+        scalars,
+    )
 
 
 def _filled_like(local: Tensor, value: int, dtype: torch.dtype) -> Tensor:
