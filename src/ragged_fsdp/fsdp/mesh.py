@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from ragged_fsdp.dbuffer.checks import device_of
+
 __all__ = ["ParallelMesh", "default_mesh", "device_of", "join_meshes", "parallel_mesh", "validate_mesh"]
 
 
@@ -196,10 +198,3 @@ def default_mesh() -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device of this rank on ``mesh``."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

@@ -1,0 +1,110 @@
+"""What a buffer may be: placements, transitions, tensors that fit their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_fsdp.layout import GroupLayout, TensorSpec
+
+__all__ = [
+    "check_tensors",
+    "check_transition",
+    "checked_placements",
+    "common_dtype",
+    "device_of",
+    "in_elements",
+    "wait_all",
+]
+
+
+def checked_placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
+    """One placement per mesh dim; by default replicated, and sharded over the last dim."""
+    if placements is None:
+        return (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+    given = tuple(placements)
+    if len(given) != mesh.ndim:
+        raise ValueError(f"DBuffer: expected {mesh.ndim} placements, one per mesh dim, got {given}.")
+    for dim, placement in enumerate(given):
+        last = dim == mesh.ndim - 1
+        if isinstance(placement, (Replicate, Partial)) or (last and placement == Shard(0)):
+            continue
+        kinds = "Shard(0), Replicate or Partial" if last else "Replicate or Partial"
+        raise ValueError(f"DBuffer: mesh dim {dim} takes {kinds}, got {placement}.")
+    return given
+
+
+def check_transition(source: Sequence[Placement], target: Sequence[Placement]) -> None:
+    """Raise where no redistribution exists: nothing becomes Partial."""
+    for dim, (have, want) in enumerate(zip(source, target)):
+        if isinstance(want, Partial) and not isinstance(have, Partial):
+            raise ValueError(f"DBuffer: no redistribution from {have} to {want} on mesh dim {dim}.")
+
+
+def check_tensors(
+    layout: GroupLayout,
+    shapes: Sequence[torch.Size],
+    dtypes: Sequence[torch.dtype],
+    cell_bytes: int,
+    mesh: DeviceMesh,
+) -> None:
+    """Raise unless the tensors are those of the layout and the layout is one for the mesh."""
+    ranks = mesh.size(mesh.ndim - 1)
+    if layout.ranks != ranks:
+        raise ValueError(f"DBuffer: the layout has {layout.ranks} ranks, the last mesh dim has {ranks}.")
+    if not len(shapes) == len(dtypes) == len(layout.specs):
+        raise ValueError(
+            f"DBuffer: {len(layout.specs)} tensors in the layout, "
+            f"got {len(shapes)} shapes and {len(dtypes)} dtypes."
+        )
+    for spec, shape, dtype in zip(layout.specs, shapes, dtypes):
+        nbytes = shape.numel() * dtype.itemsize
+        if nbytes != spec.numel * cell_bytes:
+            raise ValueError(
+                f"{spec.name}: shape {tuple(shape)} of {dtype} has {nbytes} bytes, "
+                f"its layout has {spec.numel} cells of {cell_bytes}."
+            )
+
+
+def in_elements(layout: GroupLayout, index: int, cell_bytes: int, itemsize: int) -> GroupLayout:
+    """The layout of one tensor alone, counted in its elements."""
+    spec = layout.specs[index]
+    if cell_bytes == itemsize and len(layout.specs) == 1:
+        return layout
+
+    def scaled(cells: int) -> int:
+        return cells * cell_bytes // itemsize
+
+    return GroupLayout(
+        (TensorSpec(spec.name, scaled(spec.numel), max(1, scaled(spec.block_numel))),),
+        layout.ranks,
+        1,
+        scaled(layout.shard_numel),
+        (scaled(layout.offsets[index]),),
+        0,
+    )
+
+
+def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype of the flat tensor: that of all tensors, or bytes."""
+    kinds = set(dtypes)
+    return kinds.pop() if len(kinds) == 1 else torch.uint8
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of this rank on ``mesh``."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def wait_all(works: Sequence[Any]) -> None:
+    """Wait for asynchronous collectives; None stands for one that is done."""
+    for work in works:
+        if work is not None:
+            work.wait()
