@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed._functional_collectives as functional
 import torch.distributed.tensor._api as api_module
+import torch.distributed.tensor._collective_utils as collective_module
 import torch.distributed.tensor._redistribute as redistribute_module
 import torch.distributed.tensor._utils as utils_module
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
@@ -32,6 +33,7 @@ __all__ = [
     "api_module",
     "bound_arguments",
     "call_with",
+    "collective_module",
     "composite_kernel",
     "functional",
     "redistribute_module",

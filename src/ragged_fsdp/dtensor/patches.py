@@ -40,7 +40,13 @@ from ragged_fsdp.dtensor.geometry import (
     ragged_spec,
     with_placements,
 )
-from ragged_fsdp.dtensor.internals import OpDispatcher, api_module, redistribute_module, utils_module
+from ragged_fsdp.dtensor.internals import (
+    OpDispatcher,
+    api_module,
+    collective_module,
+    redistribute_module,
+    utils_module,
+)
 
 __all__ = ["TOUCHED", "Touched", "install"]
 
@@ -78,6 +84,12 @@ TOUCHED = (
         "redistribute_local_tensor",
         ("local_tensor", "current_spec", "target_spec", "async_op"),
         "the moves of redistribute and of implicit redistribution",
+    ),
+    Touched(
+        collective_module,
+        "redistribute_cost",
+        ("current_spec", "target_spec"),
+        "forbidding implicit moves (ExplicitRedistributionContext) asks what a move costs",
     ),
     Touched(
         redistribute_module.Redistribute,
@@ -139,6 +151,7 @@ def install() -> None:
     _check_torch()
     _patch_dispatcher()
     _rebind(redistribute.stock_redistribute_local_tensor, redistribute.redistribute_local_tensor)
+    _rebind(redistribute.stock_redistribute_cost, redistribute.redistribute_cost)
     _patch_redistribute_backward()
     _patch_local_shape()
     _rebind(construct.stock_distribute_tensor, construct.distribute_tensor)

@@ -19,12 +19,18 @@ from ragged_fsdp.dtensor.geometry import (
     unragged,
     with_placements,
 )
-from ragged_fsdp.dtensor.internals import DTensorSpec, redistribute_module
+from ragged_fsdp.dtensor.internals import DTensorSpec, collective_module, redistribute_module
 from ragged_fsdp.placement import RaggedShard
 
-__all__ = ["redistribute_local_tensor", "stock_redistribute_local_tensor"]
+__all__ = [
+    "redistribute_cost",
+    "redistribute_local_tensor",
+    "stock_redistribute_cost",
+    "stock_redistribute_local_tensor",
+]
 
-# Captured before patches.py replaces the name.
+# Captured before patches.py replaces the names.
+stock_redistribute_cost: Callable[..., float] = collective_module.redistribute_cost
 stock_redistribute_local_tensor: Callable[..., torch.Tensor] = redistribute_module.redistribute_local_tensor
 
 
@@ -57,6 +63,26 @@ def redistribute_local_tensor(
     else:
         moved = _move_through_replicate(local_tensor, current_spec, target_spec, async_op, stock_options)
     return moved if async_op else moves.wait(moved)
+
+
+def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
+    """What a move costs, in stock's measure: 0 where nothing is sent, that of a gather otherwise."""
+    if not (is_ragged(current_spec) or is_ragged(target_spec)):
+        return stock_redistribute_cost(current_spec, target_spec)
+    if current_spec.placements == target_spec.placements or _sends_nothing(current_spec, target_spec):
+        return 0.0
+    sharded = with_placements(current_spec, unragged(current_spec.placements, Shard(0)))
+    gathered = with_placements(target_spec, unragged(target_spec.placements))
+    return stock_redistribute_cost(sharded, gathered)
+
+
+def _sends_nothing(current: DTensorSpec, target: DTensorSpec) -> bool:
+    if not _one_dim_move(current.placements, target.placements):
+        return False
+    if is_ragged(current) and is_ragged(target):
+        return ragged_layout(current).counts == ragged_layout(target).counts
+    entry = ragged_mesh_dim(target.placements)
+    return entry is not None and current.placements[entry].is_replicate()
 
 
 def _one_dim_move(current: tuple[Placement, ...], target: tuple[Placement, ...]) -> bool:
