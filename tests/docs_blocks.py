@@ -1,0 +1,78 @@
+"""Code blocks of the documents, with what a reader is assumed to have at hand."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["DOCUMENTS", "ROOT", "at_hand", "blocks", "on_this_machine"]
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [
+    path.relative_to(ROOT).as_posix()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if "```python" in path.read_text() or "```bash" in path.read_text()
+]
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+_GPUS = re.compile(r'init_device_mesh\("cuda", \((\d+),\)\)')
+
+
+def on_this_machine(text: str, ranks: int) -> str:
+    """A block that speaks of a number of GPUs, for the ranks and the device of the test."""
+    return _GPUS.sub(f'init_device_mesh("cpu", ({ranks},))', text)
+
+
+def blocks(document: str, language: str) -> Iterator[tuple[int, str]]:
+    """Line number and text of each block in a language."""
+    text = (ROOT / document).read_text()
+    for match in _FENCE.finditer(text):
+        if match.group(1) == language:
+            yield text[: match.start()].count("\n") + 2, match.group(2)
+
+
+def at_hand(folder: Path) -> dict[str, Any]:
+    """Names that a block may use without making them: a small model, its input, sizes for the planner,
+    and an empty folder that all ranks see."""
+    import torch
+    from torch import Tensor, nn
+
+    class Output(NamedTuple):
+        loss: Tensor
+        logits: Tensor
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 32)
+            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(2))
+            self.norm = nn.RMSNorm(32)
+            self.lm_head = nn.Linear(32, 64, bias=False)
+
+        @property
+        def blocks(self) -> nn.ModuleList:
+            return self.layers
+
+        def forward(self, tokens: Tensor) -> Output:
+            x = self.embed(tokens)
+            for layer in self.layers:
+                x = x + layer(x)
+            logits = self.lm_head(self.norm(x))
+            return Output(logits.logsumexp(-1).mean(), logits)
+
+    tokens = torch.randint(64, (2, 8))
+    return {
+        "torch": torch,
+        "model": Model(),
+        "block": nn.Linear(8, 8),
+        "tokens": tokens,
+        "batch": tokens,
+        "loss": lambda output: output.loss,
+        "folder": str(folder),
+        "sizes": [64, 32],
+        "blocks": [8, 1],
+        "m": 4,
+        "unit": 4,
+        "__name__": "document",
+    }
