@@ -102,7 +102,7 @@ def plan(
             curves = [_curve(settings, plans) for settings, _, plans in results]
             plot(plot_file, f"{shapes.title}: padding of the sharded buffers", curves)
             status.print(f"wrote {plot_file}")
-        report = _Report(shapes.title, threshold / 100, node, gpus, state_bytes, memory, advise_sizes)
+        report = _Report(shapes.title, status, threshold / 100, node, gpus, state_bytes, memory, advise_sizes)
         if json_output:
             print(json.dumps(report.as_json(results), indent=1))
         else:
@@ -168,6 +168,7 @@ class _Report:
     def __init__(
         self,
         title: str,
+        status: Console,
         threshold: float,
         node: int,
         gpus: int,
@@ -175,7 +176,8 @@ class _Report:
         memory: float | None,
         advising: bool,
     ) -> None:
-        self.title, self.threshold, self.node, self.gpus = title, threshold, node, gpus
+        self.title, self.status = title, status
+        self.threshold, self.node, self.gpus = threshold, node, gpus
         self.state_bytes, self.advising = state_bytes, advising
         self.memory_bytes = None if memory is None else int(memory * 2**30)
 
@@ -213,4 +215,5 @@ class _Report:
     def _warnings(self, settings: PlanSettings, plans: list[ModelPlan]) -> list[PaddingWarning]:
         """Warnings for the sizes shown in detail, or for the worst one of a range."""
         worst = plans if len(plans) <= _DETAILED_SIZES else [max(plans, key=lambda plan: plan.padding_ratio)]
-        return [w for plan in worst for w in warnings_for(plan, settings, self.threshold, self.node)]
+        with self.status.status("looking for sizes with less padding"):
+            return [w for plan in worst for w in warnings_for(plan, settings, self.threshold, self.node)]
