@@ -114,10 +114,10 @@ class _FlatOptimizer(ExactStateOptimizer):
                     ready[count, run.weights.dtype, run.weights.device].append(stretch)
             for (count, _, _), stretches in ready.items():
                 self._update(group, count, stretches)
-            for run in of_group:
-                for member in run.members:
-                    if member.param.grad is not None:
-                        self._count_step(run, member, group)
+            places = {member.param: (run, member) for run in of_group for member in run.members}
+            for param in group["params"]:  # not by address: ranks must create state in the same order
+                if param.grad is not None:
+                    self._count_step(*places[param], group)
         return loss
 
     # -- runs ------------------------------------------------------------------------------------
