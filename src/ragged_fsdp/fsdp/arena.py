@@ -39,7 +39,9 @@ class Arena:
         """A storage of at least ``nbytes``; None if it is too large for the arena or ``limit`` are lent."""
         if nbytes > self.nbytes or self._lent >= limit:
             return None
-        self._free = [storage for storage in self._free if storage.nbytes == self.nbytes]
+        for storage in [s for s in self._free if s.nbytes != self.nbytes]:  # the arena was resized
+            storage.release()
+            self._free.remove(storage)
         storage = self._free.pop() if self._free else FlatStorage(self.nbytes, device, allocate=False)
         storage.materialize()
         self._lent += 1
