@@ -65,18 +65,18 @@ class Case:
         return self.layers * layer_numel(self.shape)
 
     @property
-    def least_wire_gib(self) -> float:
-        """Bytes no sharded step can do without: gather each layer twice (the last once), reduce each once.
+    def bound_wire_gib(self) -> float:
+        """The bytes of the bound: gather each layer twice (the last once), reduce each once, no padding.
 
-        No padding, bf16 gathers, reductions in ``reduce_dtype``.
+        bf16 gathers, reductions in ``reduce_dtype``. Who sums on arrival or keeps more layers moves less.
         """
         per_layer = layer_numel(self.shape)
         gathered = (2 * self.layers - 1) * per_layer * _COMPUTE_BYTES
         return (gathered + self.numel * _REDUCE_BYTES[self.reduce_dtype]) / _GIB
 
     def wire_ms(self, bandwidth_gb_s: float | None) -> float:
-        """The time of :attr:`least_wire_gib` on the modelled link; 0 on the free wire."""
-        return 0.0 if bandwidth_gb_s is None else self.least_wire_gib * _GIB / bandwidth_gb_s / 1e6
+        """The time of :attr:`bound_wire_gib` on the modelled link; 0 on the free wire."""
+        return 0.0 if bandwidth_gb_s is None else self.bound_wire_gib * _GIB / bandwidth_gb_s / 1e6
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"least_wire_gib": round(self.least_wire_gib, 3), "numel": self.numel}
+        return asdict(self) | {"bound_wire_gib": round(self.bound_wire_gib, 3), "numel": self.numel}
