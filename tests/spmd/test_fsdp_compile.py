@@ -14,6 +14,7 @@ from fsdp_cases import (
     tokens,
 )
 from rank_pool import spmd
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 
 def _check(model, reference, rank, tolerance=1e-5):
@@ -74,3 +75,28 @@ def test_a_submodule_compiled_inside_a_sharded_block(rank):
     for name, parameter in model.named_parameters():
         want = expected[name.replace("_orig_mod.", "")].grad
         torch.testing.assert_close(parameter.grad.full_tensor(), want, rtol=1e-5, atol=1e-6)
+
+
+@spmd(2, timeout=170)
+def test_compiled_optimizer_step(rank):
+    """Shards that are cut unevenly, as views of one buffer, go through the compiler too."""
+    _, reference = build(lambda: torch.nn.Conv2d(3, 47, 3, padding=1), rank.device)
+    with torch.device("meta"):
+        model = torch.nn.Conv2d(3, 47, 3, padding=1)
+    fully_shard(model, reshard_after_forward=False)
+    model.to_empty(device=rank.device)
+    set_model_state_dict(model, reference.state_dict(), options=StateDictOptions(full_state_dict=True))
+    ours = torch.optim.Adam(model.parameters(), lr=1e-3)
+    theirs = torch.optim.Adam(reference.parameters(), lr=1e-3)
+    step = torch.compile(ours.step, backend="aot_eager")
+    for index in range(2):
+        generator = torch.Generator().manual_seed(10 * index + rank.rank)
+        x = torch.randn(2, 3, 8, 8, generator=generator).to(rank.device)
+        for module in (model, reference):
+            module(x).square().sum().backward()
+        average_gradients(reference)
+        step() if index else ours.step()
+        theirs.step()
+        for optimizer in (ours, theirs):
+            optimizer.zero_grad()
+    assert_same(model, reference, tolerance=1e-6)

@@ -106,17 +106,20 @@ class ManagedParam:
 
     def point_at(self, piece: torch.Tensor) -> None:
         """Let the sharded parameter's local tensor be ``piece``; its object stays the same."""
-        self.sharded._local_tensor = piece.view(self.local_shape)
+        local = piece.view(self.local_shape)
         self.dtype = piece.dtype
         meta = self.spec.tensor_meta
         if meta is not None and meta.dtype != piece.dtype:
             self.spec = replace(self.spec, tensor_meta=TensorMeta(meta.shape, meta.stride, piece.dtype))
-        self.sharded._spec = self.spec
+        # the wrapper's own storage offset must follow: the compiler compares it with the local tensor's
+        self.sharded.data = wrap_local(local, self.spec)
+        self.sharded._local_tensor, self.sharded._spec = local, self.spec
 
     def sharded_grad(self, piece: torch.Tensor) -> DTensor:
         """A gradient of the sharded parameter whose local part is ``piece``."""
         local = piece if piece.shape == self.local_shape else piece.view(self.local_shape)
-        return wrap_local(local, self.spec)
+        # without DTensor.__init__, which does nothing but costs as much as the rest
+        return DTensor.__new__(DTensor, local, self.spec, requires_grad=False)
 
     def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
         """The unsharded parameter over a slice of the gathered buffer."""
