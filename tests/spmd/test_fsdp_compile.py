@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from fsdp_cases import (
     Transformer,
@@ -14,7 +15,6 @@ from fsdp_cases import (
     tokens,
 )
 from rank_pool import spmd
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 
 def _check(model, reference, rank, tolerance=1e-5):
