@@ -129,7 +129,7 @@ def test_blocks_come_from_the_global_shape():
     units=st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(sum),
     block=st.sampled_from([(4, 4), (2, 16), (1, 128)]),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_parts_cover_the_grid_once_or_are_refused(rows, cols, lead, units, block):
     """Every rank's blocks, put together, are the grid; a layout that cuts a block is refused."""
     shape = (*lead, rows * 4, cols)
