@@ -3,6 +3,7 @@
 import os
 
 import hypothesis
+
 from rank_pool import shutdown_pools
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

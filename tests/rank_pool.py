@@ -72,9 +72,11 @@ def spmd(*world_sizes: int, timeout: float = _DEFAULT_TIMEOUT_S) -> Callable[[Ca
         def test(world_size: int, tmp_path: Path, **params: Any) -> None:
             _pool(world_size).run(fn.__module__, fn.__qualname__, params, tmp_path, timeout)
 
-        own = [p for p in inspect.signature(fn).parameters.values()][1:]
+        own = list(inspect.signature(fn).parameters.values())[1:]
         extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("world_size", "tmp_path")]
-        keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty) for p in own]
+        keyword = [
+            p.replace(kind=inspect.Parameter.KEYWORD_ONLY, default=inspect.Parameter.empty) for p in own
+        ]
         test.__signature__ = inspect.Signature(keyword + extra)
         test.on_rank = fn
         return pytest.mark.parametrize("world_size", world_sizes)(test)
@@ -155,7 +157,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),
-        NCCL_HOSTID=f"rank{rank}",  # several NCCL ranks may share one device only if they look like several hosts
+        NCCL_HOSTID=f"rank{rank}",  # NCCL ranks may share a device only if they look like several hosts
         TORCHINDUCTOR_CACHE_DIR=tempfile.mkdtemp(prefix="inductor-"),
     )
     faulthandler.enable()

@@ -28,7 +28,7 @@ _HOMES = {
     "share_comm_ctx": "ragged_fsdp.api",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0605
+__all__ = list(_HOMES)
 __version__ = "0.1.0"
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+
 from rank_pool import spmd
 
 
