@@ -94,8 +94,8 @@ def test_torchrun_runs_the_same_command(tmp_path):
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node=2",
-        "--master-port=0",
         "--no-python",
     ]
     command = [*torchrun, str(program), "train", "--no-tensorboard", *flags]

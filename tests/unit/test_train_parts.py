@@ -262,3 +262,25 @@ def test_bad_model_configs_are_refused():
     for changes in ({"hidden": 100, "heads": 3}, {"kv_heads": 3}, {"experts": 1}, {"layers": 0}):
         with pytest.raises(ValueError, match="model"):
             MoEConfig(**changes)
+
+
+def test_a_local_dataset_and_a_tokenizer_folder(tmp_path, monkeypatch):
+    import datasets
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setenv("RAGGED_FSDP_CACHE", str(tmp_path / "cache"))
+    words = {"[UNK]": 0, "red": 1, "green": 2, "blue": 3}
+    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]").save_pretrained(tmp_path / "words")
+    rows = {"text": ["red green blue"] * 20, "input_ids": [[3, 2, 1]] * 20}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "colours")
+    common = {"data": [str(tmp_path / "colours")], "tokenizer": str(tmp_path / "words"), "seq_len": 2}
+    tokens = open_tokens(from_values(common).data)
+    assert tokens.train[:6].tolist() == [1, 2, 3, 1, 2, 3] and len(tokens.train) == 57
+    assert tokens.tokenizer.decode([1, 3]) == "red blue"
+    as_tokens = open_tokens(from_values(common, {"text_column": "input_ids"}).data)
+    assert as_tokens.train[:3].tolist() == [3, 2, 1]
+    with pytest.raises(ConfigError, match="text_column = 'body'"):
+        open_tokens(from_values(common, {"text_column": "body"}).data)
