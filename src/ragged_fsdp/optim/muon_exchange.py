@@ -137,7 +137,7 @@ class Exchange:
         )
         for index, (kind, count) in enumerate(program.batches):
             batch = bucket.batches[index].view(count, kind.rows, kind.columns)
-            bucket.batches[index] = _orthogonalize_slabs(batch, kind, families[kind.family]).view(-1)
+            bucket.batches[index] = _orthogonalize_slabs(batch, kind, families[kind.family]).reshape(-1)
         bucket.sent = torch.empty(sum(program.scatter.send), dtype=self.dtype, device=bucket.sent.device)
         bucket.packed = bucket.sent.new_empty(sum(program.scatter.receive))
         _copy([(_near(i.copy, bucket.sent), _far(i.copy, bucket.batches[i.batch])) for i in program.results])
