@@ -167,7 +167,8 @@ class DBuffer:
         for name in _KIND:
             setattr(made, name, getattr(self, name))
         made.offset_bytes = 0
-        made.storage = FlatStorage(self.nbytes, self.device, pin_memory=self.pin_memory)
+        debug = self.storage.debug
+        made.storage = FlatStorage(self.nbytes, self.device, pin_memory=self.pin_memory, debug=debug)
         made._pending = None
         register(made, made.storage.untyped)
         return made

@@ -50,11 +50,17 @@ class FlatStorage:
     """
 
     def __init__(
-        self, nbytes: int, device: torch.device, *, pin_memory: bool = False, allocate: bool = True
+        self,
+        nbytes: int,
+        device: torch.device,
+        *,
+        pin_memory: bool = False,
+        allocate: bool = True,
+        debug: bool | None = None,
     ) -> None:
         self.nbytes = nbytes
         self.device = device
-        self.debug = debug_enabled()
+        self.debug = debug_enabled() if debug is None else debug
         if allocate or device.type == "meta":
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
         else:

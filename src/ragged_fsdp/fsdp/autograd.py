@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 __all__ = [
-    "AfterBackward",
     "BeforeBackward",
+    "after_backward",
     "cast_floating",
     "in_backward",
     "map_tensors",
@@ -145,6 +145,24 @@ def on_parameters(function: Callable) -> Callable:
 class AfterBackward(torch.autograd.Function):
     """Identity on the inputs of a module; its backward runs when the module's own is done."""
 
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.callback = callback
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.callback()
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, callback_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
+        return tangents
+
+
+class AfterBackwardInTransform(torch.autograd.Function):
+    """The same under functorch transforms; binding its signature makes it several times slower to call."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -155,14 +173,15 @@ class AfterBackward(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.callback = inputs[0]
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.callback()
-        return (None, *grads)
+    backward = AfterBackward.backward
+    jvp = AfterBackward.jvp
 
-    @staticmethod
-    def jvp(ctx: Any, callback_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
-        return tangents
+
+def after_backward(callback: Callable[[], None], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``inputs`` behind a node whose backward calls ``callback``."""
+    transformed = torch._C._are_functorch_transforms_active()
+    node = AfterBackwardInTransform if transformed else AfterBackward
+    return node.apply(callback, *inputs)
 
 
 class BeforeBackward(torch.autograd.Function):

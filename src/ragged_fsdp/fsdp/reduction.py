@@ -90,6 +90,7 @@ class GradReducer:
         self._leased: FlatStorage | None = None
         """Where ``full`` lies, if not in storage of its own."""
         self._fulls: dict[FlatStorage | None, DBuffer] = {}
+        """The buffer in each storage it has been in: its views are made once."""
 
     # -- collecting ------------------------------------------------------------------------------
 
@@ -169,18 +170,15 @@ class GradReducer:
         context = self.group.context
         context.finish_of(self)  # the last reduction of this very buffer
         context.make_room()
-        numel = self._choose_layout().layout.buffer_numel
+        layout = self._choose_layout().layout
         # without sync the gradients of every group stay, so they need storage of their own
-        self._leased = context.lease(numel * dtype.itemsize) if self.group.settings.reduce_grads else None
-        self.full = self._buffer_in(self._leased, dtype).materialize()
-        return self.full
-
-    def _buffer_in(self, storage: FlatStorage | None, dtype: torch.dtype) -> DBuffer:
-        """The gradient buffer in leased storage or its own; its views are made once for each."""
-        full = self._fulls.get(storage)
-        if full is None or full.dtype != dtype or full.layout is not self._choose_layout().layout:
-            full = self._make_buffer(dtype, Partial(), allocate=False, storage=storage)
-            self._fulls[storage] = full
+        nbytes = layout.buffer_numel * dtype.itemsize
+        self._leased = context.lease(nbytes) if self.group.settings.reduce_grads else None
+        full = self._fulls.get(self._leased)
+        if full is None or full.dtype != dtype or full.layout is not layout:
+            full = self._make_buffer(dtype, Partial(), allocate=False, storage=self._leased)
+            self._fulls[self._leased] = full
+        self.full = full.materialize()
         return full
 
     def _choose_layout(self) -> GradLayout:

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _to_kwargs
 
 from ragged_fsdp.fsdp.autograd import (
-    AfterBackward,
     BeforeBackward,
+    after_backward,
     cast_floating,
     in_backward,
     map_tensors,
@@ -228,9 +228,8 @@ class ModuleState(_State):
         map_tensors(lambda t: found.append(t) if t.requires_grad else None, (args, kwargs))
         if not found:
             return args, kwargs
-        replaced = dict(
-            zip(map(id, found), AfterBackward.apply(functools.partial(_post_backward, group), *found))
-        )
+        behind = after_backward(functools.partial(_post_backward, group), found)
+        replaced = dict(zip(map(id, found), behind))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
     def _hook_outputs(self, output: Any) -> Any:
