@@ -102,3 +102,17 @@ def test_policy_keeps_blocks_whole_and_its_absence_is_an_error(rank):
     cut = fully_shard(nn.Linear(96, 80, bias=False))
     with pytest.raises(ValueError, match=r"weight: .*cuts 16 x 64 blocks.*Rows\(count=16\)"):
         AdamW8bit(cut.named_parameters())
+
+
+@spmd(2)
+def test_fused_updates_one_tensor_per_group(rank):
+    model = nn.ModuleList(nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)) for _ in range(3))
+    for layer in model:
+        fully_shard(layer)
+    optimizer = FusedAdamW(model.parameters())
+    x = torch.ones(4, 32, device=rank.device)
+    for layer in model:
+        x = layer(x)
+    x.sum().backward()
+    stretches = [s for runs in optimizer._current_runs() for run in runs for s in optimizer._stretches(run)]
+    assert len(stretches) == 3 < len(list(model.parameters()))

@@ -48,6 +48,19 @@ def _uniform(bits):
 
 
 @triton.jit
+def _noise(row_of_table, row, col):
+    """Uniform numbers of both moments for local rows and columns; as ``quant.rounding_noise``."""
+    inner = row + tl.load(row_of_table + 9)
+    period = tl.load(row_of_table + 11)
+    outer = inner // period
+    source_row = tl.load(row_of_table + 10) + outer * tl.load(row_of_table + 12) + inner - outer * period
+    source = source_row * tl.load(row_of_table + 13) + tl.load(row_of_table + 14) + col
+    bits = _mix32(source.to(tl.uint32) ^ tl.load(row_of_table + 15).to(tl.uint32))
+    bits = _mix32(bits + (source >> 32).to(tl.uint32) + tl.load(row_of_table + 16).to(tl.uint32))
+    return _uniform(bits), _uniform(_mix32(bits ^ 0x9E3779B9))
+
+
+@triton.jit
 def _block_scale(magnitudes):
     """Largest magnitude per block: as integers, so that a NaN outranks every number and is kept."""
     bits = magnitudes.to(tl.int32, bitcast=True)
@@ -182,16 +195,9 @@ def _step_kernel(
 
     mean_noise, square_noise = direction, direction
     if STOCHASTIC:
-        inner = grid_row * BLOCK_ROWS + row + tl.load(row_of_table + 9)
-        period = tl.load(row_of_table + 11)
-        outer = inner // period
-        source_row = tl.load(row_of_table + 10) + outer * tl.load(row_of_table + 12) + inner - outer * period
-        source = source_row * tl.load(row_of_table + 13) + tl.load(row_of_table + 14)
-        source = source + first_tile * BLOCK_COLS + col
-        bits = _mix32(source.to(tl.uint32) ^ tl.load(row_of_table + 15).to(tl.uint32))
-        bits = _mix32(bits + (source >> 32).to(tl.uint32) + tl.load(row_of_table + 16).to(tl.uint32))
-        mean_noise = _uniform(bits)
-        square_noise = _uniform(_mix32(bits ^ 0x9E3779B9))
+        mean_noise, square_noise = _noise(
+            row_of_table, grid_row * BLOCK_ROWS + row, first_tile * BLOCK_COLS + col
+        )
     mean_codes8, mean_scales = _quantize(
         mean, signed_values_ptr, signed_steps_ptr, mean_noise, True, STOCHASTIC
     )
