@@ -1,12 +1,12 @@
 """Data parallelism beside tensor parallelism that does not divide evenly."""
 
 import torch
-from fsdp_core_cases import full
-from rank_pool import Rank, spmd
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from fsdp_core_cases import full
 from ragged_fsdp import Rows, StridedRaggedShard, fully_shard
+from rank_pool import Rank, spmd
 
 
 @spmd(4)
