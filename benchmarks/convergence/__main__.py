@@ -27,7 +27,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--ranks", type=int, default=4, help="processes (default 4)")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of each curve at most")
+    parser.add_argument("--steps", type=int, help="optimizer steps of each curve (default 600, --tiny 60)")
     parser.add_argument(
         "--seconds", type=float, help="shorten all curves so that the whole run takes about this long"
     )

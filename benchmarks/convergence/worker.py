@@ -41,7 +41,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
         models=TINY_MODELS if arguments.tiny else MODELS,
         seq_len=arguments.seq_len,
         batch=arguments.batch,
-        steps=min(60, arguments.steps) if arguments.tiny else arguments.steps,
+        steps=arguments.steps or (60 if arguments.tiny else 600),
         lr=arguments.lr,
         warmup=20,
     )
@@ -68,16 +68,17 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
 def _affordable(
     arguments: argparse.Namespace, setting: Setting, train: Batches, held_out: Batches, device: torch.device
 ) -> int:
-    """Steps per curve for a run of ``--seconds``, from a few steps of each kind, the same on every rank."""
-    trial = replace(setting, steps=15)
+    """Steps per curve for a run of ``--seconds``, from a few steps of two kinds, the same on every rank."""
+    trial = replace(setting, steps=10)
+    kinds = (RUNS[0], RUNS[-1])
     total = 0.0
-    for model in arguments.models:
-        for optimizer, sharding in RUNS:
-            curve = train_curve(Curve(model, optimizer, sharding), trial, train, held_out, device)
-            total += curve.seconds_per_step
-    seconds = torch.tensor(total, dtype=torch.float64, device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return max(20, min(setting.steps, int(arguments.seconds / seconds.item())))
+    for optimizer, sharding in kinds:
+        curve = Curve(arguments.models[-1], optimizer, sharding)
+        total += train_curve(curve, trial, train, held_out, device).seconds_per_step
+    per_step = torch.tensor(total / len(kinds), dtype=torch.float64, device=device)
+    dist.all_reduce(per_step, op=dist.ReduceOp.MAX)
+    curves = len(RUNS) * len(arguments.models)
+    return max(20, min(setting.steps, int(arguments.seconds / (per_step.item() * curves))))
 
 
 def _write(

@@ -179,11 +179,16 @@ def main() -> None:
             left_out = [] if dtype in arguments.torchao else ["torchao AdamW8bit"]
             rows += _measure(case, getattr(torch, dtype), arguments.rounds, rate, left_out)
             torch.cuda.empty_cache()
-    head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s."
-    record = {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "copy_bytes_per_s": rate}
+            _write(rows, rate, arguments.out)
+
+
+def _write(rows: list[Row], rate: float, folder: Path) -> None:
+    name = torch.cuda.get_device_name()
+    head = f"{name}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s."
+    record = {"hardware": name, "torch": torch.__version__, "copy_bytes_per_s": rate}
     record["rows"] = [asdict(row) for row in rows]
-    (arguments.out / "adam8bit_step.json").write_text(json.dumps(record, indent=1) + "\n")
-    (arguments.out / "adam8bit_step.md").write_text(_table(rows, head))
+    (folder / "adam8bit_step.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / "adam8bit_step.md").write_text(_table(rows, head))
 
 
 if __name__ == "__main__":
