@@ -147,7 +147,7 @@ def real(
         for case, peers in ((dense, ("fsdp2", "ddp")), (experts, ("fsdp2",))):
             runs = [(case, name) for name in ("ours-all-to-all", *peers, "ours")]
             if debug:
-                runs.insert(1, (replace(case, debug=True), "ours-all-to-all"))
+                runs.append((replace(case, debug=True), "ours-all-to-all"))
             rows = []
             for one, name in runs:
                 start = time.monotonic()
@@ -156,10 +156,10 @@ def real(
                 _CONSOLE.out(
                     f"{n} ranks, {case.model}, {name}: {outcome}  [{time.monotonic() - start:.0f} s]"
                 )
+                if out is not None:
+                    save(out, [*results, compare(case, rows)])
             results.append(compare(case, rows))
             _CONSOLE.print(real_table(results[-1]))
-            if out is not None:
-                save(out, results)
 
 
 @app.command()
@@ -181,6 +181,21 @@ def reduction_error(
     _CONSOLE.print(error_table(rows))
     if out is not None:
         save(out, rows)
+
+
+@app.command()
+def suite(
+    out: Annotated[Path, typer.Option(help="Folder for the result files.")] = Path("results"),
+    deadline: Annotated[float, typer.Option(help="Start nothing new after this many seconds.")] = 3600.0,
+    limit: Annotated[float, typer.Option(help="Seconds one implementation may take.")] = 120.0,
+    traces: Annotated[Path | None, typer.Option(help="Keep our traces in this folder.")] = None,
+) -> None:
+    """Run every case of the committed figures, most telling first."""
+    from .suite import run_suite
+
+    _need_cuda()
+    written = run_suite(out, _CONSOLE.out, deadline_s=deadline, limit_s=limit, trace_dir=traces)
+    show(written)
 
 
 @app.command()

@@ -45,16 +45,34 @@ _COLUMNS = (
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The results of several files, in order."""
-    return [result for path in paths for result in json.loads(path.read_text())["results"]]
+    """The results of several files: those of one case are joined, and a floor serves every rank count."""
+    joined: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        for result in json.loads(path.read_text())["results"]:
+            known = joined.setdefault(
+                json.dumps(result["case"], sort_keys=True), {"case": result["case"], "rows": []}
+            )
+            known["rows"] += result["rows"]
+    results = list(joined.values())
+    floors = {_workload(r["case"]): row for r in results for row in r["rows"] if _is_floor(row)}
+    for result in results:
+        floor = floors.get(_workload(result["case"]))
+        if floor is not None and not any(_is_floor(row) for row in result["rows"]):
+            result["rows"].insert(0, floor)
+    return results
+
+
+def _is_floor(row: dict[str, Any]) -> bool:
+    return row["implementation"] == "none" and "forward_backward_ms" in row
+
+
+def _workload(case: dict[str, Any]) -> tuple[Any, ...]:
+    return case["model"], case["layers"], case["tokens"]
 
 
 def floor_ms(result: dict[str, Any]) -> float | None:
     """Forward and backward of the unsharded layers in this run, if it was measured."""
-    for row in result["rows"]:
-        if row["implementation"] == "none" and "forward_backward_ms" in row:
-            return row["forward_backward_ms"]
-    return None
+    return next((row["forward_backward_ms"] for row in result["rows"] if _is_floor(row)), None)
 
 
 def bound_ms(result: dict[str, Any], bandwidth_gb_s: float | None) -> float | None:

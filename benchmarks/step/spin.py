@@ -13,9 +13,9 @@ from triton.language.extra.cuda import globaltimer
 
 __all__ = ["CHANNELS", "copy_by_channels", "hold_since", "spin_error", "spin_ns", "stamp"]
 
-CHANNELS = 24
+CHANNELS = 32
 """Thread blocks of a copy: what NCCL takes on such a device, leaving the others to compute."""
-_BLOCK = 8192
+_BLOCK = 16384
 _WARPS = 16
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 

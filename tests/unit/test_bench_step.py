@@ -260,3 +260,22 @@ def test_a_timeline_has_a_lane_per_stream(tmp_path):
     matmul, other = spans(named["compute"], wire=False)
     assert matmul == (0.0, 150.0, "matmul") and other[:2] == (150.0, 155.0)
     assert draw_timeline([path], tmp_path / "t.svg").stat().st_size > 1000
+
+
+def test_the_suite_saves_as_it_goes_and_stops_at_its_deadline(tmp_path, monkeypatch):
+    from benchmarks.step import suite
+
+    ran = []
+
+    def run(case, names, say, **_):
+        ran.append((case.ranks, *names))
+        return {"case": case.to_json(), "rows": [_row(names[0], None, 100.0 + len(ran))]}
+
+    monkeypatch.setattr(suite, "run_case", run)
+    written = suite.run_suite(tmp_path, lambda _: None, deadline_s=60.0, limit_s=10.0)
+    assert len(ran) == sum(len(names) for _, _, names in suite.SUITE) and len(written) == len(suite.SUITE)
+    results = report.load(written)
+    at_256 = next(r for r in results if r["case"]["ranks"] == 256 and r["case"]["model"] == "gpt-oss-120b")
+    assert report.floor_ms(at_256) == 101.0  # measured at 64 ranks: the floor has none
+    assert {"ours-all-to-all", "megatron"} <= {row["implementation"] for row in at_256["rows"]}
+    assert suite.run_suite(tmp_path / "late", lambda _: None, deadline_s=1.0, limit_s=10.0) == []
