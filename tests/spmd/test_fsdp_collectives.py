@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_cases import Transformer, build, count, fsdp, fully_shard, ragged_only, shard_blocks, tokens
+from fsdp_cases import RAGGED, Transformer, build, count, fsdp, fully_shard, ragged_only, shard_blocks, tokens
 from rank_pool import spmd
 
 GROUPS = 3
@@ -23,7 +23,9 @@ def test_one_collective_per_group(rank, reshard, backward_gathers):
         loss, forward = count(lambda step=step: model(tokens(rank, step)))
         _, backward = count(loss.backward)
         assert forward == {"gather": GROUPS}
-        expected = {"gather": backward_gathers, "reduce_scatter": GROUPS}
+        # where the choice is ours, the two groups backward starts with stay gathered from the second step on
+        spared = 2 if RAGGED and reshard is None and step else 0
+        expected = {"gather": backward_gathers - spared, "reduce_scatter": GROUPS}
         assert backward == {k: n for k, n in expected.items() if n}
 
 
