@@ -1,5 +1,7 @@
 """``state_dict``, ``load_state_dict`` and torch's distributed state-dict functions."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -220,3 +222,16 @@ def test_buffers_stay_plain(rank):
     states = model.state_dict()
     assert not isinstance(states["scale"], DTensor)
     assert "scratch" not in states
+
+
+@spmd(2)
+def test_deepcopy_of_a_state_dict(rank):
+    """Copies of several shards of one buffer are as many different tensors, apart from the model."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    copies = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for name, value in reference.state_dict().items():
+        assert torch.equal(full(copies[name]), value), name
