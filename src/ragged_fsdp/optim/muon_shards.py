@@ -47,12 +47,14 @@ Box = tuple[list[int], list[int]]  # offsets, sizes
 class Spread:
     """The exchange group of a parameter: the mesh dims exchanged over and its global ranks, rising.
 
-    Without mesh dims the parameter is local, and ``ranks`` is (0,) in every process.
+    Without mesh dims the parameter is local, and ``ranks`` is (0,) in every process. ``coordinate`` is this
+    rank's place in the mesh.
     """
 
     ranks: tuple[int, ...]
     mesh: DeviceMesh | None
     mesh_dims: tuple[int, ...]
+    coordinate: tuple[int, ...] = ()
 
     @property
     def index(self) -> int:
@@ -75,9 +77,9 @@ def spread_of(parameter: Tensor, rule: MatrixRule) -> Spread:
         raise ValueError(f"this rank is not in the mesh {mesh} of the parameter.")
     dims = _exchange_dims(mesh, placements, parameter.ndim, rule)
     if not dims:
-        return Spread(_LOCAL_RANKS, mesh, ())
+        return Spread(_LOCAL_RANKS, mesh, (), tuple(coordinate))
     index = tuple(slice(None) if d in dims else coordinate[d] for d in range(mesh.ndim))
-    return Spread(tuple(sorted(mesh.mesh[index].flatten().tolist())), mesh, dims)
+    return Spread(tuple(sorted(mesh.mesh[index].flatten().tolist())), mesh, dims, tuple(coordinate))
 
 
 def exchange_group(spread: Spread) -> dist.ProcessGroup | None:
@@ -90,7 +92,9 @@ def exchange_group(spread: Spread) -> dist.ProcessGroup | None:
             return group
     if spread.ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
-    made = _GROUPS.setdefault(dist.group.WORLD, {})
+    world = dist.group.WORLD
+    assert world is not None  # there is a mesh
+    made = _GROUPS.setdefault(world, {})
     if spread.ranks not in made:
         # Only members come here, so only members may have to take part in making the group.
         made[spread.ranks] = dist.new_group(list(spread.ranks), use_local_synchronization=True)
@@ -111,9 +115,9 @@ def parameter_layout(
     local_dims = [
         d for d in range(mesh.ndim) if d not in spread.mesh_dims and isinstance(placements[d], Shard)
     ]
-    inner = _box(shape, mesh_shape, tuple(mesh.get_coordinate()), placements, local_dims)
+    inner = _box(shape, mesh_shape, spread.coordinate, placements, local_dims)
     by_rank: dict[int, tuple[Holding, int]] = {}
-    for coordinate in _coordinates(mesh, spread.mesh_dims):
+    for coordinate in _coordinates(spread, mesh_shape):
         holding = _holding(name, shape, mesh_shape, coordinate, placements, rule, inner)
         replica = 0
         for d in spread.mesh_dims:
@@ -149,9 +153,10 @@ def _exchange_dims(
     return tuple(d for d in dims if not whole_matrices(placements[d]))
 
 
-def _coordinates(mesh: DeviceMesh, dims: tuple[int, ...]) -> list[tuple[int, ...]]:
-    here = mesh.get_coordinate()
-    ranges = [range(mesh.size(d)) if d in dims else (here[d],) for d in range(mesh.ndim)]
+def _coordinates(spread: Spread, mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The places in the mesh of the ranks of an exchange group."""
+    here = spread.coordinate
+    ranges = [range(size) if d in spread.mesh_dims else (here[d],) for d, size in enumerate(mesh_shape)]
     return list(itertools.product(*ranges))
 
 

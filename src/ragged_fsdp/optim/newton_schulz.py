@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import lru_cache
 from importlib.util import find_spec
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -44,16 +45,16 @@ _WORTH_TRITON_FLOPS = 2e11
 
 def per_iteration(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     """One triple (a, b, c) per iteration; a schedule shorter than ``steps`` repeats its last triple."""
-    first = coefficients[0]
-    schedule = coefficients if isinstance(first, (tuple, list)) else (coefficients,)
+    nested = isinstance(coefficients[0], (tuple, list))
+    schedule = cast("tuple[Triple, ...]", coefficients if nested else (coefficients,))
     if any(len(triple) != 3 for triple in schedule):
         raise ValueError(
             f"ns_coefficients: each iteration needs three numbers (a, b, c), got {coefficients}."
         )
     if steps < 1:
         raise ValueError(f"ns_steps must be at least 1, got {steps}.")
-    filled = [tuple(float(v) for v in schedule[min(i, len(schedule) - 1)]) for i in range(steps)]
-    return tuple(filled)  # type: ignore[arg-type]
+    chosen = (schedule[min(i, len(schedule) - 1)] for i in range(steps))
+    return tuple((float(a), float(b), float(c)) for a, b, c in chosen)
 
 
 @lru_cache(maxsize=1)
