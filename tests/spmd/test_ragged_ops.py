@@ -133,8 +133,8 @@ def test_views_alias(rank):
         assert_same(x[1:1], expected[1:1])
         assert_same(x.view(-1)[5], expected.view(-1)[5])
         assert x.view(-1)[5].item() == expected.view(-1)[5].item()
-        for result, ref in ((x[:, None].expand(8, 3, 6), expected[:, None].expand(8, 3, 6)),):
-            assert_same(result * 2, ref * 2)
+        if prefix == 1:  # rows are whole: they can be repeated
+            assert_same(x[:, None].expand(8, 3, 6) * 2, expected[:, None].expand(8, 3, 6) * 2)
     for call in (
         lambda: x.t(),
         lambda: x[:, 1],
