@@ -75,7 +75,7 @@ def op_name(op: torch._ops.OpOverload) -> str:
 
 def is_foreach(name: str) -> bool:
     """Whether the op takes lists of tensors that correspond element by element."""
-    return name.startswith(("_foreach_", "_fused_ada", "_fused_sgd", "_fused_rms"))
+    return name.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
 
 
 def is_elementwise(op: torch._ops.OpOverload) -> bool:
