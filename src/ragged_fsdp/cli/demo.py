@@ -59,7 +59,7 @@ def command(out: Path, processes: int, then_processes: int, steps: int, model: s
     console.rule(f"[bold]1. train on {processes} processes", align="left")
     run(from_values(common, {"processes": processes, "stop_at": stop_at}))
     console.rule(f"[bold]2. resume the checkpoint on {then_processes} processes", align="left")
-    sampling = {"sample_tokens": 200, "sample_prompt": "class ", "temperature": 0.6}
+    sampling = {"sample_tokens": 200, "sample_prompt": "def ", "temperature": 0.8}
     last = run(from_values(common, {"processes": then_processes, "resume": "must", **sampling}))
     console.rule("[bold]3. a sample of what it learnt to write", align="left")
     console.print(last["sample"], markup=False)
