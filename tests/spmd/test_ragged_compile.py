@@ -1,5 +1,7 @@
 """``torch.compile`` of programs that use ragged tensors."""
 
+import copy
+
 import torch
 import torch._dynamo
 import torch._inductor.config
@@ -63,7 +65,10 @@ def test_training_step_and_optimizer(rank):
     eager = nn.Parameter(weight.detach().clone())
     eager.grad = weight.grad.clone()
     reference = torch.optim.AdamW([eager], lr=0.1, foreach=True)
-    reference.load_state_dict(optimizer.state_dict())
+    reference.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # loading shares the tensors
+    with torch.no_grad():
+        for parameter in (weight, eager):
+            parameter.grad.add_(0.5)
     torch.compile(optimizer.step, backend="aot_eager")()
     reference.step()
     assert_same(weight, eager)

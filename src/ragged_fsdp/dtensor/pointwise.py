@@ -65,7 +65,7 @@ _LINEAR = {
     "_foreach_neg_",
     "_foreach_zero_",
 }
-_REDUCING_FOREACH = ("_foreach_max", "_foreach_norm", "_foreach_powsum")
+_REDUCING_FOREACH = {"_foreach_max", "_foreach_norm", "_foreach_powsum"}
 
 
 def op_name(op: torch._ops.OpOverload) -> str:
@@ -82,7 +82,7 @@ def is_elementwise(op: torch._ops.OpOverload) -> bool:
     """Whether the op treats each element by itself, so that it may run on any matching pieces."""
     name = op_name(op)
     if is_foreach(name):
-        return not name.startswith(_REDUCING_FOREACH)
+        return name not in _REDUCING_FOREACH
     return (torch.Tag.pointwise in op.tags or op in _UNTAGGED) and op.namespace == "aten"
 
 
