@@ -36,7 +36,7 @@ test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.
 	.venv-torch-$(TORCH)/bin/python -m pytest -q
 
 test-gpu: $(STAMP)  ## run the DTensor tests over NCCL, 2 and 4 ranks (they may share one GPU)
-	RAGGED_FSDP_TEST_DEVICE=cuda $(BIN)/python -m pytest -q tests/spmd -k ragged
+	RAGGED_FSDP_TEST_DEVICE=cuda $(BIN)/python -m pytest -q tests/spmd/test_ragged_*.py
 
 clean:  ## remove environments and caches
 	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
