@@ -58,6 +58,7 @@ class Setting:
     batch: int
     steps: int
     lr: float
+    muon_lr: float
     warmup: int
     seed: int = 1
 
@@ -84,7 +85,8 @@ def train_curve(
 ) -> Curve:
     """Train and fill in the losses; every rank calls this and gets the same numbers."""
     model, call = _build(curve, setting, device)
-    optimizer = OPTIMIZERS[curve.optimizer](model, setting.lr)
+    lr = setting.muon_lr if curve.optimizer == "muon" else setting.lr
+    optimizer = OPTIMIZERS[curve.optimizer](model, lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, setting))
     rank, world = dist.get_rank(), dist.get_world_size()
     losses: list[Tensor] = []

@@ -26,6 +26,7 @@ from ragged_fsdp.optim.quant import codebook, rounding_key
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
     ExactStateOptimizer,
+    StepCounters,
     local_of,
     require_matching_grad,
     require_plain_shards,
@@ -57,14 +58,17 @@ class _Slot:
     param: Tensor
     plan: _Plan
     weight: Tensor
-    step: Tensor
+    address: int
     moments: tuple[Tensor, ...]
+    kernel_kind: tuple[Any, ...] | None
+    """What parameters of one kernel launch have in common; None on devices without the kernel."""
 
     @property
     def grad(self) -> Tensor:
         """The local gradient of this step."""
         assert self.param.grad is not None
-        return local_of(self.param.grad).contiguous()
+        grad = local_of(self.param.grad)
+        return grad if grad.is_contiguous() else grad.contiguous()
 
 
 class Adam8bit(ExactStateOptimizer):
@@ -120,6 +124,7 @@ class Adam8bit(ExactStateOptimizer):
         }
         self._plans: dict[Tensor, _Plan] = {}
         self._slots: dict[Tensor, _Slot] = {}
+        self._counters: list[StepCounters] = []
         self._tables: dict[Any, Any] = {}
         super().__init__(params, defaults)
         self._log_plans()
@@ -135,7 +140,7 @@ class Adam8bit(ExactStateOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plans, self._slots, self._tables = {}, {}, {}
+        self._plans, self._slots, self._tables, self._counters = {}, {}, {}, []
         for index in range(len(self.param_groups)):  # options may have come with the state
             self._plan_group(index)
 
@@ -172,37 +177,38 @@ class Adam8bit(ExactStateOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
-        ready = [self._ready_slots(group) for group in self.param_groups]  # raises before anything changes
-        for group, slots in zip(self.param_groups, ready):
-            exact: dict[int, list[_Slot]] = defaultdict(list)
-            quantised: dict[int, list[_Slot]] = defaultdict(list)
-            for slot in slots:
-                slot.step.add_(1)
-                if slot.weight.numel():
-                    (exact if slot.plan.blocks is None else quantised)[int(slot.step)].append(slot)
-            for step, of_step in exact.items():
-                _update_exact(of_step, AdamScalars.of(group, step, self._decoupled))
-            for step, of_step in quantised.items():
-                scalars = AdamScalars.of(group, step, self._decoupled)
-                self._update_quantised([_entry(slot, group, step) for slot in of_step], scalars)
+        if len(self._counters) != len(self.param_groups):
+            self._counters = [StepCounters(group["params"]) for group in self.param_groups]
+            self._slots = {}
+        ready = [
+            self._ready_slots(index) for index in range(len(self.param_groups))
+        ]  # raises first, if at all
+        for group, counters, slots in zip(self.param_groups, self._counters, ready):
+            before, by_step = counters.counts(), defaultdict(list)
+            for index, slot in slots:
+                by_step[before[index] + 1].append(slot)
+            counters.advance([index for index, _ in slots])
+            for step, of_step in by_step.items():
+                self._update(of_step, group, step)
         return loss
 
-    def _ready_slots(self, group: dict[str, Any]) -> list[_Slot]:
-        slots = []
-        for param in group["params"]:
+    def _ready_slots(self, group_index: int) -> list[tuple[int, _Slot]]:
+        """The parameters with a gradient and their positions in the group."""
+        slots, counters = [], self._counters[group_index]
+        for index, param in enumerate(self.param_groups[group_index]["params"]):
             if param.grad is None:
                 continue
             slot = self._slots.get(param)
-            if slot is None or slot.weight.data_ptr() != local_of(param).data_ptr():
-                slot = self._slots[param] = self._new_slot(param)
+            if slot is None or slot.address != local_of(param).data_ptr():
+                slot = self._slots[param] = self._new_slot(param, counters)
             require_matching_grad(slot.plan.name, param)
-            slots.append(slot)
+            slots.append((index, slot))
         return slots
 
-    def _new_slot(self, param: Tensor) -> _Slot:
+    def _new_slot(self, param: Tensor, counters: StepCounters) -> _Slot:
         plan, state = self._plans[param], self.state[param]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            counters.adopt(param, state)
             state.update(_new_state(param, plan.blocks))
         expected = _EXACT if plan.blocks is None else _QUANTISED
         if missing := [key for key in expected if key not in state]:
@@ -210,24 +216,40 @@ class Adam8bit(ExactStateOptimizer):
                 f"{plan.name}: state {missing} is missing, found {sorted(state)}: it was saved by another "
                 "optimizer or under other options (min_8bit_numel, exclude)."
             )
-        moments = tuple(local_of(state[key]) for key in expected)
-        return _Slot(param, plan, local_of(param), state["step"], moments)
+        counters.adopt(param, state)
+        moments, weight = tuple(local_of(state[key]) for key in expected), local_of(param)
+        kind = None
+        if plan.blocks is not None and weight.is_cuda and weight.is_contiguous():
+            grid = plan.blocks.grid
+            kind = (grid.block_rows, grid.block_cols, weight.dtype, weight.device)
+        return _Slot(param, plan, weight, weight.data_ptr(), moments, kind)
 
-    def _update_quantised(self, entries: Sequence[BlockEntry], scalars: AdamScalars) -> None:
+    def _update(self, slots: Sequence[_Slot], group: dict[str, Any], step: int) -> None:
+        """Update parameters that take their ``step``-th step."""
+        scalars = AdamScalars.of(group, step, self._decoupled)
+        exact: list[_Slot] = []
         kinds: dict[Any, list[BlockEntry]] = defaultdict(list)
-        for entry in entries:
-            if entry.param.is_cuda and entry.param.is_contiguous():
-                grid, dtypes = entry.blocks.grid, (entry.param.dtype, entry.grad.dtype)
-                kinds[grid.block_rows, grid.block_cols, *dtypes, entry.param.device].append(entry)
+        for slot in slots:
+            if not slot.weight.numel():
+                continue
+            if slot.plan.blocks is None:
+                exact.append(slot)
+            elif slot.kernel_kind is None:
+                _update_any_stride(_entry(slot, group, step), scalars)
             else:
-                _update_any_stride(entry, scalars)
-        if not kinds:
-            return
+                entry = _entry(slot, group, step)
+                kinds[slot.kernel_kind, entry.grad.dtype].append(entry)
+        if exact:
+            _update_exact(exact, scalars)
+        if kinds:
+            self._launch(kinds, scalars)
+
+    def _launch(self, kinds: dict[Any, list[BlockEntry]], scalars: AdamScalars) -> None:
         from ragged_fsdp.optim.adam8bit_triton import update_entries
 
-        for kind, of_kind in kinds.items():
-            cache_key = (*kind, len(of_kind), of_kind[0].param.data_ptr())
-            self._tables[cache_key] = update_entries(of_kind, scalars, self._tables.get(cache_key))
+        for kind, entries in kinds.items():
+            key = (kind, len(entries), entries[0].param.data_ptr())
+            self._tables[key] = update_entries(entries, scalars, self._tables.get(key))
 
 
 class AdamW8bit(Adam8bit):

@@ -50,7 +50,7 @@ class AdamScalars:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class BlockEntry:
     """The local tensors of one quantised parameter, and the blocks they hold."""
 

@@ -50,11 +50,11 @@ def _uniform(bits):
 @triton.jit
 def _noise(row_of_table, row, col):
     """Uniform numbers of both moments for local rows and columns; as ``quant.rounding_noise``."""
-    inner = row + tl.load(row_of_table + 9)
-    period = tl.load(row_of_table + 11)
+    inner = row + tl.load(row_of_table + 9).to(tl.int32)  # 64-bit divisions are slow
+    period = tl.load(row_of_table + 11).to(tl.int32)
     outer = inner // period
     source_row = tl.load(row_of_table + 10) + outer * tl.load(row_of_table + 12) + inner - outer * period
-    source = source_row * tl.load(row_of_table + 13) + tl.load(row_of_table + 14) + col
+    source = source_row.to(tl.int64) * tl.load(row_of_table + 13) + tl.load(row_of_table + 14) + col
     bits = _mix32(source.to(tl.uint32) ^ tl.load(row_of_table + 15).to(tl.uint32))
     bits = _mix32(bits + (source >> 32).to(tl.uint32) + tl.load(row_of_table + 16).to(tl.uint32))
     return _uniform(bits), _uniform(_mix32(bits ^ 0x9E3779B9))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ragged_fsdp.optim.state import (
     ExactStateOptimizer,
+    StepCounters,
     local_of,
     require_matching_grad,
     require_plain_shards,
@@ -36,10 +37,11 @@ __all__ = ["FusedAdam", "FusedAdamW", "FusedSGD"]
 
 @dataclass(frozen=True)
 class _Member:
-    """One parameter of a run: where its elements start there, and how many there are on this rank."""
+    """One parameter of a run: its place in its group, and its elements' start and number in the run."""
 
     name: str
     param: Tensor
+    position: int
     start: int
     numel: int
 
@@ -52,6 +54,10 @@ class _Run:
     weights: Tensor
     state: dict[str, Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.itemsize = self.weights.element_size()
+        self.held = [member for member in self.members if member.numel]
+
 
 @dataclass(frozen=True)
 class _Stretch:
@@ -63,7 +69,9 @@ class _Stretch:
     grads: Tensor
 
     def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.stop]
+        """The stretch's part of a flat tensor of the run."""
+        whole = self.start == 0 and self.stop == flat.numel()
+        return flat if whole else flat[self.start : self.stop]
 
 
 class _FlatOptimizer(ExactStateOptimizer):
@@ -71,6 +79,7 @@ class _FlatOptimizer(ExactStateOptimizer):
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._runs: list[list[_Run]] | None = None
+        self._counters: list[StepCounters] = []
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -106,18 +115,17 @@ class _FlatOptimizer(ExactStateOptimizer):
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
         runs = self._current_runs()
-        for group, of_group in zip(self.param_groups, runs):
-            ready: dict[Any, list[_Stretch]] = defaultdict(list)
+        for group, counters, of_group in zip(self.param_groups, self._counters, runs):
+            before, ready = counters.counts(), defaultdict(list)
             for run in of_group:
-                for count, stretch in self._stretches(run):
-                    self._require_state(run, group)
+                for count, stretch in _stretches(run, before):
                     ready[count, run.weights.dtype, run.weights.device].append(stretch)
+            stepped = [i for i, param in enumerate(group["params"]) if param.grad is not None]
+            if fresh := [i for i in stepped if before[i] == 0]:
+                self._start(group, counters, of_group, fresh)
             for (count, _, _), stretches in ready.items():
                 self._update(group, count, stretches)
-            places = {member.param: (run, member) for run in of_group for member in run.members}
-            for param in group["params"]:  # not by address: ranks must create state in the same order
-                if param.grad is not None:
-                    self._count_step(*places[param], group)
+            counters.advance(stepped)
         return loss
 
     # -- runs ------------------------------------------------------------------------------------
@@ -126,121 +134,117 @@ class _FlatOptimizer(ExactStateOptimizer):
         """The runs of each group; found again after parameters moved, were added or state was loaded."""
         if self._runs is not None and not any(_has_moved(run) for runs in self._runs for run in runs):
             return self._runs
-        self._runs = []
+        self._runs, self._counters = [], []
         for index, group in enumerate(self.param_groups):
-            runs = list(_find_runs(self.named_group_params(index)))
-            for run in runs:
-                if any(self.state.get(member.param) for member in run.members):
-                    self._require_state(run, group)  # keeps what was loaded
+            runs, counters = list(_find_runs(self.named_group_params(index))), StepCounters(group["params"])
+            loaded = [i for i, param in enumerate(group["params"]) if self.state.get(param)]
             self._runs.append(runs)
+            self._counters.append(counters)
+            self._start(group, counters, runs, loaded)
         return self._runs
 
-    def _require_state(self, run: _Run, group: dict[str, Any]) -> None:
-        for key in self._state_keys(group):
-            if key not in run.state:
-                run.state[key] = torch.zeros_like(run.weights)
-                for member in run.members:
-                    self._adopt(run, member, key)
+    def _start(
+        self, group: dict[str, Any], counters: StepCounters, runs: Sequence[_Run], positions: Sequence[int]
+    ) -> None:
+        """Give parameters their views of the runs' state, keeping values they already have.
 
-    def _adopt(self, run: _Run, member: _Member, key: str) -> None:
-        """Copy a parameter's existing state into its part of the run's, and let it be a view of it."""
-        state = self.state.get(member.param) or {}
-        if key in state:
-            view = run.state[key][member.start : member.start + member.numel]
-            view.copy_(local_of(state[key]).reshape(-1))
-            state[key] = self._view(run, member, key)
-
-    def _view(self, run: _Run, member: _Member, key: str) -> Tensor:
-        view = run.state[key][member.start : member.start + member.numel]
-        return state_like(member.param, view.view(local_of(member.param).shape))
-
-    def _count_step(self, run: _Run, member: _Member, group: dict[str, Any]) -> None:
-        state = self.state[member.param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            self._require_state(run, group)
+        In the order of the parameters, not of addresses: ranks must create state in the same order.
+        """
+        places = {member.position: (run, member) for run in runs for member in run.members}
+        for position in positions:
+            run, member = places[position]
+            state = self.state[member.param]
+            counters.adopt(member.param, state, missing=1.0 if state else 0.0)  # torch's SGD saves none
             for key in self._state_keys(group):
-                state[key] = self._view(run, member, key)
-        state.setdefault("step", torch.ones((), dtype=torch.float32))  # torch's SGD saves none
-        state["step"] += 1
+                if key not in run.state:
+                    run.state[key] = torch.zeros_like(run.weights)
+                view = run.state[key][member.start : member.start + member.numel]
+                if key in state:
+                    view.copy_(local_of(state[key]).reshape(-1))
+                state[key] = state_like(member.param, view.view(local_of(member.param).shape))
 
-    def _stretches(self, run: _Run) -> Iterator[tuple[int, _Stretch]]:
-        """The stretches of this step, each with the steps its parameters took before."""
-        first: _Member | None = None
-        grads, count, stop = run.weights, 0, 0
-        for member in run.members:
-            if member.param.grad is None:
-                continue
-            require_matching_grad(member.name, member.param)
-            if not member.numel:
-                continue
-            grad, steps = local_of(member.param.grad), self._steps_of(member.param)
-            if grad.dtype != run.weights.dtype:
-                raise TypeError(
-                    f"{member.name}: expected a gradient of {run.weights.dtype}, got {grad.dtype}."
-                )
-            if not grad.is_contiguous():
-                grad = grad.contiguous()
-            extends = (
-                first is not None
-                and member.start == stop
-                and steps == count
-                and grad.data_ptr() == grads.data_ptr() + (stop - first.start) * grad.element_size()
-                and _same_storage(grad, grads)
-            )
-            if first is not None and not extends:
-                yield count, _Stretch(run, first.start, stop, _flat_from(grads, stop - first.start))
-            if not extends:
-                first, grads, count = member, grad, steps
-            stop = member.start + member.numel
-        if first is not None:
-            yield count, _Stretch(run, first.start, stop, _flat_from(grads, stop - first.start))
 
-    def _steps_of(self, param: Tensor) -> int:
-        state = self.state.get(param)
-        return int(state.get("step", 1)) if state else 0
+def _stretches(run: _Run, counts: Sequence[int]) -> Iterator[tuple[int, _Stretch]]:
+    """The stretches of this step, each with the steps its parameters took before."""
+    first: _Member | None = None
+    grads, count, stop, expected = run.weights, 0, 0, 0
+    for member in run.held:
+        if member.param.grad is None:
+            continue
+        grad = _local_grad(run, member)
+        address = grad.data_ptr()
+        extends = member.start == stop and counts[member.position] == count and address == expected
+        if first is not None and not extends:
+            yield from _joined(run, first, stop, grads, count)
+        if first is None or not extends:
+            first, grads, count = member, grad, counts[member.position]
+        stop, expected = member.start + member.numel, address + member.numel * run.itemsize
+    if first is not None:
+        yield from _joined(run, first, stop, grads, count)
+
+
+def _joined(
+    run: _Run, first: _Member, stop: int, grads: Tensor, count: int
+) -> Iterator[tuple[int, _Stretch]]:
+    """Neighbours from ``first`` to ``stop`` as one stretch: their gradients lie in one storage."""
+    numel = stop - first.start
+    if numel == first.numel:
+        yield count, _Stretch(run, first.start, stop, grads.view(-1))
+        return
+    end = (grads.storage_offset() + numel) * run.itemsize
+    if end <= grads.untyped_storage().nbytes():
+        yield count, _Stretch(run, first.start, stop, _flat_from(grads, numel))
+        return
+    for member in run.held:  # allocations that touch by chance
+        if first.start <= member.start < stop:
+            flat = _local_grad(run, member).reshape(-1)
+            yield count, _Stretch(run, member.start, member.start + member.numel, flat)
+
+
+def _local_grad(run: _Run, member: _Member) -> Tensor:
+    require_matching_grad(member.name, member.param)
+    assert member.param.grad is not None
+    grad = local_of(member.param.grad)
+    if grad.dtype != run.weights.dtype:
+        raise TypeError(f"{member.name}: expected a gradient of {run.weights.dtype}, got {grad.dtype}.")
+    return grad if grad.is_contiguous() else grad.contiguous()
 
 
 def _find_runs(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Run]:
     """Parameters in order of their addresses, joined where one ends and the next begins."""
-    named = list(named)
-    empty = [(name, p) for name, p in named if not local_of(p).numel()]
-    held = sorted(
-        ((name, p) for name, p in named if local_of(p).numel()), key=lambda item: local_of(item[1]).data_ptr()
-    )
+    every = [(position, name, param) for position, (name, param) in enumerate(named)]
     members: list[_Member] = []
     stop = 0
-    for name, param in held:
+    for position, name, param in sorted(every, key=lambda item: local_of(item[2]).data_ptr()):
         local = local_of(param)
         if not local.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous parameter, got stride {local.stride()}.")
-        if members:
-            previous = local_of(members[-1].param)
-            end = previous.data_ptr() + previous.numel() * previous.element_size()
-            alike = previous.dtype == local.dtype and _same_storage(previous, local)
-            if not alike or end != local.data_ptr():
-                yield _Run(members, _flat_from(local_of(members[0].param), stop))
-                members, stop = [], 0
-        members.append(_Member(name, param, stop, local.numel()))
+        if not local.numel():  # a rank that holds nothing still has state to save
+            yield _Run([_Member(name, param, position, 0, 0)], local.reshape(-1))
+            continue
+        if members and not _are_neighbours(local_of(members[-1].param), local):
+            yield _Run(members, _flat_from(local_of(members[0].param), stop))
+            members, stop = [], 0
+        members.append(_Member(name, param, position, stop, local.numel()))
         stop += local.numel()
     if members:
         yield _Run(members, _flat_from(local_of(members[0].param), stop))
-    for name, param in empty:  # a rank that holds nothing still has state to save
-        yield _Run([_Member(name, param, 0, 0)], local_of(param).reshape(-1))
+
+
+def _are_neighbours(left: Tensor, right: Tensor) -> bool:
+    end = left.data_ptr() + left.numel() * left.element_size()
+    same_storage = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    return left.dtype == right.dtype and end == right.data_ptr() and same_storage
 
 
 def _has_moved(run: _Run) -> bool:
-    first = next((m for m in run.members if m.numel), None)
-    if first is None:
+    """Whether the ends of the run are no longer where its weights are."""
+    if not run.held:
         return False
-    last = run.members[-1]
-    here = local_of(first.param).data_ptr() == run.weights.data_ptr()
-    end = run.weights.data_ptr() + last.start * run.weights.element_size()
-    return not here or local_of(last.param).data_ptr() != end or first.param.device != run.weights.device
-
-
-def _same_storage(left: Tensor, right: Tensor) -> bool:
-    return left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    first, last, address = run.held[0], run.held[-1], run.weights.data_ptr()
+    if local_of(first.param).data_ptr() != address:
+        return True
+    return local_of(last.param).data_ptr() != address + last.start * run.itemsize
 
 
 def _flat_from(first: Tensor, numel: int) -> Tensor:

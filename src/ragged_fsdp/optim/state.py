@@ -30,8 +30,8 @@ __all__ = ["ExactStateOptimizer", "local_of", "require_whole_blocks", "state_lik
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The local part of a DTensor, the tensor itself otherwise; without autograd."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    """The local part of a DTensor, the tensor itself otherwise. Called without autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def mesh_shape_of(tensor: DTensor) -> tuple[int, ...]:
@@ -113,9 +113,42 @@ def require_matching_grad(name: str, param: Tensor) -> None:
         raise RuntimeError(
             f"{name}: expected a dense gradient, got {'none' if grad is None else 'a sparse one'}."
         )
+    if not isinstance(param, DTensor) and not isinstance(grad, DTensor):
+        return
     ours, theirs = getattr(param, "placements", None), getattr(grad, "placements", None)
     if ours != theirs:
         raise RuntimeError(f"{name}: the gradient's placements {theirs} differ from the parameter's {ours}.")
+
+
+class StepCounters:
+    """Step counts of the parameters of a group: one addition counts a step for all of them.
+
+    A parameter's ``state["step"]`` is a scalar view of ``flat``, as optimizers of torch have it.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.flat = torch.zeros(len(params), dtype=torch.float32)
+        self.views = list(self.flat)
+        self.index_of = {param: index for index, param in enumerate(params)}
+
+    def counts(self) -> list[int]:
+        """Steps of each parameter; read anew, since a checkpoint may have been loaded into the views."""
+        return [int(count) for count in self.flat.tolist()]
+
+    def adopt(self, param: Tensor, state: dict[str, Any], missing: float = 0.0) -> None:
+        """Make ``state["step"]`` the parameter's view, keeping a value that was loaded."""
+        index = self.index_of[param]
+        view = self.views[index]
+        if state.get("step") is not view:
+            self.flat[index] = float(state.get("step", missing))
+            state["step"] = view
+
+    def advance(self, indices: Sequence[int]) -> None:
+        """Count one step for these parameters."""
+        if len(indices) == len(self.views):
+            self.flat += 1
+        elif indices:
+            self.flat[torch.tensor(indices)] += 1
 
 
 @dataclass(frozen=True)
