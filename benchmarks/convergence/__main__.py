@@ -34,7 +34,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=64, help="sequences per step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=256, help="bytes per sequence")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--muon-lr", type=float, help="peak learning rate of Muon (default: --lr)")
+    parser.add_argument("--muon-lr", type=float, default=2e-2, help="peak learning rate of Muon")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"

@@ -28,7 +28,8 @@ def write_report(folder: Path) -> None:
     size = f"{setting['steps']} steps of {setting['batch']} x {setting['seq_len']} bytes"
     head = (
         f"{record['hardware']}, ranks: {record['ranks']}, torch {record['torch']}; {size}, fp32, "
-        f"peak learning rate {setting['lr']}; {record['data']}.\n\n"
+        f"peak learning rate {setting['lr']}, of Muon {setting.get('muon_lr', setting['lr'])}; "
+        f"{record['data']}.\n\n"
     )
     (folder / "convergence.md").write_text(head + table(curves))
     draw(curves, setting["batch"] * setting["seq_len"], folder / "convergence.svg")

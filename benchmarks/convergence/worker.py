@@ -43,7 +43,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
         batch=arguments.batch,
         steps=arguments.steps or (60 if arguments.tiny else 600),
         lr=arguments.lr,
-        muon_lr=arguments.muon_lr or arguments.lr,
+        muon_lr=arguments.muon_lr,
         warmup=20,
     )
     if rank == 0:  # the others find the tokens cached
