@@ -99,8 +99,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, reference):
     _assert_same_curve(tmp_path, reference)
 
 
-def _ranks() -> list[psutil.Process]:
-    """The processes of the run that this process started: those that the fork server made."""
+def _forked() -> list[psutil.Process]:
+    """Live processes that a fork server of this process made: ranks of a run, and of pools of other tests."""
     own = psutil.Process()
     return [p for p in own.children(recursive=True) if p not in own.children() and p.is_running()]
 
@@ -127,7 +127,10 @@ def _steps_done(path: Path) -> int:
 
 @pytest.mark.parametrize("moment", ["step", "save"])
 def test_a_killed_rank_ends_the_others_and_nothing_is_lost(tmp_path, reference, moment):
-    seed = random.Random(moment)
+    seed, others = random.Random(moment), _forked()
+
+    def ranks() -> list[psutil.Process]:
+        return [p for p in _forked() if p not in others]
 
     def due() -> bool:
         if moment == "step":
@@ -135,7 +138,7 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(tmp_path, reference, 
         return any((tmp_path / "checkpoints").glob(".writing-*")) and _steps_done(tmp_path) >= 2
 
     def kill() -> None:
-        seed.choice(_ranks()).kill()
+        seed.choice(ranks()).kill()
 
     thread = _when(due, kill)
     began = time.monotonic()
@@ -143,7 +146,7 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(tmp_path, reference, 
         # evaluations make the steps long enough for the kill to come before the run is over
         train(tmp_path, processes=3, checkpoint_every=1, keep_last=0, eval_every=1, eval_sequences=48)
     thread.join()
-    assert time.monotonic() - began < 60 and not _ranks()
+    assert time.monotonic() - began < 60 and not ranks()
     train(tmp_path, processes=3, checkpoint_every=1)
     _assert_same_curve(tmp_path, reference)
     assert not list((tmp_path / "checkpoints").glob(".*-step-*"))
