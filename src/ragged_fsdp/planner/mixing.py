@@ -162,15 +162,19 @@ class _Programme:
     def _step(self, ends: _Array, first: int, last: int, choice: npt.NDArray[np.int8]) -> _Array:
         """Ends one tensor later, for the cells in ``[first, last)``; all others are unreached."""
         grown = np.full(len(ends), _UNREACHED)
-        grown[first:last] = self._place(ends[first:last], self.implied)
+        start = max(0, first - self.strides[0])
+        room = np.empty_like(ends)  # left in the shard where each end lies; one division serves all kinds
+        room[start:last] = self.shard - ends[start:last] % self.shard
+        grown[first:last] = self._place(ends[first:last], room[first:last], self.implied)
         for axis, stride in enumerate(self.strides):
             source = max(0, first - stride)
             if source + stride >= last:
                 continue
             if axis < len(self.axes):
-                candidate = self._place(ends[source : last - stride], self.axes[axis])
+                cells = slice(source, last - stride)
+                candidate = self._place(ends[cells], room[cells], self.axes[axis])
             elif self.chain:
-                candidate = self._place_chain(ends, source, last - stride)
+                candidate = self._place_chain(ends, room, slice(source, last - stride))
             else:
                 continue
             target = slice(source + stride, last)
@@ -179,7 +183,7 @@ class _Programme:
             choice[target][better] = axis + 1
         return grown
 
-    def _place(self, ends: _Array, kind: Kind) -> _Array:
+    def _place(self, ends: _Array, room: _Array, kind: Kind) -> _Array:
         """Ends after one more tensor of ``kind``: the closed form of ``earliest``, on arrays."""
         numel, block = kind
         length = align_up(numel, self.align)
@@ -187,7 +191,6 @@ class _Programme:
         whole = self.divisor % block == 0
         if head_unit == self.align and whole:
             return np.minimum(ends + length, _UNREACHED)
-        room = self.shard - ends % self.shard
         gap = room % head_unit
         if not whole:
             head_most = self.shard // head_unit * head_unit
@@ -213,11 +216,9 @@ class _Programme:
         self.next_late: _Array = np.array(lates, dtype=np.int64)[place]
         self.next_whole = np.array([self.divisor % block == 0 for _, block in kinds])[place]
 
-    def _place_chain(self, ends: _Array, first: int, last: int) -> _Array:
+    def _place_chain(self, ends: _Array, room: _Array, cells: slice) -> _Array:
         """Ends after the next chained tensor of each cell."""
-        cells = slice(first, last)
-        ends, numel = ends[cells], self.next_numel[cells]
-        room = self.shard - ends % self.shard
+        ends, room, numel = ends[cells], room[cells], self.next_numel[cells]
         gap = room % self.next_head[cells]
         late = ~self.next_whole[cells] & (numel - room + gap > self.shard)
         gap = np.where(late, room + self.next_late[cells], gap)
