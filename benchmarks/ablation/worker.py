@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from benchmarks.ablation.components import CopyingGather, CopyingReduce, RedistributingAdamW8bit
+from benchmarks.ranks import join_ranks
 
 from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 from ragged_fsdp.models import MoEConfig, MoETransformer
@@ -36,16 +35,7 @@ SIZES = {
 
 def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     """Measure the variants in turn, round by round; rank 0 writes the table."""
-    # NCCL lets several ranks use one GPU only if they look like several hosts.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_HOSTID=f"rank{rank}")
-    device = torch.device(arguments.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=arguments.ranks, timeout=timedelta(minutes=5))
+    device = join_ranks(rank, arguments, port)
     config = SIZES[arguments.size]
     steps = {variant: _training_step(variant, config, arguments, device) for variant in VARIANTS}
     losses = {variant: [step() for _ in range(3)] for variant, step in steps.items()}

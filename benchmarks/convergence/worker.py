@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 from dataclasses import asdict, replace
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from benchmarks.convergence.curves import MODELS, TINY_MODELS, Curve, Setting, train_curve
+from benchmarks.ranks import join_ranks
 
 from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import DataConfig
@@ -27,16 +26,7 @@ RUNS = [
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
-    # NCCL lets several ranks use one GPU only if they look like several hosts.
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_HOSTID=f"rank{rank}")
-    device = torch.device(arguments.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=rank, world_size=arguments.ranks, timeout=timedelta(minutes=5))
+    device = join_ranks(rank, arguments, port)
     setting = Setting(
         models=TINY_MODELS if arguments.tiny else MODELS,
         seq_len=arguments.seq_len,

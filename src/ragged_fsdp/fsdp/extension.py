@@ -27,7 +27,7 @@ from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer.storage import contiguous_stride
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.param import ManagedParam
-from ragged_fsdp.fsdp.param_group import ParamGroup, Phase, Residence
+from ragged_fsdp.fsdp.param_group import ParamGroup
 from ragged_fsdp.fsdp.plan import GroupPlan
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
 
@@ -162,22 +162,9 @@ class ExtensionGroup(ParamGroup):
 
     # -- gather ----------------------------------------------------------------------------------
 
-    @on_parameters
-    def unshard(self, async_op: bool = False) -> None:
-        """Ask the extensions for their inputs and gather all of them with one collective."""
-        if self.residence in (Residence.GATHERING, Residence.UNSHARDED):
-            return
-        if self.phase is Phase.PRE_BACKWARD and not self.settings.unshard_in_backward:
-            return
-        if self.stale:
-            self.stale = False
-            self.reset_sharded_params()
-            self.lazy_init()
-        slot = self._pack([self._inputs(index, param) for index, param in enumerate(self.params)])
-        with self.context.on_stream("gather"):
-            self._gather_work = self._send(slot, async_op)
-            self._gather_done = self.context.record()
-        self._move(Residence.GATHERING)
+    def _gather_source(self) -> torch.Tensor:
+        """The extensions' inputs, packed into this rank's slot of the message."""
+        return self._pack([self._inputs(index, param) for index, param in enumerate(self.params)])
 
     def _inputs(self, index: int, param: ManagedParam) -> list[torch.Tensor]:
         local = param.sharded._local_tensor
@@ -219,7 +206,8 @@ class ExtensionGroup(ParamGroup):
         self._message = message
         return slot
 
-    def _send(self, slot: torch.Tensor, async_op: bool) -> Any:
+    def _gather(self, slot: torch.Tensor, async_op: bool) -> Any:
+        """All inputs of all extensions with one collective."""
         group, message = self.mesh.shard_group, self._message
         if group.size() == 1 or message is None:
             return None

@@ -256,18 +256,23 @@ class ParamGroup:
             self.stale = False
             self.reset_sharded_params()
             self.lazy_init()
+        source = self._gather_source()
+        with self.context.on_stream("gather"):
+            self._gather_work = self._gather(source, async_op)
+            self._gather_done = self.context.record()
+        self._move(Residence.GATHERING)
+
+    def _gather_source(self) -> Any:
+        """What :meth:`_gather` works on, allocated on the compute stream: the buffer the parameters view."""
         weight = self.model_weight
         assert weight is not None
         weight.materialize()
         if self.params[0].unsharded is None:
             for param, view in zip(self.params, weight.tensors):
                 param.make_unsharded(view)
-        with self.context.on_stream("gather"):
-            self._gather_work = self._gather(weight, async_op)
-            self._gather_done = self.context.record()
-        self._move(Residence.GATHERING)
+        return weight
 
-    def _gather(self, weight: DBuffer, async_op: bool) -> Any:
+    def _gather(self, weight: Any, async_op: bool) -> Any:
         if self.residence is Residence.PARKED and self.parking is not None:
             slot, group = self.parking.fill(weight)
         else:
