@@ -41,6 +41,7 @@ _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
 _POOLS: dict[int, _Pool] = {}
 _DEFAULT_TIMEOUT_S = 120.0
+_SKIPPED = "skipped: "
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ class _Pool:
         for pipe in self._pipes:
             pipe.send((module, qualname, params, str(shared_dir)))
         deadline = time.monotonic() + timeout
-        failures, silent = [], []
+        failures, silent, skips = [], [], []
         for rank, pipe in enumerate(self._pipes):
             # After a first failure the others may wait for it in a collective: give them little time.
             wait = 10.0 if failures else max(0.0, deadline - time.monotonic())
@@ -131,12 +132,17 @@ class _Pool:
                 answer = "the process died"
             if answer is None:
                 silent.append(rank)
+            elif answer.startswith(_SKIPPED):
+                skips.append(answer.removeprefix(_SKIPPED))
             elif answer != "ok":
                 failures.append(f"rank {rank}: {answer}")
         if silent or failures:
             self.stop()
             hung = f"no answer from ranks {silent} (hang?)\n" if silent else ""
             pytest.fail(hung + "\n".join(failures), pytrace=False)
+        if len(skips) == len(self._pipes):
+            pytest.skip(skips[0])
+        assert not skips, "only some of the ranks skipped the test"
 
     def stop(self) -> None:
         self.healthy = False
@@ -187,6 +193,8 @@ def _run_one(module: str, qualname: str, params: dict, rank: Rank) -> str:
         getattr(fn, "on_rank", fn)(rank, **params)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
+    except pytest.skip.Exception as skipped:
+        return _SKIPPED + str(skipped)
     except BaseException:
         return traceback.format_exc()
     return "ok"

@@ -23,3 +23,12 @@ def test_a_failing_rank_is_reported_and_the_next_test_gets_a_new_pool(tmp_path):
     with pytest.raises(pytest.fail.Exception, match=r"rank 1: (.|\n)*planted"):
         failing(world_size=2, tmp_path=tmp_path)
     spmd(2)(test_every_rank_takes_part.on_rank)(world_size=2, tmp_path=tmp_path)
+
+
+def _skips(rank):
+    pytest.skip("not here")
+
+
+def test_a_skip_on_the_ranks_skips_the_test(tmp_path):
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        spmd(2)(_skips)(world_size=2, tmp_path=tmp_path)
