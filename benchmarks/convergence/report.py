@@ -1,0 +1,167 @@
+"""The figure and the tables of a convergence run, from the files its stages left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence.curves import Curve
+from benchmarks.convergence.runs import LEARNING_RATES, MODELS
+
+__all__ = ["write_report"]
+
+_STYLES = {
+    "adamw, ragged_fsdp": ("black", "-"),
+    "adamw8bit, ddp": ("tab:orange", "-"),
+    "adamw8bit, ragged_fsdp": ("tab:blue", "--"),
+    "muon, ddp": ("tab:green", "-"),
+    "muon, ragged_fsdp": ("tab:red", "--"),
+}
+_COLORS = {"adamw": "black", "adamw8bit": "tab:blue", "muon": "tab:red"}
+_PANELS = {"8-bit Adam": ("adamw", "adamw8bit"), "Muon": ("adamw", "muon")}
+
+
+def write_report(folder: Path) -> None:
+    """``convergence.md`` and ``convergence.svg`` from the files in ``scan/`` and ``curves/``."""
+    heads, stages = [], {}
+    for stage in ("scan", "curves"):
+        records = _records(folder / stage)
+        stages[stage] = [Curve(**curve) for record in records for curve in record["curves"]]
+        if records:
+            heads.append(f"- {stage}: {_head(records[0])}")
+    text = "\n".join(heads) + "\n"
+    if stages["scan"]:
+        text += "\n## Scan of learning rates\n\n" + _scan_table(stages["scan"])
+    if stages["curves"]:
+        text += "\n## Curves at the best learning rate of each\n\n" + _curve_table(stages["curves"])
+    (folder / "convergence.md").write_text(text)
+    tokens = _tokens_per_step(folder)
+    _draw(stages["scan"], stages["curves"], tokens, folder / "convergence.svg")
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    """The files of a stage, models and optimizers in the order of their definition."""
+    names = [f"{model}-{optimizer}.json" for model in MODELS for optimizer in LEARNING_RATES]
+    return [json.loads((folder / name).read_text()) for name in names if (folder / name).exists()]
+
+
+def _tokens_per_step(folder: Path) -> int:
+    setting = next(r["setting"] for stage in ("scan", "curves") for r in _records(folder / stage))
+    return int(setting["batch"] * setting["seq_len"])
+
+
+def _head(record: dict[str, Any]) -> str:
+    setting = record["setting"]
+    precision = "fp32 with TF32 products" if "cu" in record["torch"] else "fp32"
+    return (
+        f"{record['hardware']}, ranks: {record['ranks']}, torch {record['torch']}; {setting['steps']} steps "
+        f"of {setting['batch']} x {setting['seq_len']} bytes, {precision}; {record['data']}."
+    )
+
+
+def _scan_table(curves: Sequence[Curve]) -> str:
+    """Held-out loss of every learning rate, and of the best with other seeds."""
+    lines = [
+        "| model | optimizer | held-out loss by learning rate | best | other seeds |",
+        "|---|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(curve.model for curve in curves):
+        for optimizer in LEARNING_RATES:
+            mine = [c for c in curves if (c.model, c.optimizer) == (model, optimizer)]
+            if not mine:
+                continue
+            by_rate = sorted((c for c in mine if c.seed == mine[0].seed), key=lambda c: c.lr)
+            best = min(by_rate, key=lambda c: c.evaluation)
+            at_edge = best.lr in (LEARNING_RATES[optimizer][0], LEARNING_RATES[optimizer][-1])
+            rates = ", ".join(f"{c.lr:g}: {c.evaluation:.4f}" for c in by_rate)
+            others = ", ".join(f"{c.evaluation:.4f}" for c in mine if c.seed != mine[0].seed)
+            mark = " (at the edge of the grid)" if at_edge else ""
+            found = f"{best.lr:g}: {best.evaluation:.4f}{mark}"
+            lines.append(f"| {model} | {optimizer} | {rates} | {found} | {others or '-'} |")
+    return "\n".join(lines) + "\n"
+
+
+def _curve_table(curves: Sequence[Curve]) -> str:
+    """Final losses, and how far the two ways of sharding are apart."""
+    lines = [
+        "| model | optimizer | lr | last tenth | held-out loss | largest smoothed gap to DDP | ms/step |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for curve in curves:
+        tail = curve.losses[-max(1, len(curve.losses) // 10) :]
+        other = [
+            c for c in curves if (c.model, c.optimizer, c.sharding) == (curve.model, curve.optimizer, "ddp")
+        ]
+        gap = "-"
+        if other and curve.sharding != "ddp":
+            pairs = zip(_smooth(curve.losses), _smooth(other[0].losses))
+            gap = f"{max(abs(a - b) for a, b in pairs):.4f}"
+        lines.append(
+            f"| {curve.model} | {curve.name} | {curve.lr:g} | {sum(tail) / len(tail):.4f} | "
+            f"{curve.evaluation:.4f} | {gap} | {curve.seconds_per_step * 1e3:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _draw(scan: Sequence[Curve], curves: Sequence[Curve], tokens_per_step: int, path: Path) -> None:
+    """One row per model: the curves of each optimizer beside AdamW's, and the scan."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    models = list(dict.fromkeys(curve.model for curve in [*scan, *curves]))
+    figure, axes = plt.subplots(len(models), 3, figsize=(15, 3.6 * len(models)), squeeze=False)
+    for row, model in zip(axes, models):
+        of_model = [curve for curve in curves if curve.model == model]
+        for axis, (title, optimizers) in zip(row, _PANELS.items()):
+            _draw_curves(axis, [c for c in of_model if c.optimizer in optimizers], tokens_per_step)
+            axis.set(
+                title=f"{title}, {model} model", xlabel="million tokens", ylabel="training loss (nats/byte)"
+            )
+        _draw_scan(row[-1], [curve for curve in scan if curve.model == model])
+        row[-1].set(
+            title=f"learning rates, {model} model", xlabel="learning rate", ylabel="held-out loss (nats/byte)"
+        )
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def _draw_curves(axis: Any, curves: Sequence[Curve], tokens_per_step: int) -> None:
+    for curve in curves:
+        color, line = _STYLES[curve.name]
+        tokens = [(i + 1) * tokens_per_step / 1e6 for i in range(len(curve.losses))]
+        label = f"{curve.name}, lr {curve.lr:g}"
+        axis.plot(tokens, _smooth(curve.losses), line, color=color, label=label, lw=1.2)
+    if curves:
+        last = min(min(_smooth(curve.losses)) for curve in curves)
+        axis.set_ylim(last - 0.05, last + 1.2)
+        axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+
+
+def _draw_scan(axis: Any, scan: Sequence[Curve]) -> None:
+    for optimizer in LEARNING_RATES:
+        points = sorted((c.lr, c.evaluation) for c in scan if c.optimizer == optimizer)
+        if points:
+            axis.plot(*zip(*points), "o", color=_COLORS[optimizer], ms=4, label=optimizer)
+            first = sorted((c.lr, c.evaluation) for c in scan if c.optimizer == optimizer and c.seed == 1)
+            axis.plot(*zip(*first), "-", color=_COLORS[optimizer], lw=1)
+    axis.set_xscale("log")
+    if scan:
+        best = min(curve.evaluation for curve in scan)
+        axis.set_ylim(best - 0.03, best + 0.7)
+        axis.legend(fontsize=8)
+    axis.grid(alpha=0.3)
+
+
+def _smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
+    """An exponential average, without the bias of its start."""
+    out, mean, total = [], 0.0, 0.0
+    for loss in losses:
+        mean, total = weight * mean + (1 - weight) * loss, weight * total + (1 - weight)
+        out.append(mean / total)
+    return out
