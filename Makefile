@@ -4,7 +4,7 @@ TORCH  ?= 2.15.0
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test lint setup test-torch test-gpu clean help
+.PHONY: demo test lint docs setup test-torch test-gpu clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -14,7 +14,7 @@ setup: $(STAMP)  ## create the environment (.venv) and install the package in it
 $(STAMP): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints-dev.txt "torch==$$(sed -n 's/^torch==//p' constraints-dev.txt)"
-	$(BIN)/pip install --quiet -c constraints-dev.txt -e '.[test,lint]'
+	$(BIN)/pip install --quiet -c constraints-dev.txt -e '.[test,lint,docs]'
 	touch $@
 
 demo: $(STAMP)  ## train a small MoE transformer, sharded over four local processes
@@ -28,6 +28,9 @@ lint: $(STAMP)  ## ruff, mypy and the layering contract
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: $(STAMP)  ## build the documentation into build/docs; a warning is an error
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.15.0
 	$(PYTHON) -m venv .venv-torch-$(TORCH)

@@ -1,21 +1,23 @@
-"""Code blocks of the documents, with what a reader is assumed to have at hand."""
+"""Code blocks of the documents: how to find them, what a reader is assumed to have at hand, what a command means."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DOCUMENTS", "ROOT", "at_hand", "blocks", "on_this_machine"]
+__all__ = ["DOCUMENTS", "ROOT", "at_hand", "blocks", "check_command", "on_this_machine"]
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
     path.relative_to(ROOT).as_posix()
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    if "```python" in path.read_text() or "```bash" in path.read_text()
+    for path in [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "examples").glob("*.md")),
+    ]
 ]
-_FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-
+_FENCE = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _GPUS = re.compile(r'init_device_mesh\("cuda", \((\d+),\)\)')
 
 
@@ -30,6 +32,37 @@ def blocks(document: str, language: str) -> Iterator[tuple[int, str]]:
     for match in _FENCE.finditer(text):
         if match.group(1) == language:
             yield text[: match.start()].count("\n") + 2, match.group(2)
+
+
+def check_command(line: str) -> None:
+    """Raise unless a line of a shell block names things that exist: make targets, scripts, subcommands with
+    flags of the right kind. Nothing is run; ``...`` stands for further arguments."""
+    words = [word for word in shlex.split(line, comments=True) if word != "..."]
+    if "ragged-fsdp" in words:
+        _parse(words[words.index("ragged-fsdp") + 1 :])
+    elif words[:1] == ["make"]:
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert words[1] in targets, f"make {words[1]}: targets are {targets}"
+    elif words:
+        scripts = [word for word in words if word.endswith(".py")]
+        modules = [words[i + 1].replace(".", "/") for i, word in enumerate(words[:-1]) if word == "-m"]
+        known = words[0] in ("torchrun", "python", "diff", "pip", "git", "cd")
+        assert known, f"no rule for {words[0]!r}; say here how to check it"
+        for path in [*scripts, *(name for name in modules if name.startswith("benchmarks"))]:
+            assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), f"{path} does not exist"
+
+
+def _parse(words: list[str]) -> None:
+    from importlib import import_module
+
+    import typer
+
+    found = import_module(f"ragged_fsdp.cli.{words[0]}").command
+    command = typer.main.get_command(found) if isinstance(found, typer.Typer) else found
+    name, *arguments = words
+    while hasattr(command, "resolve_command"):  # a group; typer may carry a click of its own
+        name, command, arguments = command.resolve_command(command.context_class(command), arguments)
+    command.make_context(name, list(arguments)).close()
 
 
 def at_hand(folder: Path) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """The code blocks of README and docs run, and the commands in them are understood."""
 
-import shlex
-
 import pytest
 
-from docs_blocks import DOCUMENTS, at_hand, blocks, on_this_machine
+from docs_blocks import DOCUMENTS, at_hand, blocks, check_command, on_this_machine
 from rank_pool import spmd
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+def _with(language: str) -> list[str]:
+    return [document for document in DOCUMENTS if any(blocks(document, language))]
+
+
+@pytest.mark.parametrize("document", _with("python"))
 @spmd(4)
 def test_python_blocks_run(rank, document):
     for line, text in blocks(document, "python"):
@@ -16,17 +18,20 @@ def test_python_blocks_run(rank, document):
         exec(code, at_hand(rank.shared_dir))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", _with("bash"))
 def test_commands_are_understood(document):
-    """Flags exist and have values of the right kind; nothing is run."""
-    from ragged_fsdp.cli.train import command as train
-
+    """Flags exist and have values of the right kind; scripts and targets exist; nothing is run."""
     for _, text in blocks(document, "bash"):
-        for line in text.splitlines():
-            words = shlex.split(line, comments=True)
-            if "ragged-fsdp" not in words:
-                continue
-            name, *arguments = words[words.index("ragged-fsdp") + 1 :]
-            assert name in ("train", "demo", "export", "inspect", "report", "plan", "bench"), line
-            if name == "train":
-                train.make_context("train", list(arguments)).close()
+        for line in text.replace("\\\n", " ").splitlines():
+            check_command(line)
+
+
+def test_no_block_escapes():
+    """Commands and Python stand in blocks that the tests above read."""
+    for document in DOCUMENTS:
+        for language in ("", "text", "py", "sh", "console", "shell"):
+            for line, text in blocks(document, language):
+                first = text.strip().split(" ")[0]
+                assert first not in ("ragged-fsdp", "torchrun", "make", "import", "from"), (
+                    f"{document}:{line}"
+                )

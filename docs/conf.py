@@ -1,0 +1,37 @@
+"""Sphinx: the pages of this folder, README as the front page, and the reference from the docstrings.
+
+``make docs`` builds into ``build/docs``; a warning is an error.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import ragged_fsdp
+
+project = "ragged_fsdp"
+copyright = "Apache-2.0"
+version = release = ragged_fsdp.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["figures", "pictures"]
+myst_heading_anchors = 4  # as GitHub makes them
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"  # signatures have them
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"ragged_fsdp {version}"
+html_copy_source = False
+
+
+def _front_page(app: Any, docname: str, source: list[str]) -> None:
+    """README is written for the top folder; on the site its links start in this one."""
+    if docname == "index":
+        readme = Path(__file__).parent.parent / "README.md"
+        source[0] = readme.read_text().replace("](docs/", "](") + "\n" + source[0]
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _front_page)
