@@ -3,7 +3,11 @@
     python -m benchmarks.ablation --out benchmarks/ablation/results
 
 Trains a GPT-OSS-like mixture of experts on random tokens, sharded over several processes; variants take turns
-round by round. With CUDA the ranks use NCCL, and share a GPU where there are fewer GPUs than ranks.
+round by round. With CUDA the ranks use NCCL, and share a GPU where there are fewer GPUs than ranks. With
+``--wire`` this process is rank 0 of ``--ranks``, and the link to the others is modelled
+(``benchmarks/step/wire.py``):
+
+    python -m benchmarks.ablation --out benchmarks/ablation/results --ranks 32 --wire 400 --seq-len 1024
 """
 
 from __future__ import annotations
@@ -32,8 +36,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per sequence")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    parser.add_argument(
+        "--wire", type=float, help="model the other ranks: GB/s of the link, 0 for a free one"
+    )
     arguments = parser.parse_args()
+    if arguments.ranks < 1 or (arguments.wire is not None and arguments.wire < 0):
+        parser.error("--ranks must be positive, --wire not negative")
     arguments.out.mkdir(parents=True, exist_ok=True)
+    if arguments.wire is not None:
+        run_rank(0, arguments, port=0)
+        return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

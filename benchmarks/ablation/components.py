@@ -3,7 +3,9 @@
 Without the buffer, communication needs memory of its own: shards are copied in before a gather, parameters
 copied out after it, gradients copied in before a reduction. Without the planner, shards are cut anywhere, so
 blocks are not whole on a rank: weights, gradients and moments are redistributed to whole blocks for the
-optimizer step, and weights and moments back.
+optimizer step, and weights and moments back. How that move is made matters, so there are two ways: a single
+uneven all-to-all per tensor, which our placements allow, and what a placement without it must do, gather the
+whole tensor on every rank and keep a part.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dtensor import RaggedShard
@@ -81,7 +84,8 @@ def _copy_columns(target: Tensor, source: Tensor, ranks: int, sizes: Sequence[in
 class RedistributingAdamW8bit:
     """8-bit AdamW on parameters whose sharding cuts blocks: they are put together for every step."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], **options: Any) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], through_full: bool, **options: Any) -> None:
+        self._move = _through_full if through_full else _directly
         self._params = [param for _, param in named]
         self._whole = [_whole_blocks(param) for param in self._params]
         self._inner = AdamW8bit([(name, w) for (name, _), w in zip(named, self._whole)], **options)
@@ -92,17 +96,17 @@ class RedistributingAdamW8bit:
         """Assemble, update, and take apart again, parameter by parameter."""
         for param, whole in zip(self._params, self._whole):
             placements = whole.placements
-            whole._local_tensor.copy_(param.redistribute(placements=placements)._local_tensor)
-            whole.grad = param.grad.redistribute(placements=placements)
+            whole._local_tensor.copy_(self._move(param, placements)._local_tensor)
+            whole.grad = self._move(param.grad, placements)
             for key, codes in self._cut_codes.get(param, {}).items():
-                assembled = codes.redistribute(placements=placements)
+                assembled = self._move(codes, placements)
                 self._inner.state[whole][key]._local_tensor.copy_(assembled._local_tensor)
         self._inner.step()
         for param, whole in zip(self._params, self._whole):
-            param._local_tensor.copy_(whole.redistribute(placements=param.placements)._local_tensor)
+            param._local_tensor.copy_(self._move(whole, param.placements)._local_tensor)
             state = self._inner.state[whole]
             self._cut_codes[param] = {
-                key: state[key].redistribute(placements=param.placements) for key in _CODES if key in state
+                key: self._move(state[key], param.placements) for key in _CODES if key in state
             }
             whole.grad = None
 
@@ -110,6 +114,14 @@ class RedistributingAdamW8bit:
         """Drop the gradients."""
         for param in self._params:
             param.grad = None
+
+
+def _directly(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    return tensor.redistribute(placements=placements)
+
+
+def _through_full(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    return tensor.redistribute(placements=[Replicate()]).redistribute(placements=placements)
 
 
 def _whole_blocks(param: nn.Parameter) -> nn.Parameter:

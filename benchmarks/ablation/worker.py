@@ -24,18 +24,23 @@ from ragged_fsdp.optim import AdamW8bit, block_policy
 
 __all__ = ["run_rank"]
 
-VARIANTS = ("all on", "without DBuffer", "without planner")
+VARIANTS = (
+    "all on",
+    "without DBuffer",
+    "without planner, all-to-all",
+    "without planner, gather",
+)
 SIZES = {
     "small": MoEConfig(hidden=256, layers=4, heads=4, kv_heads=2, experts=8, expert_hidden=256),
     "gpt-oss": MoEConfig(
-        hidden=1440, layers=6, heads=18, kv_heads=6, experts=16, experts_per_token=4, expert_hidden=1440
+        hidden=2880, layers=4, heads=45, kv_heads=9, experts=32, experts_per_token=4, expert_hidden=2880
     ),
 }
 
 
 def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     """Measure the variants in turn, round by round; rank 0 writes the table."""
-    device = join_ranks(rank, arguments, port)
+    device = _joined(rank, arguments, port)
     config = SIZES[arguments.size]
     steps = {variant: _training_step(variant, config, arguments, device) for variant in VARIANTS}
     losses = {variant: [step() for _ in range(3)] for variant, step in steps.items()}
@@ -49,13 +54,25 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
+def _joined(rank: int, arguments: argparse.Namespace, port: int) -> torch.device:
+    if arguments.wire is None:
+        return join_ranks(rank, arguments, port)
+    from benchmarks.step.wire import Wire, join
+
+    join(arguments.ranks, Wire(bandwidth_gb_s=arguments.wire or None))
+    return torch.device(arguments.device)
+
+
 def _training_step(
     variant: str, config: MoEConfig, arguments: argparse.Namespace, device: torch.device
 ) -> Callable[[], float]:
     model = _model(variant, config, device)
     named: list[Any] = list(model.named_parameters())
-    make: Any = RedistributingAdamW8bit if variant == "without planner" else AdamW8bit
-    optimizer = make(named, lr=1e-3)
+    optimizer: Any
+    if "planner" in variant:
+        optimizer = RedistributingAdamW8bit(named, through_full="gather" in variant, lr=1e-3)
+    else:
+        optimizer = AdamW8bit(named, lr=1e-3)
     shape = (arguments.batch, arguments.seq_len + 1)
     tokens = torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(dist.get_rank()))
     tokens = tokens.to(device)
@@ -78,7 +95,7 @@ def _model(variant: str, config: MoEConfig, device: torch.device) -> MoETransfor
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     }
-    if variant != "without planner":
+    if "planner" not in variant:
         options["orig_param_policy"] = block_policy()
     in_layers = sum(1 for layer in model.layers for _ in layer.parameters())
     for module in [*model.layers, model]:
@@ -106,12 +123,16 @@ def _write(
     arguments: argparse.Namespace,
     device: torch.device,
 ) -> None:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU"
-    backend = "NCCL" if device.type == "cuda" else "gloo"
-    tokens = arguments.batch * arguments.seq_len * arguments.ranks
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else platform.processor() or "CPU"
+    ranks = f"{arguments.ranks} {'NCCL' if cuda else 'gloo'} ranks"
+    if arguments.wire is not None:
+        wire = f"{arguments.wire:g} GB/s" if arguments.wire else "free"
+        ranks = f"rank 0 of {arguments.ranks}, the others modelled, wire {wire}"
+    tokens = arguments.batch * arguments.seq_len
     head = (
-        f"{name}, {arguments.ranks} {backend} ranks, torch {torch.__version__}; model `{arguments.size}`, "
-        f"{tokens} tokens per step, medians of {arguments.rounds}."
+        f"{name}, {ranks}, torch {torch.__version__}; model `{arguments.size}`, {tokens} tokens per rank and "
+        f"step, medians of {arguments.rounds}."
     )
     lines = [
         head,
@@ -121,10 +142,14 @@ def _write(
     ]
     for variant, seconds in medians.items():
         share = medians["all on"] / seconds
-        lines.append(f"| {variant} | {seconds * 1e3:.1f} | {share:.1%} | {losses[variant][-1]:.4f} |")
+        loss = f"{losses[variant][-1]:.4f}" if arguments.wire is None else "-"
+        lines.append(f"| {variant} | {seconds * 1e3:.1f} | {share:.1%} | {loss} |")
     lines.append("| without RaggedShard | - | not runnable: no placement describes the shards | - |")
+    stem = f"ablation-{arguments.size}-{device.type}"
+    if arguments.wire is not None:
+        stem += f"-{arguments.ranks}-{arguments.wire:g}"
     folder: Path = arguments.out
-    (folder / f"ablation-{arguments.size}-{device.type}.md").write_text("\n".join(lines) + "\n")
+    (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
     record = {"head": head, "seconds": medians, "losses": losses}
-    (folder / f"ablation-{arguments.size}-{device.type}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / f"{stem}.json").write_text(json.dumps(record, indent=1) + "\n")
     print("\n".join(lines), flush=True)
