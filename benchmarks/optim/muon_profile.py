@@ -2,8 +2,8 @@
 
     python -m benchmarks.optim.muon_profile --out benchmarks/optim/results
 
-``host`` is the time until ``step`` returns, ``device`` the time in which at least one kernel runs, ``step``
-the time between two synchronizations: a step much longer than ``device`` waits for the host. Cases are
+``host`` is the time until ``step`` returns, ``busy`` the time in which at least one kernel runs, ``step``
+the time between two synchronizations: a step much longer than ``busy`` waits for the host. Cases are
 those of ``muon_step.py``, with experts stacked where they can be and as separate parameters.
 """
 

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from ragged_fsdp.optim.muon_elementwise import Piece, apply_updates, update_momentum
 from ragged_fsdp.optim.muon_plan import Copy, ExchangePlan
@@ -96,13 +97,14 @@ class Exchange:
         """One step of all parameters of the plan."""
         live: dict[int, _Bucket] = {}
         for stage, index in _schedule(len(self.programs), self.in_flight):
-            if stage == "start":
-                live[index] = self._start(index, states, families, device)
-                self.most_in_flight = max(self.most_in_flight, len(live))
-            elif stage == "iterate":
-                self._iterate(live[index], families)
-            else:
-                self._finish(live.pop(index), self._from_roots[index], states, families)
+            with record_function(f"Muon {stage} {index}"):  # what profiles are read by
+                if stage == "start":
+                    live[index] = self._start(index, states, families, device)
+                    self.most_in_flight = max(self.most_in_flight, len(live))
+                elif stage == "iterate":
+                    self._iterate(live[index], families)
+                else:
+                    self._finish(live.pop(index), self._from_roots[index], states, families)
 
     def _start(
         self, index: int, states: Sequence[LocalState], families: Sequence[FamilyStep], device: torch.device

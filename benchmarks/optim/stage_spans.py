@@ -1,0 +1,130 @@
+"""When the stages of a distributed Muon step ran on the device, from a profile: numbers and a picture.
+
+``Exchange`` marks its stages in profiles as ``Muon start 0``, ``Muon iterate 0``, ``Muon finish 0``. A kernel
+belongs to the stage whose mark its launch lies in. Kernels of a collective or of the modelled wire are the
+*communication* of that stage: the gather of a bucket in its start, the way back in its iteration.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["StageSpan", "draw", "overlap", "stage_spans"]
+
+_MARK = "Muon "
+_COMMUNICATION = ("nccl", "_wire_")
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+@dataclass(frozen=True)
+class StageSpan:
+    """From the first to the last kernel of a stage in one lane, in microseconds of the profile's clock."""
+
+    stage: str
+    bucket: int
+    communication: bool
+    start: float
+    end: float
+
+
+def stage_spans(events: Sequence[dict[str, Any]]) -> list[StageSpan]:
+    """The spans of all stages of a chrome trace, in the order of their begin."""
+    marks = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event.get("cat") == "user_annotation" and event["name"].startswith(_MARK)
+    )
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in events
+        if event.get("cat") in _LAUNCHES and "correlation" in event.get("args", {})
+    }
+    wires = {
+        event["args"]["stream"]
+        for event in events
+        if event.get("cat") == "kernel" and any(word in event["name"] for word in _COMMUNICATION)
+    }
+    found: dict[tuple[str, bool], tuple[float, float]] = {}
+    for event in events:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        name = _mark_at(marks, launched.get(event["args"].get("correlation")))
+        if name is not None:
+            key = name, event["args"]["stream"] in wires
+            start, end = found.get(key, (float("inf"), float("-inf")))
+            found[key] = min(start, event["ts"]), max(end, event["ts"] + event["dur"])
+    spans = []
+    for (name, communication), (start, end) in found.items():
+        _, stage, bucket = name.split()
+        spans.append(StageSpan(stage, int(bucket), communication, start, end))
+    return sorted(spans, key=lambda span: span.start)
+
+
+def _mark_at(marks: list[tuple[float, float, str]], time: float | None) -> str | None:
+    if time is None:
+        return None
+    index = bisect.bisect_right(marks, (time, float("inf"), "")) - 1
+    return marks[index][2] if index >= 0 and time <= marks[index][1] else None
+
+
+def overlap(spans: Sequence[StageSpan]) -> list[dict[str, float]]:
+    """For each bucket: the time of its iteration, and how much of that a collective of another bucket ran."""
+    rows = []
+    for own in spans:
+        if own.stage != "iterate" or own.communication:
+            continue
+        others = [s for s in spans if s.communication and s.bucket != own.bucket]
+        shared, reached = 0.0, own.start
+        for other in sorted(others, key=lambda s: s.start):
+            begin, end = max(other.start, reached), min(other.end, own.end)
+            shared += max(0.0, end - begin)
+            reached = max(reached, end)
+        rows.append(
+            {
+                "bucket": own.bucket,
+                "iterate_ms": (own.end - own.start) / 1e3,
+                "beside_collective_ms": shared / 1e3,
+            }
+        )
+    return rows
+
+
+def draw(steps: dict[str, list[StageSpan]], out: Path) -> Path:
+    """A panel per step: computation below, communication above, a colour per bucket."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = plt.get_cmap("tab10").colors
+    words = {"start": "momentum", "iterate": "iterate", "finish": "apply"}
+    ways = {"start": "gather", "iterate": "return"}
+    figure, axes = plt.subplots(len(steps), 1, figsize=(13, 1.5 * len(steps)), sharex=True, squeeze=False)
+    for axis, (title, spans) in zip(axes[:, 0], steps.items()):
+        begin = min(span.start for span in spans)
+        for span in spans:
+            left, width = (span.start - begin) / 1e3, (span.end - span.start) / 1e3
+            colour = colours[span.bucket % len(colours)]
+            axis.broken_barh([(left, width)], (0.1 + span.communication, 0.8), color=colour)
+            text = f"{(ways if span.communication else words)[span.stage]} {span.bucket}"
+            axis.text(
+                left + width / 2,
+                span.communication + 0.5,
+                text,
+                ha="center",
+                va="center",
+                fontsize=6,
+                clip_on=True,
+            )
+        axis.set_yticks([0.5, 1.5], ["computation", "communication"], fontsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1, 0].set_xlabel("ms")
+    figure.tight_layout()
+    figure.savefig(out)
+    plt.close(figure)
+    return out
