@@ -1,17 +1,17 @@
 """The demo's run on 1, 2, 3 and 4 processes, and under FSDP2 and DDP: one seed, one curve.
 
-    python benchmarks/demo/parity.py            # trains each variant, then writes the results
-    python benchmarks/demo/parity.py --draw     # writes results.json and curves.svg from finished runs
+    python benchmarks/demo/parity.py                       # trains each variant, then writes the results
+    python benchmarks/demo/parity.py --precision fp64      # the same in double precision
+    python benchmarks/demo/parity.py --draw                # writes results.json and curves.svg from finished runs
 
-A variant that has finished is not run again; one that was stopped goes on where it stopped.
+A variant that has finished is not run again; one that was stopped goes on where it stopped. In double
+precision rounding is too small to change a token's experts, so what is left are differences of the program.
 """
 
 import argparse
 import json
-import platform
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from ragged_fsdp.cli.demo import SETTINGS
 from ragged_fsdp.trainer.config_file import from_values
@@ -19,6 +19,7 @@ from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.start import start
 
 HERE = Path(__file__).parent
+PRECISIONS = ("fp32", "fp64")
 VARIANTS = {
     "ragged, 4 processes": {"sharding": "ragged", "processes": 4},
     "FSDP2, 4 processes": {"sharding": "fsdp2", "processes": 4, "granularity": {}},
@@ -28,18 +29,21 @@ VARIANTS = {
     "ragged, 1 process": {"sharding": "ragged", "processes": 1},
 }
 
+Curve = dict[int, float]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/demo-parity"), help="folder of the runs")
+    parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
     parser.add_argument("--only", choices=list(VARIANTS), help="train this variant alone, and do not draw")
     parser.add_argument("--draw", action="store_true", help="do not train, only draw what there is")
     options = parser.parse_args()
     chosen = {options.only: VARIANTS[options.only]} if options.only else VARIANTS
     for name, changes in {} if options.draw else chosen.items():
-        folder = options.runs / name.replace(", ", "-").replace(" ", "-")
         common = {
-            "run_dir": str(folder),
+            "run_dir": str(run_folder(options.runs, options.precision, name)),
+            "precision": options.precision,
             "tensorboard": False,
             "device": "cpu",
             "checkpoint_every": 20,
@@ -50,57 +54,90 @@ def main() -> None:
         summarize(options.runs)
 
 
+def run_folder(runs: Path, precision: str, name: str) -> Path:
+    return runs / precision / name.replace(", ", "-").replace(" ", "-")
+
+
 def summarize(runs: Path) -> None:
     """Results of all variants that have finished, and their curves."""
-    results, curves = {}, {}
-    for name in VARIANTS:
-        rows = read_metrics(runs / name.replace(", ", "-").replace(" ", "-"))
-        evals = {row["step"]: row["loss"] for row in rows if row["kind"] == "eval"}
-        if any(row["kind"] == "end" and row["status"] == "finished" for row in rows):
-            curves[name] = evals
-            results[name] = {
-                "validation_loss": evals,
-                "last_training_loss": [row["loss"] for row in rows if row["kind"] == "train"][-1],
-            }
-    first = next(iter(curves.values()))
-    spread = {
-        step: max(c[step] for c in curves.values()) - min(c[step] for c in curves.values()) for step in first
-    }
-    system = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    report = {
-        "settings": SETTINGS,
-        "system": system,
-        "largest_difference_by_step": spread,
-        "variants": results,
-    }
+    report: dict[str, Any] = {"settings": SETTINGS}
+    curves: dict[str, dict[str, tuple[Curve, Curve]]] = {}
+    for precision in PRECISIONS:
+        of_precision = {}
+        for name in VARIANTS:
+            rows = read_metrics(run_folder(runs, precision, name))
+            if any(row["kind"] == "end" and row["status"] == "finished" for row in rows):
+                of_precision[name] = (curve_of(rows, "train"), curve_of(rows, "eval"))
+                began = next(row for row in rows if row["kind"] == "start")
+                report["system"] = {"torch": began["torch"], "device": began["device"]}
+        if of_precision:
+            curves[precision] = of_precision
+            report[precision] = results_of(of_precision)
     (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
     draw(curves, HERE / "curves.svg")
-    print(f"{len(curves)} variants; largest difference of a validation loss: {max(spread.values()):.2e}")
+    for precision, of_precision in curves.items():
+        largest = report[precision]["largest_difference"]
+        print(f"{precision}: {len(of_precision)} variants, largest differences {largest}")
 
 
-def draw(curves: dict[str, dict[int, float]], path: Path) -> None:
-    """Validation losses on the left, their distance from the first variant's on the right."""
+def curve_of(rows: list[dict[str, Any]], kind: str) -> Curve:
+    return {row["step"]: row["loss"] for row in rows if row["kind"] == kind}
+
+
+def results_of(curves: dict[str, tuple[Curve, Curve]]) -> dict[str, Any]:
+    """Losses of each variant, and how far they are apart at most."""
+    train, validation = (spread([pair[kind] for pair in curves.values()]) for kind in (0, 1))
+    first_apart = next((step for step, difference in train.items() if difference > 1e-4), None)
+    return {
+        "largest_difference": {
+            "training": max(train.values()),
+            "validation": max(validation.values()),
+            "validation_at_the_end": list(validation.values())[-1],
+            "first_step_with_training_losses_over_1e-4_apart": first_apart,
+            "training_by_step": {step: train[step] for step in train if step % 10 == 0},
+        },
+        "variants": {
+            name: {"validation_loss": evals, "last_training_loss": list(losses.values())[-1]}
+            for name, (losses, evals) in curves.items()
+        },
+    }
+
+
+def spread(curves: list[Curve]) -> Curve:
+    """Largest minus smallest at each step."""
+    return {
+        step: max(curve[step] for curve in curves) - min(curve[step] for curve in curves)
+        for step in curves[0]
+    }
+
+
+def draw(curves: dict[str, dict[str, tuple[Curve, Curve]]], path: Path) -> None:
+    """Validation losses on the left; on the right how far training losses are from the first variant's."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    reference = next(iter(curves.values()))
-    with plt.rc_context(
-        {"svg.hashsalt": "ragged_fsdp", "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}
-    ):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
-        for index, (name, curve) in enumerate(curves.items()):
-            style = {
-                "marker": "o^sDvx"[index],
-                "markersize": 7 - index,
-                "linewidth": 3 - 0.4 * index,
-                "alpha": 0.8,
-            }
-            left.plot(list(curve), list(curve.values()), label=name, **style)
-            right.plot(list(curve), [curve[step] - reference[step] for step in curve], label=name, **style)
+    look = {"svg.hashsalt": "ragged_fsdp", "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}
+    with plt.rc_context(look):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), constrained_layout=True)
+        for precision, line in zip(PRECISIONS, ("-", ":")):
+            of_precision = curves.get(precision, {})
+            for index, (name, (train, evals)) in enumerate(of_precision.items()):
+                color = f"C{index}"
+                if precision == PRECISIONS[0]:
+                    mark = {"marker": "o^sDvx"[index], "markersize": 8 - index, "linewidth": 3 - 0.4 * index}
+                    left.plot(list(evals), list(evals.values()), label=name, color=color, alpha=0.8, **mark)
+                reference = next(iter(of_precision.values()))[0]
+                apart = [max(abs(train[step] - reference[step]), 1e-17) for step in train]
+                if index:
+                    right.plot(list(train), apart, color=color, linestyle=line, linewidth=1.2)
         left.set(title="validation loss of the demo", xlabel="step")
-        right.set(title=f"difference from {next(iter(curves))}", xlabel="step")
+        right.set(
+            title=f"distance of training losses from '{next(iter(VARIANTS))}'\nfp32 (solid), fp64 (dotted)",
+            xlabel="step",
+            yscale="log",
+        )
         left.legend(frameon=False)
         for axis in (left, right):
             axis.spines[["top", "right"]].set_visible(False)

@@ -44,7 +44,7 @@ class MoETransformer(nn.Module):
     def forward(self, input_ids: Tensor) -> MoEOutput:
         x = self.embed_tokens(input_ids)  # (B, T, D)
         rotary = rotary_tables(input_ids.shape[1], self.config, x.device)
-        balance = x.new_zeros(x.shape[0], dtype=torch.float32)
+        balance = at_least_float32(x.new_zeros(x.shape[0]))
         for layer in self.layers:
             x, layer_balance = layer(x, rotary)
             balance = balance + layer_balance
@@ -127,7 +127,7 @@ class Router(nn.Linear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """(B, T, D) to the chosen experts (N, K), their weights (N, K) and the balance loss (B,)."""
-        logits = super().forward(x).float()  # (B, T, E)
+        logits = at_least_float32(super().forward(x))  # (B, T, E)
         top, chosen = logits.topk(self.experts_per_token, dim=-1)
         weights = top.softmax(-1).to(x.dtype)
         return chosen.flatten(0, 1), weights.flatten(0, 1), self._balance(logits, chosen)
@@ -175,6 +175,11 @@ def loop_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """The same in one kernel, without asking the device for the counts."""
     return F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """``x``, widened if it is of a half precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rotary_tables(positions: int, config: MoEConfig, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,12 @@ class OptimizerConfig:
     beta2: float = _option(0.95, "decay of the second moment", at_least=0)
     eps: float = _option(1e-8, "added to the denominator", at_least=0)
     muon_lr: float = _option(0.02, "peak learning rate of the matrices under muon", at_least=0)
+    muon_dtype: str = _option(
+        "auto",
+        "precision in which muon orthogonalizes; auto: bf16 on GPUs, on CPUs that of the weights (bf16 is not "
+        "faster there)",
+        choices=("auto", "bf16", "fp32"),
+    )
     clip: float = _option(1.0, "largest gradient norm (0: no clipping)", at_least=0)
     schedule: str = _option(
         "cosine", "shape of the learning rate after warmup", choices=("cosine", "linear", "wsd", "constant")
@@ -120,8 +126,9 @@ class ShardingConfig:
     precision: str = _option(
         "auto",
         "auto: bf16 on GPUs, fp32 on CPUs; bf16: bf16 compute, fp32 weights and reductions; "
-        "bf16-reduce: gradients are reduced in bf16 too",
-        choices=("auto", "fp32", "bf16", "bf16-reduce"),
+        "bf16-reduce: gradients are reduced in bf16 too; fp64: double precision throughout, to tell rounding "
+        "from other differences between runs",
+        choices=("auto", "fp32", "bf16", "bf16-reduce", "fp64"),
     )
     activation_checkpointing: int = _option(
         0, "recompute every n-th layer in backward (0: none, 1: all)", at_least=0

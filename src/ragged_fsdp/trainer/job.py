@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ragged_fsdp.checkpoint import dcp
@@ -28,7 +29,7 @@ from ragged_fsdp.trainer.sharding import ShardedModel, prepare_layers, shard
 from ragged_fsdp.trainer.state import Counters, restore, state_to_save
 from ragged_fsdp.trainer.step import StepResult, evaluate, train_step
 from ragged_fsdp.trainer.stop import StopRequest
-from ragged_fsdp.trainer.timing import StepClock, memory_bytes, peak_flops
+from ragged_fsdp.trainer.timing import StepClock, device_name, memory_bytes, peak_flops
 
 __all__ = ["TrainingJob"]
 
@@ -89,6 +90,8 @@ class TrainingJob:
         """The model, sharded on the meta device, then given its values; and its optimizer."""
         config, ranks, source = self.config, self.ranks, self._source
         model, twin = source.build(), source.build()
+        if config.sharding.precision == "fp64":
+            model, twin = model.double(), twin.double()
         self._flops_per_token = flops_per_token(
             twin, layers=source.layers, attention_width=source.attention_width, seq_len=config.data.seq_len
         )
@@ -129,6 +132,8 @@ class TrainingJob:
             self._metrics.write(
                 "start",
                 step,
+                torch=torch.__version__,
+                device=device_name(ranks.device),
                 world_size=ranks.world_size,
                 sharding=config.sharding.sharding,
                 parameters=self._parameters,

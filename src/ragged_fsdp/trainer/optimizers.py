@@ -42,6 +42,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
             adamw_betas=betas,
             adamw_eps=config.eps,
             adamw_weight_decay=0.0,
+            ns_dtype=_muon_dtype(config, named[0][1]),
         )
     groups = _by_decay(named, config.weight_decay)
     adam: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps}
@@ -50,6 +51,12 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     import ragged_fsdp.optim as ours
 
     return getattr(ours, {"adam8bit": "AdamW8bit", "shampoo": "Shampoo"}[config.optimizer])(groups, **adam)
+
+
+def _muon_dtype(config: OptimizerConfig, weight: nn.Parameter) -> torch.dtype:
+    full = torch.promote_types(weight.dtype, torch.float32)
+    auto = torch.bfloat16 if weight.is_cuda and full == torch.float32 else full
+    return {"auto": auto, "bf16": torch.bfloat16, "fp32": torch.float32}[config.muon_dtype]
 
 
 class LearningRate:

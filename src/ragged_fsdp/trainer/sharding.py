@@ -36,7 +36,7 @@ class ShardedModel:
         """The model itself; its parameters go to the optimizer and its state into checkpoints."""
         self._call: nn.Module = module
         self._fsdp = isinstance(module, FSDPModule)
-        self._autocast = resolved_precision(config, ranks.device) != "fp32" and not self._fsdp
+        self._autocast = resolved_precision(config, ranks.device).startswith("bf16") and not self._fsdp
         self._device = ranks.device
         self._reshard_after_forward = config.reshard_after_forward
         if config.sharding == "ddp" and ranks.world_size > 1:
@@ -161,7 +161,7 @@ def _granularity_policy(
 
 
 def _mixed_precision(precision: str) -> MixedPrecisionPolicy:
-    if precision == "fp32":
+    if not precision.startswith("bf16"):
         return MixedPrecisionPolicy()
     reduce_dtype = torch.bfloat16 if precision == "bf16-reduce" else torch.float32
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)

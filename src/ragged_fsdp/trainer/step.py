@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ragged_fsdp.models.moe import at_least_float32
 from ragged_fsdp.optim import clip_grad_norm_
 from ragged_fsdp.trainer.batches import Batches, share
 from ragged_fsdp.trainer.config import TrainConfig
@@ -42,7 +43,7 @@ def train_step(
     """Forward, backward and update on the samples from ``first_sample`` on."""
     batch, pieces = config.data.batch, config.data.accumulate
     step_tokens = batch * config.data.seq_len
-    loss_sum = torch.zeros((), device=ranks.device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for piece in range(pieces):
         with clock.phase("data"):
             ids = _my_sequences(batches, first_sample, share(batch, pieces, piece), ranks)
@@ -66,7 +67,7 @@ def train_step(
 def summed_losses(model: ShardedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Sum of the cross entropies of all tokens, and of the sequences' balance losses (0 without a router)."""
     output = model(ids[:, :-1])
-    logits = output.logits.flatten(0, 1).float()  # type: ignore[attr-defined]
+    logits = at_least_float32(output.logits.flatten(0, 1))  # type: ignore[attr-defined]
     tokens_loss = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
     balance = getattr(output, "balance_loss", None)
     return tokens_loss, tokens_loss.new_zeros(()) if balance is None else balance.sum()
@@ -83,7 +84,7 @@ def evaluate(model: ShardedModel, batches: Batches, config: TrainConfig, ranks: 
     """Mean loss over the first ``eval_sequences`` sequences, the same ones each time."""
     count = min(config.eval.eval_sequences, batches.windows)
     at_once = config.data.batch // config.data.accumulate
-    loss_sum = torch.zeros((), device=ranks.device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
     model.module.eval()
     for start in range(0, count, at_once):
         chunk = range(start, min(start + at_once, count))

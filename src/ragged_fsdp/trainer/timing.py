@@ -1,5 +1,7 @@
 """Where the time of a step goes, and what the device could do at best."""
 
+import os
+import platform
 import resource
 import sys
 import time
@@ -8,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["StepClock", "memory_bytes", "peak_flops"]
+__all__ = ["StepClock", "device_name", "memory_bytes", "peak_flops"]
 
 # Dense bf16 peaks from the vendors' data sheets, by the start of the device's name.
 _PEAK_TFLOPS = {
@@ -27,11 +29,18 @@ def peak_flops(device: torch.device, given_tflops: float) -> float | None:
     if given_tflops:
         return given_tflops * 1e12
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        name = device_name(device)
         for start in sorted(_PEAK_TFLOPS, key=len, reverse=True):
             if name.startswith(start):
                 return _PEAK_TFLOPS[start] * 1e12
     return None
+
+
+def device_name(device: torch.device) -> str:
+    """What the numbers of a run were measured on."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
