@@ -32,6 +32,7 @@ OPTIMIZERS = {
     "nadam-foreach": lambda p: torch.optim.NAdam(p, lr=0.1, foreach=True),
     "radam": lambda p: torch.optim.RAdam(p, lr=0.1, foreach=False),
     "radam-foreach": lambda p: torch.optim.RAdam(p, lr=0.1, foreach=True),
+    "sgd-plain": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
     "sgd-foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
     "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "sgd-loop": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, foreach=False),
@@ -155,16 +156,29 @@ def test_gradient_scaler_sees_the_infinite_piece(rank):
 
 @spmd(2)
 def test_a_gradient_laid_out_otherwise_is_moved(rank):
-    """A gradient that arrives replicated (of a sum, say) is sliced, not refused."""
+    """A gradient that arrives replicated (of a sum, say) is sliced, not refused.
+
+    One layout after the other, the parameter's own first: torch 2.11 would take each for the first.
+    """
     mesh, kind = rank.mesh(), RaggedShard((0,), (1, 3))
-    for options in ({"foreach": True}, {"fused": True}, {"foreach": False}):
-        start = numbers(1, 8, 6, device=rank.device)
-        param = nn.Parameter(distribute_tensor(start, mesh, [kind]))
-        param.sum().backward()
-        optimizer = torch.optim.SGD([param], lr=1.0, **options)
-        optimizer.step()
-        assert param.placements == (kind,)
-        assert_same(param, start - 1)
+    start, grad = (numbers(seed, 8, 6, device=rank.device) for seed in (1, 2))
+    layouts = (kind, Replicate(), Shard(0), Shard(1), RaggedShard((0, 1), (5, 43)))
+    for name, make in OPTIMIZERS.items():
+        if name == "sgd-fused":
+            continue  # makes its momentum like the gradient, and then writes it: refused
+        plain = nn.Parameter(start.clone())
+        plain.grad = grad.clone()
+        make([plain]).step()
+        for layout in layouts:
+            param = nn.Parameter(distribute_tensor(start, mesh, [kind]))
+            param.grad = distribute_tensor(grad, mesh, [layout])
+            make([param]).step()
+            assert param.placements == (kind,)
+            assert_same(param, plain, f"{name} {layout}")
+    param = nn.Parameter(distribute_tensor(start, mesh, [kind]))
+    param.sum().backward()
+    torch.optim.SGD([param], lr=1.0, fused=True).step()
+    assert_same(param, start - 1)
 
 
 @spmd(2)

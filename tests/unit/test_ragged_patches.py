@@ -13,6 +13,9 @@ from ragged_fsdp.dtensor import patches
 def test_every_touched_name_is_replaced_by_ours():
     for touched in patches.TOUCHED:
         found = touched.found
+        if touched.name == "op_to_schema_info":
+            assert found[torch.ops.aten._fused_sgd_.default].needs_pytree
+            continue
         if isinstance(found, dict):
             ours = sum(h.__module__.startswith("ragged_fsdp") for h in found.values())
             assert ours >= 4

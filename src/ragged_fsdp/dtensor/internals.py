@@ -17,7 +17,7 @@ import torch.distributed.tensor._utils as utils_module
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, _are_we_tracing
 from torch.distributed.tensor._dispatch import OpDispatcher
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema, OutputSharding
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -27,6 +27,7 @@ __all__ = [
     "OpDispatcher",
     "OpSchema",
     "OutputSharding",
+    "RuntimeSchemaInfo",
     "StridedShard",
     "TensorMeta",
     "all_gather",
@@ -36,6 +37,7 @@ __all__ = [
     "collective_module",
     "composite_kernel",
     "functional",
+    "op_overloads",
     "redistribute_module",
     "reduce_scatter",
     "return_and_correct_aliasing",
@@ -48,6 +50,17 @@ tracing = _are_we_tracing
 # Renamed in torch 2.13; the old names warn there.
 all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+def op_overloads(prefixes: tuple[str, ...]) -> list[torch._ops.OpOverload]:
+    """The aten ops of this torch whose names begin with one of ``prefixes``, every overload."""
+    found = []
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        packet, _, overload = name.partition(".")
+        if namespace == "aten" and packet.startswith(prefixes):
+            found.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    return found
 
 
 def composite_kernel(op: torch._ops.OpOverload) -> bool:

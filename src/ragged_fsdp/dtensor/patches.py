@@ -29,6 +29,7 @@ from ragged_fsdp.dtensor import (
     handlers,
     meshes,
     pickling,
+    pointwise,
     redistribute,
     state_dict,
 )
@@ -42,8 +43,10 @@ from ragged_fsdp.dtensor.geometry import (
 )
 from ragged_fsdp.dtensor.internals import (
     OpDispatcher,
+    RuntimeSchemaInfo,
     api_module,
     collective_module,
+    op_overloads,
     redistribute_module,
     utils_module,
 )
@@ -78,6 +81,12 @@ TOUCHED = (
         "_custom_op_handlers",
         (),
         "these ops never reach the rules; argmax, for one, would be silently wrong",
+    ),
+    Touched(
+        DTensor._op_dispatcher.sharding_propagator,
+        "op_to_schema_info",
+        (),
+        "the C++ cache must know that an op takes lists: 2.11 overlooks those that stock has no rule for",
     ),
     Touched(
         redistribute_module,
@@ -210,6 +219,19 @@ def _patch_dispatcher() -> None:
 
     OpDispatcher._propagate_op_sharding_dispatch_slow_path = propagate  # type: ignore[method-assign]
     handlers.wrap_all(DTensor._op_dispatcher._custom_op_handlers)
+    _describe_list_ops(DTensor._op_dispatcher.sharding_propagator)
+
+
+def _describe_list_ops(propagator: Any) -> None:
+    """Say of each list op that stock has no rule for that its lists are part of the signature.
+
+    Without it torch 2.11 caches the sharding of, say, ``_fused_sgd_`` whatever the tensors in its lists:
+    a gradient in another layout than at the first call would not be moved.
+    """
+    tables = [getattr(propagator, f"op_to_schema_info{kind}") for kind in ("", "_for_single_dim_strategy")]
+    for op in op_overloads(pointwise.LIST_OPS):
+        if not any(op in table for table in tables):
+            propagator.op_to_schema_info[op] = RuntimeSchemaInfo(needs_pytree=True)
 
 
 def _patch_redistribute_backward() -> None:

@@ -17,7 +17,7 @@ from ragged_fsdp.dtensor.geometry import is_ragged, ragged_mesh_dim, replicated,
 from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
 from ragged_fsdp.placement import RaggedShard
 
-__all__ = ["is_elementwise", "is_foreach", "list_rule", "op_name", "tensor_rule"]
+__all__ = ["LIST_OPS", "is_elementwise", "is_foreach", "list_rule", "op_name", "tensor_rule"]
 
 aten = torch.ops.aten
 
@@ -65,6 +65,8 @@ _LINEAR = {
     "_foreach_neg_",
     "_foreach_zero_",
 }
+LIST_OPS = ("_foreach_", "_fused_ada", "_fused_sgd")
+"""How the names of ops on lists of tensors begin: tensor ``i`` of each list belongs together."""
 _REDUCING_FOREACH = {"_foreach_max", "_foreach_norm", "_foreach_powsum"}
 
 
@@ -75,7 +77,7 @@ def op_name(op: torch._ops.OpOverload) -> str:
 
 def is_foreach(name: str) -> bool:
     """Whether the op takes lists of tensors that correspond element by element."""
-    return name.startswith(("_foreach_", "_fused_ada", "_fused_sgd"))
+    return name.startswith(LIST_OPS)
 
 
 def is_elementwise(op: torch._ops.OpOverload) -> bool:
