@@ -10,8 +10,9 @@ test, once per world size, that runs on every rank of a pool of that size::
 
 Other arguments come from ``pytest.mark.parametrize`` as usual and must be picklable. A rank that
 fails reports its traceback; a rank that hangs is killed with its pool, and the next test gets a
-new one. ``RAGGED_FSDP_TEST_DEVICE=cuda`` runs the same tests over NCCL, several ranks sharing
-one device if there are fewer devices than ranks.
+new one. ``pytest.skip`` on all ranks skips the test; on some of them only it fails.
+``RAGGED_FSDP_TEST_DEVICE=cuda`` runs the same tests over NCCL, several ranks sharing one device if
+there are fewer devices than ranks.
 """
 
 from __future__ import annotations
@@ -122,10 +123,11 @@ class _Pool:
         for pipe in self._pipes:
             pipe.send((module, qualname, params, str(shared_dir)))
         deadline = time.monotonic() + timeout
-        failures, silent, skips = [], [], []
+        failures, silent, skips = [], [], {}
         for rank, pipe in enumerate(self._pipes):
             # After a first failure the others may wait for it in a collective: give them little time.
-            wait = 10.0 if failures else max(0.0, deadline - time.monotonic())
+            left = max(0.0, deadline - time.monotonic())
+            wait = 10.0 if failures else min(30.0, left) if skips else left
             try:
                 answer = pipe.recv() if pipe.poll(wait) else None
             except EOFError:
@@ -133,16 +135,17 @@ class _Pool:
             if answer is None:
                 silent.append(rank)
             elif answer.startswith(_SKIPPED):
-                skips.append(answer.removeprefix(_SKIPPED))
+                skips[rank] = answer.removeprefix(_SKIPPED)
             elif answer != "ok":
                 failures.append(f"rank {rank}: {answer}")
+        if skips and len(skips) < len(self._pipes):
+            failures.append(f"only some of the ranks skipped the test: {skips}")
         if silent or failures:
             self.stop()
             hung = f"no answer from ranks {silent} (hang?)\n" if silent else ""
             pytest.fail(hung + "\n".join(failures), pytrace=False)
-        if len(skips) == len(self._pipes):
+        if skips:
             pytest.skip(skips[0])
-        assert not skips, "only some of the ranks skipped the test"
 
     def stop(self) -> None:
         self.healthy = False

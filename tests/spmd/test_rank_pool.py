@@ -25,10 +25,16 @@ def test_a_failing_rank_is_reported_and_the_next_test_gets_a_new_pool(tmp_path):
     spmd(2)(test_every_rank_takes_part.on_rank)(world_size=2, tmp_path=tmp_path)
 
 
-def _skips(rank):
-    pytest.skip("not here")
+def _skips_on(rank, ranks):
+    if rank.rank in ranks:
+        pytest.skip("planted")
 
 
-def test_a_skip_on_the_ranks_skips_the_test(tmp_path):
-    with pytest.raises(pytest.skip.Exception, match="not here"):
-        spmd(2)(_skips)(world_size=2, tmp_path=tmp_path)
+def test_a_test_is_skipped_by_all_ranks_or_none(tmp_path):
+    skipping = spmd(2)(_skips_on)
+    with pytest.raises(pytest.skip.Exception, match="planted"):
+        skipping(world_size=2, tmp_path=tmp_path, ranks=(0, 1))
+    for one in (0, 1):
+        with pytest.raises(pytest.fail.Exception, match=rf"only some of the ranks.*{one}: '.*planted"):
+            skipping(world_size=2, tmp_path=tmp_path, ranks=(one,))
+    skipping(world_size=2, tmp_path=tmp_path, ranks=())
