@@ -82,7 +82,7 @@ def optimizer_of(named: list[tuple[str, Tensor]], in_flight: int, bucket_numel: 
 def iteration_ms(optimizer: Muon, repeats: int) -> float:
     """The iteration of this rank's matrices by itself, in the batches of the plan."""
     coefficients = per_iteration(COEFFICIENTS, STEPS)
-    ((bound,),) = optimizer._bound.values()
+    (bound,) = optimizer._latest
     kinds = [item for program in bound.exchange.programs for item in program.batches]
 
     def iterate() -> None:
@@ -100,7 +100,7 @@ def iteration_ms(optimizer: Muon, repeats: int) -> float:
 
 def wire_bytes(optimizer: Muon) -> int:
     """Bytes of all transfers of a step on this rank: the larger of what is sent and received, each way."""
-    ((bound,),) = optimizer._bound.values()
+    (bound,) = optimizer._latest
     routes = [route for program in bound.exchange.programs for route in (program.gather, program.scatter)]
     return sum(max(sum(route.send), sum(route.receive)) for route in routes) * bound.exchange.dtype.itemsize
 

@@ -15,7 +15,7 @@ transfer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,15 @@ from torch.optim import Optimizer
 from ragged_fsdp.optim.matrices import Flattened, Fused, MatrixRule, slabs_of
 from ragged_fsdp.optim.muon_adamw import adamw_step, local_of
 from ragged_fsdp.optim.muon_exchange import FamilyStep, LocalState
-from ragged_fsdp.optim.muon_groups import BoundExchange, bind_exchanges
+from ragged_fsdp.optim.muon_groups import Binder, BoundExchange, Member
 from ragged_fsdp.optim.muon_rules import is_hidden_matrix, scale_function
-from ragged_fsdp.optim.newton_schulz import Coefficients, choose_backend, orthogonalize, per_iteration
+from ragged_fsdp.optim.newton_schulz import (
+    Coefficients,
+    check_backend,
+    choose_backend,
+    orthogonalize,
+    per_iteration,
+)
 
 __all__ = ["Flattened", "Fused", "Muon"]
 
@@ -77,9 +83,9 @@ class Muon(Optimizer):
             :func:`~ragged_fsdp.optim.muon_rules.is_hidden_matrix`.
         split: ``(name, parameter) -> Fused | Flattened | None``: the matrices inside a parameter. Without
             a rule, the last two dims are a matrix and the others count matrices (experts).
-        ns_dtype: of the iteration and of what is sent; bfloat16 or float32.
+        ns_dtype: of the iteration and of what is sent; bfloat16, float32 or float64.
         ns_backend: ``"auto"``, ``"plain"``, ``"triton"`` or ``"reference"``.
-        compile: use ``torch.compile`` for the plain iteration.
+        compile: use the plain iteration, through ``torch.compile``.
         bucket_numel: elements of one bucket on one root.
         buckets_in_flight: how many buckets a rank may hold at once: 1, 2 or 3.
     """
@@ -111,6 +117,7 @@ class Muon(Optimizer):
     ) -> None:
         if ns_dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"ns_dtype must be bfloat16, float32 or float64, got {ns_dtype}.")
+        check_backend(ns_backend, compile)
         if bucket_numel < 1 or buckets_in_flight not in (1, 2, 3):
             raise ValueError(
                 f"bucket_numel must be positive and buckets_in_flight 1, 2 or 3, got {bucket_numel} and "
@@ -136,11 +143,13 @@ class Muon(Optimizer):
         self._options = _Options(
             is_matrix, split, ns_dtype, ns_backend, compile, bucket_numel, buckets_in_flight, muon, adamw
         )
-        self._bound: dict[tuple[int, ...], tuple[BoundExchange, ...]] = {}
+        self._forget_exchanges()
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the parameters of a group, as a Muon group and an AdamW group where both kinds are there."""
+        if isinstance(param_group["params"], Set):
+            raise TypeError("Muon needs parameters in an order that is the same on all ranks, got a set.")
         named = _named(param_group["params"])
         chosen = param_group.get("algorithm")
         if chosen not in (None, _MUON, _ADAMW):
@@ -154,14 +163,19 @@ class Muon(Optimizer):
         kinds = [chosen or (_MUON if is_matrix(name, p) else _ADAMW) for name, p in named]
         rest = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
         defaults = {_MUON: self._options.muon_defaults, _ADAMW: self._options.adamw_defaults}
-        for algorithm in (_MUON, _ADAMW):
-            members = [pair for pair, kind in zip(named, kinds) if kind == algorithm]
-            if not members and (named or algorithm == _ADAMW):
-                continue
-            group = {**defaults[algorithm], **rest, "algorithm": algorithm}
-            _check_group(group, members, self._rule_of)
-            group["params"] = [pair if pair[0] is not None else pair[1] for pair in members]
-            super().add_param_group(group)
+        groups_before = len(self.param_groups)
+        try:
+            for algorithm in (_MUON, _ADAMW):
+                members = [pair for pair, kind in zip(named, kinds) if kind == algorithm]
+                if not members and (named or algorithm == _ADAMW):
+                    continue
+                group = {**defaults[algorithm], **rest, "algorithm": algorithm}
+                _check_group(group, members, self._rule_of)
+                group["params"] = [pair if pair[0] is not None else pair[1] for pair in members]
+                super().add_param_group(group)
+        except BaseException:
+            del self.param_groups[groups_before:]  # both halves or none
+            raise
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -188,8 +202,7 @@ class Muon(Optimizer):
         """A line per parameter: name, shape, algorithm, its matrices, and the ranks that work on them."""
         roots = {
             id(p): ", ".join(str(rank) for rank in ranks)
-            for exchanges in self._bound.values()
-            for bound in exchanges
+            for bound in self._latest
             for p, ranks in zip(bound.parameters, bound.roots())
         }
         lines = []
@@ -208,7 +221,13 @@ class Muon(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._bound = {}  # bound to the parameters of the original
+        self._forget_exchanges()  # they are bound to the parameters of the original
+
+    def _forget_exchanges(self) -> None:
+        options = self._options
+        binding = options.bucket_numel, options.buckets_in_flight, options.ns_dtype
+        self._sharded, self._local = Binder(*binding), Binder(*binding)
+        self._latest: tuple[BoundExchange, ...] = ()
 
     def _rule_of(self, name: str | None, parameter: Tensor) -> MatrixRule:
         return self._options.split(name, parameter) if self._options.split is not None else None
@@ -216,22 +235,28 @@ class Muon(Optimizer):
     def _exchanges(self, groups: list[dict[str, Any]]) -> tuple[BoundExchange, ...]:
         """The exchanges of the trainable parameters, made when that set is first seen.
 
-        Parameters without a gradient take part all the same: transfers must not depend on what one rank
-        happens to have. Only where nothing is sent are they left out.
+        Sharded parameters without a gradient take part all the same: which gradients there are may differ
+        between ranks, and neither a plan nor a transfer must depend on that. Others need a gradient.
         """
-        key = tuple(id(p) for group in groups for p in group["params"] if _takes_part(p))
-        if key not in self._bound:
-            members = []
-            for family, group in enumerate(groups):
-                names = group.get("param_names", [None] * len(group["params"]))
-                for name, p in zip(names, group["params"]):
-                    if _takes_part(p):
-                        members.append((name, p, self._rule_of(name, p), family))
-            options = self._options
-            self._bound[key] = bind_exchanges(
-                members, options.bucket_numel, options.buckets_in_flight, options.ns_dtype
-            )
-        return self._bound[key]
+        trainable = [[p for p in group["params"] if p.requires_grad] for group in groups]
+        sharded = [[p for p in params if _is_sharded(p)] for params in trainable]
+        local = [[p for p in params if p.grad is not None and not _is_sharded(p)] for params in trainable]
+        found: tuple[BoundExchange, ...] = ()
+        for binder, chosen in ((self._sharded, sharded), (self._local, local)):
+            key = tuple(tuple(map(id, params)) for params in chosen)
+            found += binder.exchanges(key, lambda chosen=chosen: self._members(groups, chosen))  # type: ignore[misc]
+        self._latest = found
+        return found
+
+    def _members(self, groups: list[dict[str, Any]], chosen: list[list[Tensor]]) -> list[Member]:
+        members: list[Member] = []
+        for family, (group, params) in enumerate(zip(groups, chosen)):
+            wanted = set(map(id, params))
+            names = group.get("param_names", [None] * len(group["params"]))
+            for name, p in zip(names, group["params"]):
+                if id(p) in wanted:
+                    members.append((name, p, self._rule_of(name, p), family))
+        return members
 
     def _local_state(self, name: str, parameter: Tensor) -> LocalState:
         gradient = parameter.grad
@@ -252,15 +277,17 @@ class Muon(Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return LocalState(
-            local_of(parameter), local_of(gradient).contiguous(), local_of(state["momentum_buffer"])
-        )
+        buffer = local_of(state["momentum_buffer"])
+        if not buffer.is_contiguous():
+            raise ValueError(f"{name}: momentum_buffer must be contiguous, got strides {buffer.stride()}.")
+        return LocalState(local_of(parameter), local_of(gradient).contiguous(), buffer)
 
     def _family_step(self, group: dict[str, Any], device: torch.device) -> FamilyStep:
         lr = float(group["lr"])
         coefficients = per_iteration(group["ns_coefficients"], group["ns_steps"])
-        backend = choose_backend(self._options.ns_backend, device, self._options.ns_dtype)
         compiled, eps = self._options.compile, group["eps"]
+        requested = "plain" if compiled else self._options.ns_backend
+        backend = choose_backend(requested, device, self._options.ns_dtype)
         return FamilyStep(
             momentum=group["momentum"],
             nesterov=group["nesterov"],
@@ -273,10 +300,8 @@ class Muon(Optimizer):
         )
 
 
-def _takes_part(parameter: Tensor) -> bool:
-    if not parameter.requires_grad:
-        return False
-    return parameter.grad is not None or (isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1)
+def _is_sharded(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
 
 
 def _named(params: Any) -> list[tuple[str | None, Tensor]]:

@@ -95,5 +95,7 @@ def apply_updates(parameters: list[Piece], updates: list[Piece], steps: list[flo
 
 
 def _one_kernel(pieces: list[Piece]) -> bool:
-    """Whether the Triton kernels can take these pieces."""
-    return has_triton() and all(p.tensor.is_cuda and p.contiguous for p in pieces)
+    """Whether the Triton kernels can take these pieces; they compute in fp32."""
+    return has_triton() and all(
+        p.tensor.is_cuda and p.contiguous and p.tensor.dtype != torch.float64 for p in pieces
+    )

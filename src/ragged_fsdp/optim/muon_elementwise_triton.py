@@ -30,7 +30,6 @@ _DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
-    torch.float64: tl.float64,
 }
 
 

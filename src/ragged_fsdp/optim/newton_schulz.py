@@ -27,6 +27,7 @@ from ragged_fsdp.optim.matrices import newton_schulz_flops
 __all__ = [
     "BACKENDS",
     "Coefficients",
+    "check_backend",
     "choose_backend",
     "has_triton",
     "orthogonalize",
@@ -63,10 +64,17 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The implementation that will run; ``auto`` takes Triton for bf16 on a GPU with TMA and wgmma."""
+def check_backend(requested: str, compiled: bool) -> None:
+    """Raise for an implementation that does not exist, or that ``torch.compile`` is not for."""
     if requested not in BACKENDS:
         raise ValueError(f"ns_backend must be one of {BACKENDS}, got {requested!r}.")
+    if compiled and requested not in ("auto", "plain"):
+        raise ValueError(f"compile=True compiles the plain iteration, got ns_backend={requested!r}.")
+
+
+def choose_backend(requested: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The implementation that will run; ``auto`` takes Triton for bf16 on a GPU with TMA and wgmma."""
+    check_backend(requested, compiled=False)
     able = device.type == "cuda" and dtype == torch.bfloat16 and has_triton()
     if requested == "triton" and not able:
         raise ValueError(

@@ -71,6 +71,8 @@ class Terms:
 
 
 _TILES = TileConfig(128, 64, 4, 4)
+_SHALLOW_TILES = TileConfig(128, 64, 3, 4)
+"""For products of square matrices: two programs fit on a multiprocessor, one computing while one stores."""
 
 
 @triton.jit
@@ -133,7 +135,7 @@ def _power(base, EXPONENT: tl.constexpr):
 def _product_kernel(
     left,
     right,  # None: the same as left
-    addend,  # pointer to D
+    addend,  # descriptor of D, blocks of the output tile; None without the first two terms
     out,
     traces,
     tiles,
@@ -171,12 +173,11 @@ def _product_kernel(
         product_factor *= _power(scale, PRODUCT_POWER)
     total = total * product_factor
     if ADD:
-        rows = row * SIDE + tl.arange(0, SIDE)[:, None]
-        columns = column * SIDE + tl.arange(0, SIDE)[None, :]
-        start = addend + matrix.to(tl.int64) * size * size
-        added = tl.load(start + rows * size + columns, mask=(rows < size) & (columns < size), other=0.0)
+        added = addend.load([matrix, row * SIDE, column * SIDE]).reshape(SIDE, SIDE)
         total += added.to(tl.float32) * addend_factor
-        total += tl.where(rows == columns, identity_factor, 0.0)
+        index = tl.arange(0, SIDE)
+        on_diagonal = (index[:, None] == index[None, :]) & (row == column)
+        total += tl.where(on_diagonal, identity_factor, 0.0)
     _store_both(out, total.to(tl.bfloat16), matrix, row, column, SIDE)
 
 
@@ -230,14 +231,15 @@ def symmetric_product(
     terms: Terms,
     min_norm: float,
     *,
-    config: TileConfig = _TILES,
+    config: TileConfig = _SHALLOW_TILES,
 ) -> None:
     """``out`` = the terms, with D = ``left``, for symmetric matrices whose product is symmetric too."""
     tiles = _tile_table(left.shape[1], config.side, left.device)
+    add = bool(terms.identity or terms.addend)
     _product_kernel[(left.shape[0] * tiles.numel(),)](
         _descriptor(left, config.side, config.depth),
         None if right is left else _descriptor(right, config.side, config.depth),
-        left,
+        _descriptor(left, config.side, config.side) if add else None,
         _descriptor(out, config.side, config.side),
         traces,
         tiles,
@@ -249,7 +251,7 @@ def symmetric_product(
         terms.product,
         min_norm,
         SQUARE=right is left,
-        ADD=bool(terms.identity or terms.addend),
+        ADD=add,
         IDENTITY_POWER=terms.powers[0],
         ADDEND_POWER=terms.powers[1],
         PRODUCT_POWER=terms.powers[2],
