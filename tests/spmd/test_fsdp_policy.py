@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from fsdp_cases import (
     RAGGED,
@@ -105,18 +104,6 @@ def test_local_shards_match_distribute_tensor(rank):
             whole, parameter.device_mesh, parameter.placements
         ).to_local()
         assert torch.equal(local, parameter.to_local()), name
-
-
-@spmd(2)
-def test_shard_placement_fn_is_honoured_or_refused(rank):
-    """A dimension other than 0 has no ragged equivalent unless whole blocks stay together."""
-    model, reference = build(lambda: nn.Linear(6, 4), rank.device)
-    try:
-        fully_shard(model, shard_placement_fn=lambda p: Shard(p.ndim - 1))
-    except NotImplementedError as error:
-        assert "weight" in str(error)
-    else:
-        assert_same(model, reference)
 
 
 @pytest.mark.parametrize("difference", ["shape", "name", "policy", "dtype", "frozen", "count"])

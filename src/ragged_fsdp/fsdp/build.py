@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from ragged_fsdp.fsdp.chunked import ChunkGroup, chunk_placement
 from ragged_fsdp.fsdp.exchange import ExchangeReducer
-from ragged_fsdp.fsdp.extension import ExtensionGroup, RowPieces, RowPlan, is_extended, row_plan
+from ragged_fsdp.fsdp.extension import ExtensionGroup, RowPieces, is_extended
 from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.managed import Managed
 from ragged_fsdp.fsdp.mesh import ParallelMesh
@@ -24,6 +25,7 @@ from ragged_fsdp.fsdp.param_group import ParamGroup
 from ragged_fsdp.fsdp.parking import ParkingSpot, parking_mesh
 from ragged_fsdp.fsdp.placing import outer_shapes, place, shrink_to
 from ragged_fsdp.fsdp.plan import GroupPlan, agree, make_plan
+from ragged_fsdp.fsdp.row_plan import RowPlan, row_plan
 from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import Elements, Rows, Whole
 
@@ -77,6 +79,8 @@ class _Choice:
 
     mesh: ParallelMesh
     block: int
+    shard_dim: int | None
+    """The dim of an explicit ``Shard``; None leaves the cut to the planner."""
 
 
 @dataclass
@@ -98,7 +102,10 @@ class GroupBuilder:
                     f"FSDP does not support non-contiguous parameters yet: {name} "
                     f"{param.shape=} {param.stride()=}"
                 )
-            self._choices.append(self._choose(name, param))
+            choice = self._choose(name, param)
+            if is_extended(param) or choice.shard_dim is not None:
+                self._check_packed(name, param, choice)
+            self._choices.append(choice)
 
     def _check_reshard(self) -> None:
         value, shards = self.options.reshard_after_forward, self.mesh.shard_size
@@ -128,28 +135,55 @@ class GroupBuilder:
                 f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not {value}"
             )
 
+    def _check_packed(self, name: str, param: nn.Parameter, choice: _Choice) -> None:
+        """Raise on what parameters that are cut by themselves cannot do."""
+        value = self.options.reshard_after_forward
+        if isinstance(value, int) and not isinstance(value, bool) and value not in (1, self.mesh.shard_size):
+            raise NotImplementedError(
+                f"{name}: a parameter with an explicit Shard or with all-gather extensions needs a bool "
+                f"reshard_after_forward, got {value}."
+            )
+        sizes = {shape[choice.shard_dim or 0] for shape in outer_shapes(param)}
+        if choice.shard_dim is not None and len(sizes) > 1:
+            raise NotImplementedError(
+                f"{name}: Shard({choice.shard_dim}) of a dim that is already cut unevenly, into "
+                f"{sorted(sizes)}, is no DTensor placement; return None from shard_placement_fn."
+            )
+        if is_extended(param) and choice.shard_dim:
+            raise NotImplementedError(
+                f"{name}: all-gather extensions index rows; got Shard({choice.shard_dim}), expected Shard(0)."
+            )
+
     # -- the user's functions --------------------------------------------------------------------
 
     def _choose(self, name: str, param: nn.Parameter) -> _Choice:
-        mesh, placement = self._placement_choice(param)
+        mesh, placement, explicit = self._placement_choice(param)
         mesh.check_spmd(param, name)
         shapes = outer_shapes(param)
         block = self._policy_block(name, param, shapes)
-        if placement is not None:
-            block = math.lcm(block, self._placement_block(param, placement, mesh, shapes[0]))
-        return _Choice(mesh, block)
+        if placement is None:
+            return _Choice(mesh, block or 1, None)
+        dim = self._placement_dim(param, placement, mesh, shapes[0])
+        if block is None and mesh.shards and (explicit or dim):
+            return _Choice(mesh, 1, dim)
+        return _Choice(mesh, math.lcm(block or 1, self._row_numel(shapes[0], dim)), None)
 
-    def _placement_choice(self, param: nn.Parameter) -> tuple[ParallelMesh, Shard | None]:
+    def _placement_choice(self, param: nn.Parameter) -> tuple[ParallelMesh, Shard | None, bool]:
+        """The mesh, the placement, and whether the placement was the point of the answer.
+
+        A ``ShardPlacementResult`` names a mesh and cannot leave the placement out: its ``Shard(0)`` is
+        FSDP2's default and no wish.
+        """
         result = self.options.shard_placement_fn(param) if self.options.shard_placement_fn else None
         if result is None or isinstance(result, Shard):
-            return self.mesh, result
+            return self.mesh, result, True
         if not (hasattr(result, "placement") and hasattr(result, "mesh_info")):
             raise ValueError(f"Invalid shard_placement_fn result: {result}")
         info = result.mesh_info
         if id(info) not in self._meshes:
             # held with its key: the id of an object that was freed could come back
             self._meshes[id(info)] = (info, self._known_mesh(info))
-        return self._meshes[id(info)][1], result.placement
+        return self._meshes[id(info)][1], result.placement, False
 
     def _known_mesh(self, info: Any) -> ParallelMesh:
         made = ParallelMesh(info.mesh, info.mesh)
@@ -163,11 +197,12 @@ class GroupBuilder:
                 )
         return made
 
-    def _policy_block(self, name: str, param: nn.Parameter, shapes: Sequence[tuple[int, ...]]) -> int:
+    def _policy_block(self, name: str, param: nn.Parameter, shapes: Sequence[tuple[int, ...]]) -> int | None:
+        """Elements of the blocks the policy asks for; None where it asks for nothing."""
         policy = self.options.orig_param_policy
         granularity = policy(name, param) if policy is not None else None
         if granularity is None:
-            return 1
+            return None
         if not isinstance(granularity, (Elements, Rows, Whole)):
             raise TypeError(
                 f"{name}: orig_param_policy must return Elements, Rows, Whole or None, got {granularity!r}."
@@ -179,10 +214,10 @@ class GroupBuilder:
         return max(blocks, default=1)
 
     @staticmethod
-    def _placement_block(
+    def _placement_dim(
         param: nn.Parameter, placement: Shard, mesh: ParallelMesh, inner: tuple[int, ...]
     ) -> int:
-        """Elements that ``Shard(dim)`` keeps together: rows for dim 0; other dims have no ragged form."""
+        """The dim of a ``Shard``, checked as FSDP2 does."""
         dim = placement.dim + len(inner) if placement.dim < 0 else placement.dim
         if dim >= len(inner):
             raise AssertionError(f"Shard dim {dim} is invalid for {len(inner)}D tensor: {param.shape}")
@@ -191,15 +226,20 @@ class GroupBuilder:
                 f"FSDP does not support uneven sharding on dim {dim}: "
                 f"{torch.Size(inner)} (world size: {mesh.shard_size})"
             )
+        return dim
+
+    @staticmethod
+    def _row_numel(inner: tuple[int, ...], dim: int) -> int:
+        """Elements that the nearest ragged layout keeps together: rows for dim 0; other dims have no such."""
         return max(1, math.prod(inner[1:])) if dim == 0 else 1
 
     # -- groups ----------------------------------------------------------------------------------
 
     def build(self, managed: Managed, modules: tuple[nn.Module, ...]) -> list[ParamGroup]:
-        """Plan one group per mesh, compare the plans of the ranks, then cut and register the parameters."""
+        """Plan a group per mesh and kind, compare the plans of the ranks, then cut and register."""
         by_mesh: dict[Any, list[int]] = {}
         for index, choice in enumerate(self._choices):
-            kind = is_extended(managed.params[index])
+            kind = self._group_class(choice, managed.params[index])
             by_mesh.setdefault((choice.mesh.key(), kind), []).append(index)
         planned = []
         for members in by_mesh.values():
@@ -209,12 +249,23 @@ class GroupBuilder:
             planned.append((members, mesh, plan))
         return [self._make_group(managed, modules, *entry) for entry in planned]
 
+    @staticmethod
+    def _group_class(choice: _Choice, param: nn.Parameter) -> type[ParamGroup]:
+        if is_extended(param):
+            return ExtensionGroup
+        return ParamGroup if choice.shard_dim is None else ChunkGroup
+
     def _plan(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> GroupPlan:
         params = [managed.params[i] for i in members]
-        if is_extended(params[0]):
-            names, inners = [managed.names[i] for i in members], [_inner(param) for param in params]
-            dtypes = [inner.dtype for inner in inners]
-            return row_plan(names, [inner.shape for inner in inners], dtypes, mesh.shard_size)
+        if self._group_class(self._choices[members[0]], params[0]) is not ParamGroup:
+            inners = [_inner(param) for param in params]
+            return row_plan(
+                [managed.names[i] for i in members],
+                [inner.shape for inner in inners],
+                [inner.dtype for inner in inners],
+                [self._choices[i].shard_dim or 0 for i in members],
+                mesh.shard_size,
+            )
         plan = make_plan(
             [managed.names[i] for i in members],
             [outer_shapes(param)[0] for param in params],
@@ -235,29 +286,58 @@ class GroupBuilder:
         plan: GroupPlan,
     ) -> ParamGroup:
         params = [ManagedParam(managed.names[i], managed.params[i], managed.places[i]) for i in members]
-        main: Any = self._cut(params, mesh, plan)
-        for index, param in enumerate(params):
-            original = param.sharded
-            target, placements = mesh.placements_for(original, param.name, place(plan, index, original))
-            attach = param.attach_shard if mesh.shards else param.attach_replicated
-            attach(main.pieces[index], target, placements)
+        kind = self._group_class(self._choices[members[0]], managed.params[members[0]])
+        main: Any = self._cut(params, mesh, plan, kind)
+        for index, (param, member) in enumerate(zip(params, members)):
+            self._attach(param, index, self._choices[member].shard_dim, main.pieces[index], mesh, plan)
         options = self.options
-        group = (ExtensionGroup if isinstance(plan, RowPlan) else ParamGroup)(
+        group = kind(
             params, modules, mesh, plan, main, self.device, options.mp_policy, options.offload_policy
         )
         if options.reduction == "all_to_all":
             group.reducer = ExchangeReducer(group)
         self._set_reshard(group)
+        if kind is ChunkGroup:
+            logger.info(
+                "fully_shard: %d parameters (%s, ...) are cut as shard_placement_fn says; their gather "
+                "copies. For the zero-copy layout return None.",
+                len(params),
+                params[0].name,
+            )
         return group
 
+    @staticmethod
+    def _attach(
+        param: ManagedParam,
+        index: int,
+        shard_dim: int | None,
+        piece: torch.Tensor,
+        mesh: ParallelMesh,
+        plan: GroupPlan,
+    ) -> None:
+        """Register the sharded form of a parameter."""
+        original = param.sharded
+        if shard_dim is not None:
+            assert isinstance(plan, RowPlan)
+            target, placements = mesh.placements_for(
+                original, param.name, chunk_placement(original, shard_dim)
+            )
+            rows = plan.local_rows(index, mesh.shard_rank)[1]
+            param.attach_chunk(piece, target, placements, shard_dim, rows)
+            return
+        target, placements = mesh.placements_for(original, param.name, place(plan, index, original))
+        attach = param.attach_shard if mesh.shards else param.attach_replicated
+        attach(piece, target, placements)
+
     def _cut(
-        self, params: Sequence[ManagedParam], mesh: ParallelMesh, plan: GroupPlan
+        self, params: Sequence[ManagedParam], mesh: ParallelMesh, plan: GroupPlan, kind: type[ParamGroup]
     ) -> MainShard | RowPieces:
         """Copy this rank's pieces of the original parameters into a new main shard."""
         on_meta = any(param.sharded.is_meta for param in params)
         offload = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         device = torch.device("cpu") if offload else self.device
-        if isinstance(plan, RowPlan):
+        if kind is ExtensionGroup:
+            assert isinstance(plan, RowPlan)
             return RowPieces(plan, mesh.shard_rank, [_inner(param.sharded) for param in params], device)
         main = MainShard(
             plan,
@@ -269,9 +349,7 @@ class GroupBuilder:
         if on_meta:
             return main
         for index, param in enumerate(params):
-            part = plan.local_range(index, mesh.shard_rank)
-            flat = _inner(param.sharded).detach().view(-1)
-            main.pieces[index].copy_(flat[part.tensor_start : part.tensor_start + part.numel])
+            main.pieces[index].copy_(plan.local_part(index, mesh.shard_rank, _inner(param.sharded).detach()))
         return main
 
     def _set_reshard(self, group: ParamGroup) -> None:

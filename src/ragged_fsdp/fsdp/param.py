@@ -4,7 +4,8 @@
 - original: what was registered when ``fully_shard`` was called; a plain tensor, or a DTensor from tensor
   or expert parallelism. It is dropped.
 - inner: the original's local tensor, which data parallelism cuts; the original itself if plain.
-- sharded: a ragged DTensor; its local tensor is this rank's piece of the group's main shard.
+- sharded: a DTensor, ragged unless the user asked for a ``Shard``; its local tensor is this rank's piece of
+  the group's main shard.
 - unsharded: the parameter computation uses; a slice of the gathered buffer with the inner shape, wrapped
   in the original's DTensor spec if it had one. Its object is made once: autograd may hold it.
 """
@@ -45,6 +46,10 @@ class ManagedParam:
         self.dtype = original.dtype
         self.sharded: nn.Parameter = original
         self.unsharded: nn.Parameter | None = None
+        self.shard_dim = 0
+        """The dim that the shard group cuts; not 0 only where the user asked for such a ``Shard``."""
+        self.grad_as_is = self.inner_spec is None
+        """Whether autograd's gradient is what is reduced: no DTensor, and cut along dim 0."""
         self.grad_hook: Any = None
         """Handle of the hook that takes a large gradient as soon as it is accumulated."""
 
@@ -56,6 +61,18 @@ class ManagedParam:
         sharded = wrap_local(local, self.spec)
         self.sharded = nn.Parameter(sharded, requires_grad=self.sharded.requires_grad)
         self.local_shape = local.shape
+        self.register(self.sharded)
+
+    def attach_chunk(
+        self, piece: torch.Tensor, mesh: Any, placements: Sequence[Any], dim: int, rows: int
+    ) -> None:
+        """The same where ``piece`` is a chunk of ``rows`` along ``dim``, flattened."""
+        self.shard_dim = dim
+        self.grad_as_is &= dim == 0
+        self.spec = ragged_spec(mesh, tuple(placements), self.global_shape, self.dtype)
+        self.local_shape = torch.Size((*self.inner_shape[:dim], rows, *self.inner_shape[dim + 1 :]))
+        sharded = wrap_local(piece.view(self.local_shape), self.spec)
+        self.sharded = nn.Parameter(sharded, requires_grad=self.sharded.requires_grad)
         self.register(self.sharded)
 
     def attach_replicated(self, whole: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> None:

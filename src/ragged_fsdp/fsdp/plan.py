@@ -54,6 +54,11 @@ class GroupPlan:
         cells = self.item_bytes[index] // self.cell_bytes
         return LocalRange(part.shard_start, part.tensor_start // cells, part.numel // cells)
 
+    def local_part(self, index: int, rank: int, whole: torch.Tensor) -> torch.Tensor:
+        """The flat part on ``rank`` of tensor ``index``, given all of it."""
+        part = self.local_range(index, rank)
+        return whole.view(-1)[part.tensor_start : part.tensor_start + part.numel]
+
     def tensor_layout(self, index: int) -> GroupLayout:
         """The layout of one tensor alone, in its elements."""
         cells = 1 if self.same_items else self.item_bytes[index] // self.cell_bytes

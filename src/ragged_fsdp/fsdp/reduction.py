@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.grad_layout import GradLayout, Segment, grad_layout
+from ragged_fsdp.fsdp.row_plan import rank_major
 from ragged_fsdp.fsdp.schedule import PendingReduction
 
 if TYPE_CHECKING:
+    from ragged_fsdp.fsdp.param import ManagedParam
     from ragged_fsdp.fsdp.param_group import ParamGroup
 
 __all__ = ["GradReducer", "Scaling", "scaling"]
@@ -106,7 +108,7 @@ class GradReducer:
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for index, grad in grads:
-            inner = grad if self.group.params[index].inner_spec is None else self._inner(index, grad)
+            inner = grad if self.group.params[index].grad_as_is else self._inner(index, grad)
             targets, sources = again if index in self.written else fresh
             self._add_slots(full, index, inner, targets, sources)
             self.written.add(index)
@@ -141,15 +143,20 @@ class GradReducer:
             sources.append(flat[segment.tensor_start : segment.tensor_start + segment.numel])
 
     def _inner(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """The part of a gradient that data parallelism reduces: local, in the parameter's placements."""
-        spec = self.group.params[index].inner_spec
-        if spec is None:
-            return grad
+        """The part of a gradient that data parallelism reduces, in the order in which the ranks cut it."""
+        param = self.group.params[index]
+        if param.inner_spec is not None:
+            grad = self._inner_local(param, grad)
+        return rank_major(grad, param.shard_dim, self.group.mesh.shard_size) if param.shard_dim else grad
+
+    def _inner_local(self, param: ManagedParam, grad: torch.Tensor) -> torch.Tensor:
+        """A DTensor gradient's local tensor in the parameter's placements."""
         if isinstance(grad, AsyncCollectiveTensor):
             grad = grad.wait()
         if not isinstance(grad, DTensor):
-            name = self.group.params[index].name
-            raise AssertionError(f"{name}: expected a DTensor gradient, got {type(grad).__name__}.")
+            raise AssertionError(f"{param.name}: expected a DTensor gradient, got {type(grad).__name__}.")
+        assert param.inner_spec is not None
+        spec = param.inner_spec
         wanted = self.group.mesh.gradient_placements(grad, spec.placements)
         if grad.placements != wanted:
             grad = grad.redistribute(placements=wanted)
