@@ -181,6 +181,7 @@ def test_data_parallel_dims_of_a_full_mesh(rank):
     mesh = rank.mesh(2, 2, names=("dp", "tp"))
     model, reference = build(lambda: nn.Linear(DIM, 8, bias=False), rank.device)
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    mesh = model.weight.device_mesh  # torch may have cached an equal one, and compares by identity
     dims = fsdp.DataParallelMeshDims(shard="dp")
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     assert model.weight.device_mesh.mesh_dim_names == ("dp", "tp")
