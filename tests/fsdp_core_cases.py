@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ragged_fsdp import fully_shard
+
 WIDTH = 24
 
 
@@ -115,6 +117,25 @@ def assert_same_params(model: nn.Module, reference: nn.Module, **tolerance: floa
         torch.testing.assert_close(
             full(param.detach()), expected[name].detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
         )
+
+
+def assert_same_grads(model: nn.Module, reference: nn.Module, **tolerance: float) -> None:
+    """Equal gradients by name, None where the reference has None."""
+    expected = dict(reference.named_parameters())
+    for name, param in model.named_parameters():
+        theirs = expected[name].grad
+        assert (param.grad is None) == (theirs is None), f"{name}: grad is None on one side"
+        if theirs is not None:
+            torch.testing.assert_close(
+                full(param.grad), theirs, msg=lambda m, n=name: f"{n}: {m}", **tolerance
+            )
+
+
+def shard(model: nn.Module, **options: object) -> nn.Module:
+    """Each block and the root."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from fsdp_core_cases import (
     full,
     loss_of,
     make_net,
+    shard,
     train_reference,
     train_sharded,
 )
@@ -27,12 +28,6 @@ OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.3, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=1e-2),
 }
-
-
-def shard(model: nn.Module, **options: object) -> nn.Module:
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options)
 
 
 @pytest.mark.parametrize(("optimizer", "reshard"), [("adamw", None), ("sgd", False), ("adamw", True)])

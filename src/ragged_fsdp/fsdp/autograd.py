@@ -7,11 +7,12 @@ import dataclasses
 import functools
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 __all__ = [
+    "BackwardHooks",
     "BeforeBackward",
     "after_backward",
     "cast_floating",
@@ -142,21 +143,32 @@ def on_parameters(function: Callable) -> Callable:
     return call
 
 
+class BackwardHooks(NamedTuple):
+    """What a module does around its backward."""
+
+    after: Callable[[], None]
+    """When the gradients of its inputs are there."""
+    before: Callable[[torch.Tensor], torch.Tensor]
+    """When a gradient arrives: at its outputs, or, in a second backward, at the gradients of its inputs."""
+
+
 class AfterBackward(torch.autograd.Function):
     """Identity on the inputs of a module; its backward runs when the module's own is done."""
 
     @staticmethod
-    def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.callback = callback
+    def forward(ctx: Any, hooks: BackwardHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.hooks = hooks
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.callback()
+        ctx.hooks.after()
+        if torch.is_grad_enabled():  # create_graph: a second backward starts here and needs the weights
+            grads = tuple(g if g is None else BeforeBackward.apply(ctx.hooks.before, g) for g in grads)
         return (None, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, callback_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
+    def jvp(ctx: Any, hooks_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
         return tangents
 
 
@@ -166,22 +178,22 @@ class AfterBackwardInTransform(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(callback: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(hooks: BackwardHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return inputs
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.callback = inputs[0]
+        ctx.hooks = inputs[0]
 
     backward = AfterBackward.backward
     jvp = AfterBackward.jvp
 
 
-def after_backward(callback: Callable[[], None], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """``inputs`` behind a node whose backward calls ``callback``."""
+def after_backward(hooks: BackwardHooks, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """``inputs`` behind a node whose backward calls ``hooks.after``."""
     transformed = torch._C._are_functorch_transforms_active()
     node = AfterBackwardInTransform if transformed else AfterBackward
-    return node.apply(callback, *inputs)
+    return node.apply(hooks, *inputs)
 
 
 class BeforeBackward(torch.autograd.Function):

@@ -281,7 +281,9 @@ class ExchangeReducer(GradReducer):
     def discard(self) -> None:
         """Drop collected gradients and partial sums."""
         super().discard()
-        self._sends, self._received, self._grads = [], [], {}
+        if self._leased is not None:  # the exchange itself raised
+            self.group.context.give_back(self._leased)
+        self._sends, self._received, self._grads, self._leased = [], [], {}, None
 
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:

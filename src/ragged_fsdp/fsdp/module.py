@@ -79,6 +79,8 @@ class FSDPModule(TorchFSDPModule):
         groups = self._get_fsdp_state().groups
         for group in groups:
             group.lazy_init()
+            if group.keep_gathered:  # by the last forward: the parameters may have changed since
+                group.drop_kept()
             group.unshard(async_op=async_op)
         handle = UnshardHandle(groups)
         if async_op:
@@ -105,6 +107,16 @@ class FSDPModule(TorchFSDPModule):
                 group.lazy_init()
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also between forward and backward, where the registered parameters are not the sharded ones."""
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+        for group in self._groups(recurse=True):
+            for param in group.params:
+                if set_to_none:
+                    param.sharded.grad = None
+                elif param.sharded.grad is not None:
+                    param.sharded.grad.zero_()
+
     def _get_fsdp_state(self) -> ModuleState:  # type: ignore[override]
         state = state_of(self)  # type: ignore[arg-type]
         if state is None:
@@ -122,7 +134,7 @@ class FSDPModule(TorchFSDPModule):
         state = self._get_fsdp_state()
         if state.is_root is False:
             raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
-        if enabled != state.root.manual_finalization and state.root.callback_queued:
+        if enabled != state.root.manual_finalization and state.root.is_in_backward:
             raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
         state.root.manual_finalization = enabled
 
@@ -342,8 +354,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = self._get_fsdp_state()
-        args, kwargs = state.pre_forward(self, args, kwargs)
-        return state.post_forward(self, args, method(*args, **kwargs))
+        try:
+            args, kwargs = state.pre_forward(self, args, kwargs)
+            output = method(*args, **kwargs)
+        except Exception:
+            state.post_forward(self, args, None)
+            raise
+        return state.post_forward(self, args, output)
 
     setattr(module, method_name, wrapped.__get__(module, type(module)))
 

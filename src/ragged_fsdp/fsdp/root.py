@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +12,7 @@ import torch
 from torch import nn
 
 from ragged_fsdp.fsdp.arena import arena_bytes
-from ragged_fsdp.fsdp.autograd import outside_compile, queue_callback
+from ragged_fsdp.fsdp.autograd import in_backward, outside_compile, queue_callback
 from ragged_fsdp.fsdp.param_group import ParamGroup, Phase, Residence
 from ragged_fsdp.fsdp.schedule import CommContext, ForwardOrder
 
@@ -18,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RootContext"]
 
+logger = logging.getLogger("ragged_fsdp")
 _KEPT_GROUPS = 2  # backward starts with one of them gathered and the next one prefetched
 
 
@@ -31,7 +35,8 @@ class RootContext:
         """Where the forward that is running started; not always the root (an encoder alone, for example)."""
         self.orders: dict[Any, ForwardOrder] = {}
         self.order = ForwardOrder()
-        self.callback_queued = False
+        self._backward: Any = None
+        """Weak reference to the end of the backward that is running; autograd drops it with a failed one."""
         self.is_last_backward = True
         self.manual_finalization = False
         self.backward_order: list[ParamGroup] = []
@@ -97,6 +102,8 @@ class RootContext:
         self.order.begin()
         if not torch.is_grad_enabled():
             self.comm.arena.release()
+        if in_backward():
+            return  # a checkpointed forward is computed again
         for group in self._owner:
             if group.keep_gathered:  # no backward followed: the parameters may have changed since
                 group.drop_kept()
@@ -105,6 +112,10 @@ class RootContext:
         """The forward that is running ends; prefetched groups it did not use are dropped."""
         self.order.end()
         self._choose_kept()
+        self.abort_forward()
+
+    def abort_forward(self) -> None:
+        """The forward that is running raised: nothing is learnt from it."""
         self.forward_root = None
         for group in self._owner:
             if group.speculative and group.residence is Residence.GATHERING:
@@ -151,10 +162,27 @@ class RootContext:
 
     def begin_backward(self) -> None:
         """Once per backward: run :meth:`end_backward` when it is over."""
-        if not self.callback_queued:
-            self.callback_queued = True
+        if self._backward is not None and self._backward() is None:
+            self._drop_failed_backward()
+        if self._backward is None:
             self.first_gathered.clear()
-            queue_callback(self.end_backward)
+            end = functools.partial(self.end_backward)
+            self._backward = weakref.ref(end)
+            queue_callback(end)
+
+    def recover(self) -> None:
+        """Before a forward: if the last backward raised, forget it."""
+        if self._backward is not None and not in_backward():
+            self._drop_failed_backward()
+
+    def _drop_failed_backward(self) -> None:
+        logger.warning("the last backward raised; the gradients it had not reduced are dropped")
+        self.reset()
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has started and not ended."""
+        return self._backward is not None
 
     def note_gather(self, group: ParamGroup) -> None:
         """The first groups that backward had to gather: their forward need not give the data up next time."""
@@ -174,7 +202,7 @@ class RootContext:
             state.phase = Phase.IDLE
         if self.is_last_backward and not self.manual_finalization:
             self.finish_reductions()
-        self.callback_queued = False
+        self._backward = None
 
     def finalize(self) -> None:
         """Launch what is left to reduce: gradients that were collected while sync was off."""
@@ -191,7 +219,7 @@ class RootContext:
 
     def reset(self) -> None:
         """Forget an iteration that failed in the middle."""
-        self.comm.finish_all()
+        self.comm.join()
         self.backward_order.clear()
         for state in self.states:
             state.still_to_run.clear()
@@ -199,4 +227,4 @@ class RootContext:
             for group in state.groups:
                 group.reset_iteration()
         self.forward_root = None
-        self.callback_queued = False
+        self._backward = None

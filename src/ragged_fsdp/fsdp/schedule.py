@@ -116,6 +116,12 @@ class CommContext:
         while self.pending:
             self._finish(self.pending.popleft())
 
+    def join(self) -> None:
+        """Let the current stream wait for everything launched on the others, finished or given up."""
+        for stream in self.streams.values():
+            self.device_module.current_stream().wait_stream(stream)
+        self.finish_all()
+
     def _finish(self, entry: PendingReduction) -> None:
         self.wait(entry.event)
         entry.release()

@@ -7,6 +7,7 @@ A state belongs to the module, or to the list of modules, passed to the call. St
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _to_kwargs
 
 from ragged_fsdp.fsdp.autograd import (
+    BackwardHooks,
     BeforeBackward,
     after_backward,
     cast_floating,
@@ -54,6 +56,8 @@ class ModuleState(_State):
         self.backward_prefetch: list[ModuleState] | None = None
         self.still_to_run: set[nn.Module] = set()
         """Modules of a list whose forward has not run in this pass."""
+        self._error_before = 0
+        """Identity of the error that was being handled when the forward started, if any."""
 
     def init(
         self,
@@ -76,7 +80,7 @@ class ModuleState(_State):
             pre = self.pre_forward if len(self.modules) == 1 else self._list_pre_forward
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True)
             post = self.post_forward if len(self.modules) == 1 else self._list_post_forward
-            module.register_forward_hook(post, prepend=False, always_call=len(self.modules) > 1)
+            module.register_forward_hook(post, prepend=False, always_call=True)
 
     # -- root ------------------------------------------------------------------------------------
 
@@ -124,6 +128,8 @@ class ModuleState(_State):
     @outside_compile
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, register the unsharded parameters, prepare the post-backward."""
+        self.root.recover()
+        self._error_before = id(sys.exc_info()[1])
         if self.phase is Phase.PRE_BACKWARD:  # recomputation of a checkpointed forward
             for group in self.groups:
                 group.unshard()
@@ -163,6 +169,9 @@ class ModuleState(_State):
         """Reshard and hook the outputs."""
         if self.phase is Phase.PRE_BACKWARD:
             return self._cast_output(output)
+        if self._has_failed():
+            self.abort_forward()
+            return output
         self._end_groups()
         output = self._hook_outputs(output)
         self.phase = Phase.IDLE
@@ -170,6 +179,22 @@ class ModuleState(_State):
             output = self._end_incomplete_lists(output)
             self.root.end_forward()
         return self._cast_output(output)
+
+    def _has_failed(self) -> bool:
+        """Whether this hook runs because the forward raised; forwards may also run in an error's handler."""
+        error = sys.exc_info()[1]
+        return error is not None and id(error) != self._error_before
+
+    def abort_forward(self) -> None:
+        """The forward raised: be ready for the next one, which must gather anew."""
+        for group in self.groups:
+            group.phase = Phase.IDLE
+            if not in_backward():  # else a recomputation that was stopped because it had gone far enough
+                group.to_sharded()
+        self.phase = Phase.IDLE
+        self.still_to_run.clear()
+        if self.root.forward_root is self:
+            self.root.abort_forward()
 
     def _end_groups(self) -> None:
         for group in self.groups:
@@ -190,6 +215,9 @@ class ModuleState(_State):
 
     def _list_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The group is done with the last module of the list; before that only the cast applies."""
+        if self.phase is not Phase.PRE_BACKWARD and self._has_failed():
+            self.abort_forward()
+            return output
         if module in self.still_to_run:
             self.still_to_run.discard(module)
             if not self.still_to_run:
@@ -228,7 +256,8 @@ class ModuleState(_State):
         map_tensors(lambda t: found.append(t) if t.requires_grad else None, (args, kwargs))
         if not found:
             return args, kwargs
-        behind = after_backward(functools.partial(_post_backward, group), found)
+        hooks = BackwardHooks(functools.partial(_post_backward, group), self.pre_backward)
+        behind = after_backward(hooks, found)
         replaced = dict(zip(map(id, found), behind))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
@@ -263,8 +292,8 @@ class ModuleState(_State):
     @outside_compile
     def pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """Gather for backward and prefetch the group whose backward comes next."""
-        self.phase = Phase.PRE_BACKWARD
         self.root.begin_backward()
+        self.phase = Phase.PRE_BACKWARD
         entering = []
         for group in self.groups:
             if group.phase is Phase.PRE_BACKWARD:

@@ -1,0 +1,211 @@
+"""What happens after an exception, in a second backward, to stale data, and to a model that is dropped."""
+
+import gc
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_core_cases import WIDTH, assert_same_grads, batch, clone, full, loss_of, make_net, shard
+from ragged_fsdp import collectives, fully_shard, register_fsdp_forward_method
+from ragged_fsdp.dbuffer import registry
+from rank_pool import Rank, spmd
+
+
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("planted")
+
+
+def _step(model: nn.Module, reference: nn.Module, rank: Rank, step: int) -> None:
+    """One backward of both models; the gradients must be equal."""
+    tokens = batch(rank.device, step, rank.world_size)
+    torch.stack([loss_of(reference, part) for part in tokens.chunk(rank.world_size)]).mean().backward()
+    loss_of(model, tokens.chunk(rank.world_size)[rank.rank]).backward()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
+
+
+@contextmanager
+def _planted(where: str, module: nn.Module) -> Iterator[None]:
+    """Let the forward or the backward of ``module`` raise, or every reduction."""
+
+    def fail(*args: torch.Tensor, **_: object) -> torch.Tensor:
+        if where == "backward":
+            return _RaisesInBackward.apply(args[-1])
+        raise RuntimeError("planted")
+
+    saved = collectives.reduce_scatter, collectives.all_to_all, collectives.all_to_all_pieces
+    hook = None
+    if where == "reduction":
+        collectives.reduce_scatter = collectives.all_to_all = collectives.all_to_all_pieces = fail
+    else:
+        hook = module.register_forward_hook(fail)
+    try:
+        yield
+    finally:
+        collectives.reduce_scatter, collectives.all_to_all, collectives.all_to_all_pieces = saved
+        if hook is not None:
+            hook.remove()
+
+
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+@pytest.mark.parametrize("where", ["forward", "backward", "forward, then an update", "reduction"])
+@spmd(2)
+def test_the_step_after_a_failed_one_needs_no_reset(rank: Rank, where: str, reduction: str) -> None:
+    """Nothing of the failed step is left: no gathered weights, no collected gradients, no open backward."""
+    reference = make_net(rank.device)
+    model = shard(clone(reference), mesh=rank.mesh(), reduction=reduction)
+    for module in (model, reference):
+        module.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    for step in range(4):  # the first fails before the order of the groups is known
+        with pytest.raises(RuntimeError, match="planted"), _planted(where, model.blocks[1].up):
+            loss_of(model, batch(rank.device, 50, 2).chunk(2)[rank.rank]).backward()
+        model.zero_grad()
+        if where == "forward, then an update":
+            with torch.no_grad():
+                for param in (*model.parameters(), *reference.parameters()):
+                    param.mul_(0.9)
+        _step(model, reference, rank, step)
+        for module in (model, reference):
+            module.optimizer.step()
+            module.zero_grad()
+    assert model._get_fsdp_state().root.comm.arena._lent == 0
+
+
+class _Guarded(nn.Module):
+    """Falls back to another layer if the first one raises, and goes on in the handler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            if self.broken:
+                self.first(x[:, :3])
+            return self.first(x)
+        except RuntimeError:
+            return self.second(x)
+
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x[:, :3] if self.broken else x)
+
+
+@spmd(2)
+def test_errors_that_a_forward_handles_itself(rank: Rank) -> None:
+    model = _Guarded().to(rank.device)
+    reference = clone(model)
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=rank.mesh())
+    register_fsdp_forward_method(model, "other")
+    x = torch.randn(4, WIDTH, device=rank.device)
+    for broken in (True, False, True):
+        for module in (model, reference):
+            module.zero_grad()
+            module.broken = broken
+            module(x).square().sum().backward()
+        assert_same_grads(model, reference, rtol=1e-5, atol=1e-6)
+    with pytest.raises(RuntimeError):
+        model.other(x)
+    model.broken = False
+    assert torch.equal(model.other(x), reference.first(x))
+    assert model._get_fsdp_state().root.forward_root is None
+
+
+@spmd(2)
+def test_a_second_backward_after_a_failed_one_without_a_forward_between(rank: Rank) -> None:
+    reference = make_net(rank.device)
+    model = shard(clone(reference), mesh=rank.mesh())
+    tokens = batch(rank.device, 1, 2).chunk(2)[rank.rank]
+    hook = model.blocks[1].up.register_forward_hook(lambda m, a, out: _RaisesInBackward.apply(out))
+    bad = loss_of(model, tokens)
+    hook.remove()
+    good = loss_of(model, tokens)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ragged_fsdp").addHandler(handler)
+    with pytest.raises(RuntimeError, match="planted"):
+        bad.backward()
+    model.zero_grad()
+    good.backward()
+    logging.getLogger("ragged_fsdp").removeHandler(handler)
+    assert any("the last backward raised" in line for line in said)
+    torch.stack([loss_of(reference, part) for part in batch(rank.device, 1, 2).chunk(2)]).mean().backward()
+    assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
+
+
+@spmd(2)
+def test_gradients_of_gradients(rank: Rank) -> None:
+    """As for gradient penalties and forces: the second backward gathers the weights again."""
+    model = make_net(rank.device).blocks
+    model = nn.Sequential(*model)
+    reference = clone(model)
+    for block in model:
+        fully_shard(block, mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    for _ in range(2):
+        for module in (model, reference):
+            module.zero_grad()
+            x = torch.linspace(-1, 1, 3 * WIDTH, device=rank.device).view(3, WIDTH).requires_grad_()
+            (force,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+            (force.square().sum() + module(x).sum()).backward()
+        assert_same_grads(model, reference, rtol=1e-4, atol=1e-4)
+    assert not model[0]._get_fsdp_state().groups[0].model_weight.is_materialized
+
+
+@spmd(2)
+def test_data_kept_for_a_backward_is_not_taken_for_the_present(rank: Rank) -> None:
+    model = shard(make_net(rank.device), mesh=rank.mesh())
+    tokens = batch(rank.device, 0, 2).chunk(2)[rank.rank]
+    for _ in range(2):
+        loss_of(model, tokens).backward()
+    loss = loss_of(model, tokens)  # ends with the last block kept
+    block = model.blocks[-1]
+    with torch.no_grad():
+        block.up.weight.mul_(0.5)
+    expected = full(block.up.weight.detach())
+    block.unshard()
+    assert torch.equal(block.up.weight, expected)
+    model.zero_grad()  # the root is still gathered: the sharded gradients must go all the same
+    groups = [group for module in (model, *model.blocks) for group in module._get_fsdp_state().groups]
+    assert all(param.sharded.grad is None for group in groups for param in group.params)
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@spmd(2)
+def test_steps_leave_nothing_behind_and_a_dropped_model_is_freed(rank: Rank) -> None:
+    gc.collect()
+    buffers_before = len(registry._BUFFERS)
+    model = shard(make_net(rank.device), mesh=rank.mesh())
+
+    def train(model: nn.Module, steps: int) -> int:
+        for step in range(steps):
+            loss_of(model, batch(rank.device, step, 2).chunk(2)[rank.rank]).backward()
+            model.zero_grad()
+        gc.collect()
+        return len(gc.get_objects())
+
+    train(model, 3)
+    buffers, objects = len(registry._BUFFERS), train(model, 2)
+    assert train(model, 20) <= objects + 50
+    assert len(registry._BUFFERS) == buffers
+    root = model._get_fsdp_state().root
+    assert not root.comm.pending and not root.backward_order
+    gone = [weakref.ref(model), weakref.ref(model.blocks[0]._get_fsdp_state().groups[0]), weakref.ref(root)]
+    del model, root
+    gc.collect()
+    assert all(reference() is None for reference in gone)
+    assert len(registry._BUFFERS) == buffers_before
