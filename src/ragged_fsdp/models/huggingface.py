@@ -11,6 +11,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
+from ragged_fsdp.models.hf_parallel import tensor_split
 from ragged_fsdp.models.materialize import InitModule
 from ragged_fsdp.models.source import ModelSource
 
@@ -39,6 +40,8 @@ def find_hugging_face(name: str, changes: Mapping[str, str], *, random_weights: 
         layers=text.num_hidden_layers,
         attention_width=heads * head_dim,
         settings={"family": "transformers", **json.loads(config.to_json_string(use_diff=False))},
+        tp=tensor_split(config),
+        ep=f"the experts of {type(config).__name__} cannot be split; only those of the built-in sizes can",
         weights=folder if has_weights and not random_weights else None,
     )
 

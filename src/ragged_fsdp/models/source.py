@@ -16,10 +16,10 @@ from torch import nn
 from ragged_fsdp.models.config import BUILT_IN_SIZES, MoEConfig
 from ragged_fsdp.models.materialize import InitModule
 from ragged_fsdp.models.moe import MoETransformer
+from ragged_fsdp.models.moe_parallel import split_experts, split_tensors
+from ragged_fsdp.models.splits import Split
 
 __all__ = ["ModelSource", "find_model"]
-
-_BOOLEANS = {"true": True, "false": False}
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class ModelSource:
     """Channels of all query heads together, for counting FLOPs."""
     settings: dict[str, Any]
     """The model's config as plain values, saved with every checkpoint."""
+    tp: Split | str
+    """How tensor parallelism splits the model, or why it cannot."""
+    ep: Split | str
+    """The same of expert parallelism."""
     weights: Path | None = None
     """A folder of safetensors to start from, or None for random initial values."""
 
@@ -71,6 +75,10 @@ def _built_in(name: str, changes: Mapping[str, str]) -> ModelSource:
         layers=config.layers,
         attention_width=config.hidden,
         settings={"family": "ragged_fsdp.MoETransformer", **vars(config)},
+        tp=Split(
+            split_tensors, {"heads": config.heads, "kv_heads": config.kv_heads, "experts": config.experts}
+        ),
+        ep=Split(split_experts, {"experts": config.experts}),
     )
 
 

@@ -94,8 +94,8 @@ class OptimizerConfig:
     muon_lr: float = _option(0.02, "peak learning rate of the matrices under muon", at_least=0)
     muon_dtype: str = _option(
         "auto",
-        "precision in which muon orthogonalizes; auto: bf16 on GPUs, on CPUs that of the weights (bf16 is not "
-        "faster there)",
+        "precision in which muon orthogonalizes; auto: bf16 on GPUs, that of the weights on CPUs, where bf16 "
+        "is not faster",
         choices=("auto", "bf16", "fp32"),
     )
     clip: float = _option(1.0, "largest gradient norm (0: no clipping)", at_least=0)
@@ -118,6 +118,14 @@ class ShardingConfig:
     )
     processes: int = _option(0, "local processes (0: one per GPU, or one per CPU core up to 4)", at_least=0)
     device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
+    tp: int = _option(
+        1,
+        "tensor parallel: processes that split each layer's heads, experts or MLP and share their data",
+        at_least=1,
+    )
+    ep: int = _option(
+        1, "expert parallel: processes that split each layer's experts and send each other tokens", at_least=1
+    )
     replicas: int = _option(1, "hsdp: groups of processes that each hold the whole model", at_least=1)
     granularity: dict[str, str] = _option(
         {}, "what stays together on one rank, by parameter name: --granularity '*.experts.*=rows:32'"

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from ragged_fsdp.models.source import find_model
+from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError, nearest
 from ragged_fsdp.trainer.sharding import parse_granularity
@@ -16,18 +17,21 @@ def check(config: TrainConfig, world_size: int) -> None:
     """Raise :class:`ConfigError` naming the setting, what it is and what would work."""
     _check_run(config)
     _check_mesh(config.sharding, world_size)
-    _check_batch(config, world_size)
+    _check_batch(config, world_size // config.sharding.tp)
     _check_device(config.sharding)
     for text in config.sharding.granularity.values():
         parse_granularity(text)
     if config.sharding.granularity and config.sharding.sharding != "ragged":
         raise ConfigError(f"granularity needs sharding = ragged, not {config.sharding.sharding}")
     try:
-        find_model(
+        source = find_model(
             config.model.model, config.model.model_set, random_weights=config.model.weights == "random"
         )
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    tp, ep = config.sharding.tp, config.sharding.ep
+    if problem := refusal("tp", tp, source.tp) or refusal("ep", ep, source.ep):
+        raise ConfigError(problem)
 
 
 def _check_run(config: TrainConfig) -> None:
@@ -56,16 +60,29 @@ def _check_mesh(config: ShardingConfig, world_size: int) -> None:
         raise ConfigError(
             f"replicas = {config.replicas} needs sharding = ragged or fsdp2, not {config.sharding}"
         )
+    for name, sizes in (("tp", config.tp), ("ep", config.ep)):
+        if sizes > 1 and config.sharding not in ("ragged", "fsdp2"):
+            raise ConfigError(f"{name} = {sizes} needs sharding = ragged or fsdp2, not {config.sharding}")
+    if config.tp > 1 and config.ep > 1:
+        raise ConfigError(
+            f"tp = {config.tp} with ep = {config.ep}: tp splits the experts too, so choose one of them"
+        )
     if world_size % config.replicas:
         raise ConfigError(f"replicas = {config.replicas} does not divide the {world_size} processes")
+    per_replica = world_size // config.replicas
+    for name, size in (("tp", config.tp), ("ep", config.ep)):
+        if per_replica % size:
+            each = f" of each of {config.replicas} replicas" if config.replicas > 1 else ""
+            raise ConfigError(f"{name} = {size} does not divide the {per_replica} processes{each}")
 
 
-def _check_batch(config: TrainConfig, world_size: int) -> None:
+def _check_batch(config: TrainConfig, data_ranks: int) -> None:
     batch, pieces = config.data.batch, config.data.accumulate
-    if batch // pieces < world_size:
+    if batch // pieces < data_ranks:
+        what = "processes" if config.sharding.tp == 1 else f"groups of {config.sharding.tp} processes"
         raise ConfigError(
-            f"batch = {batch} in {pieces} micro-batches is less than one sequence for each of {world_size} "
-            f"processes; use at least {world_size * pieces}"
+            f"batch = {batch} in {pieces} micro-batches is less than one sequence for each of {data_ranks} "
+            f"{what}; use at least {data_ranks * pieces}"
         )
 
 

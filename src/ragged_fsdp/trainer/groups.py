@@ -4,7 +4,10 @@ import itertools
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.dbuffer.registry import buffer_of_storage
 from ragged_fsdp.models.names import plain_name
 
 __all__ = ["GroupSummary", "group_table", "padding_ratio", "summarize_groups"]
@@ -23,20 +26,19 @@ class GroupSummary:
 
 def summarize_groups(model: nn.Module) -> list[GroupSummary]:
     """The buffers behind the model's ragged parameters, in the order of the parameters."""
-    from ragged_fsdp import DBuffer
-
-    members: dict[int, list[tuple[str, nn.Parameter]]] = {}
-    buffers = {}
+    members: dict[DBuffer, list[tuple[str, DTensor]]] = {}
     for name, parameter in model.named_parameters():
-        found = DBuffer.of(parameter)
-        if found is not None:
-            members.setdefault(id(found[0]), []).append((plain_name(name), parameter))
-            buffers[id(found[0])] = found[0]
+        if isinstance(parameter, DTensor):
+            buffer = buffer_of_storage(parameter._local_tensor.untyped_storage())
+            if buffer is not None:
+                members.setdefault(buffer, []).append((plain_name(name), parameter))
     summaries = []
-    for key, inside in members.items():
-        shard_bytes = buffers[key].flat.nbytes
+    for buffer, inside in members.items():
+        shard_bytes = buffer.flat.nbytes
         tensor_bytes = sum(p.numel() * p.element_size() for _, p in inside)
-        padding = shard_bytes * buffers[key].ranks - tensor_bytes
+        # Of tensors that are split before they are sharded, there is one such buffer per part.
+        parts = max(1, round(tensor_bytes / (buffer.layout.tensor_numel * buffer.cell_bytes)))
+        padding = parts * shard_bytes * buffer.ranks - tensor_bytes
         name = _common_name([n for n, _ in inside])
         summaries.append(GroupSummary(name, len(inside), tensor_bytes, shard_bytes, padding))
     return summaries

@@ -52,7 +52,7 @@ class TrainingJob:
         )
         self._tokens = _open_together(config, ranks)
         _check_vocabulary(self._source, self._tokens)
-        seed_everything(config.run.seed, ranks.rank)
+        seed_everything(config.run.seed, ranks.data_index)
         self._build()
         self._counters = Counters()
         self._clock = StepClock(ranks.device)
@@ -96,6 +96,10 @@ class TrainingJob:
             twin, layers=source.layers, attention_width=source.attention_width, seq_len=config.data.seq_len
         )
         self._parameters = sum(p.numel() for p in twin.parameters())
+        if ranks.split is not None:
+            split = source.tp if ranks.split.name == "tp" else source.ep
+            assert not isinstance(split, str)  # checked before the start
+            split.apply(model, ranks.split.inner)
         prepare_layers(model, config.sharding)
         shard(model, config.sharding, ranks, granularity_for(config.optimizer))
         materialize(

@@ -8,7 +8,6 @@ tracebacks come up, a request to stop goes down, and its end tells a process tha
 import multiprocessing as mp
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -22,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.ranks import LAUNCHER_STORE
 
 __all__ = ["RankFailure", "launch"]
 
@@ -58,12 +58,17 @@ def launch(target: str, argument: Any, processes: int) -> Any:
     :class:`ConfigError` with which a rank refused to start. Ctrl-C and SIGTERM ask all ranks
     to stop; a second one kills them.
     """
+    import torch.distributed as dist
+
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["ragged_fsdp.trainer.worker"])
+    # Held here, on a port of its own choice: a port looked up for the ranks could be taken before they use it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
+        LAUNCHER_STORE: "1",
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(store.port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes))),
     }
     ranks = []
@@ -184,9 +189,3 @@ def _stop_on_signals(ranks: list[_Rank]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

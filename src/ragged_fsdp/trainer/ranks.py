@@ -12,7 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ragged_fsdp.trainer.config import ShardingConfig
 
-__all__ = ["Ranks", "join", "leave", "rank_variables", "seed_everything"]
+__all__ = ["LAUNCHER_STORE", "Ranks", "SplitMesh", "join", "leave", "rank_variables", "seed_everything"]
+
+LAUNCHER_STORE = "RAGGED_FSDP_LAUNCHER_STORE"
+"""Set for processes of our launcher: it holds the store under which they meet, as torchrun's agent does."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +26,37 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    """Over (replica, shard) for HSDP, over ``shard`` alone otherwise."""
+    """Over (replica, shard) for HSDP, over ``shard`` alone otherwise: all ranks."""
+    split: "SplitMesh | None"
+    """The same ranks with a dim for tensor or expert parallelism."""
     control: dist.ProcessGroup
     """A gloo group for small agreements on the host, so that asking never waits for a device."""
+
+    @property
+    def data_parts(self) -> int:
+        """Into how many parts a batch is cut: tensor-parallel ranks share theirs."""
+        return self.world_size // self._sharing
+
+    @property
+    def data_index(self) -> int:
+        """Which part is this rank's."""
+        return self.rank // self._sharing
+
+    @property
+    def _sharing(self) -> int:
+        return self.split.inner.size() if self.split is not None and self.split.name == "tp" else 1
+
+
+@dataclass(frozen=True)
+class SplitMesh:
+    """All ranks as (replica,) shard, tp or (replica,) shard, ep; the last dim has neighbouring ranks."""
+
+    name: str
+    """``tp`` or ``ep``."""
+    inner: DeviceMesh
+    """The last dim: the ranks that a layer is split over."""
+    outer: DeviceMesh
+    """The dims before it: FSDP shards over them what each rank holds after the split."""
 
 
 def rank_variables() -> dict[str, str] | None:
@@ -67,12 +98,27 @@ def join(config: ShardingConfig) -> Ranks:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     timeout = timedelta(seconds=config.timeout)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout)
-    sizes = {"replica": config.replicas, "shard": world // config.replicas}
-    dims = sizes if config.replicas > 1 else {"shard": world}
-    mesh = init_device_mesh(device.type, tuple(dims.values()), mesh_dim_names=tuple(dims))
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    if LAUNCHER_STORE in os.environ:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, world, is_master=False, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
+    replicas = {"replica": config.replicas} if config.replicas > 1 else {}
+    mesh = _mesh(device, {**replicas, "shard": world // config.replicas})
+    split = None
+    name, size = ("tp", config.tp) if config.tp > 1 else ("ep", config.ep)
+    if size > 1:
+        names = (*replicas, "shard")
+        root = _mesh(device, {**replicas, "shard": world // config.replicas // size, name: size})
+        split = SplitMesh(name, root[name], root[names] if replicas else root["shard"])
     control = dist.new_group(backend="gloo", timeout=timeout)
-    return Ranks(rank, world, device, mesh, control)
+    return Ranks(rank, world, device, mesh, split, control)
+
+
+def _mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def leave() -> None:
@@ -81,8 +127,8 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def seed_everything(seed: int, rank: int) -> None:
-    """Dropout and the like: one stream per rank. Initial weights and data have their own seeds."""
-    torch.manual_seed(seed * 1_000_003 + rank)
-    np.random.seed((seed * 1_000_003 + rank) % 2**32)
-    random.seed(seed * 1_000_003 + rank)
+def seed_everything(seed: int, index: int) -> None:
+    """Dropout and the like: one stream per part of the batch. Weights and data have seeds of their own."""
+    torch.manual_seed(seed * 1_000_003 + index)
+    np.random.seed((seed * 1_000_003 + index) % 2**32)
+    random.seed(seed * 1_000_003 + index)

@@ -6,6 +6,7 @@ Four ways behind one interface, so that the same run can be compared across them
 
 import contextlib
 import fnmatch
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ragged_fsdp.models.names import plain_name
@@ -96,7 +98,8 @@ def shard(
 ) -> None:
     """Shard ``model`` in place, a group per layer and one for the rest; nothing to do for ddp and none.
 
-    ``default`` is the granularity of parameters that no rule of the settings names.
+    What tensor or expert parallelism has split is a group of its own in each layer, sharded over the ranks
+    that hold the same of it. ``default`` is the granularity of parameters that no rule of the settings names.
     """
     if config.sharding in ("ddp", "none"):
         return
@@ -107,14 +110,44 @@ def shard(
         extra["orig_param_policy"] = _granularity_policy(model, config.granularity, default)
     else:
         from torch.distributed.fsdp import fully_shard
-    common = {
-        "mesh": ranks.mesh,
-        "mp_policy": _mixed_precision(resolved_precision(config, ranks.device)),
-        **extra,
-    }
-    for layer in transformer_layers(model):
-        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **common)
-    fully_shard(model, **common)
+    if ranks.split is not None:
+        # What DTensor returns as a local tensor is a view; the models add to it out of place, as they should.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    common = {"mp_policy": _mixed_precision(resolved_precision(config, ranks.device)), **extra}
+    layers = transformer_layers(model)
+    in_layers = {"reshard_after_forward": config.reshard_after_forward, **common}
+    for inside, options in (*((layer, in_layers) for layer in layers), (model, common)):
+        if ranks.split is not None and (parts := _split_parts(inside, skip=layers)):
+            fully_shard(parts, mesh=ranks.split.outer, **options)
+            if ranks.split.name == "ep":
+                _divide_by_parts(parts, ranks)
+        fully_shard(inside, mesh=ranks.mesh, **options)
+
+
+def _split_parts(module: nn.Module, skip: nn.Module) -> list[nn.Module]:
+    """The outermost modules all of whose parameters are split over ranks; ``skip`` is not entered."""
+    parts = []
+    for child in module.children():
+        parameters = list(child.parameters())
+        if child is skip or not parameters:
+            continue
+        if all(isinstance(p, DTensor) for p in parameters):
+            parts.append(child)
+        else:
+            parts += _split_parts(child, skip)
+    return parts
+
+
+def _divide_by_parts(modules: list[nn.Module], ranks: Ranks) -> None:
+    """A rank's experts have seen the tokens of all ranks that the experts are split over.
+
+    So their gradients, unlike others, are sums over several parts of the batch before FSDP reduces them; the
+    mean must still be over all parts.
+    """
+    for module in modules:
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(ranks.data_parts)
+        module.set_force_sum_reduction_for_comms(True)  # gloo can scale no other way
 
 
 def resolved_precision(config: ShardingConfig, device: torch.device) -> str:

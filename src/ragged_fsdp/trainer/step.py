@@ -2,7 +2,7 @@
 
 The loss of a step is the mean over all of its tokens, and its gradient must not depend on how they are
 spread: each rank sums over its own tokens and divides by those of the whole step; the factor
-``world_size`` undoes the mean that the reduction of gradients takes over ranks.
+``data_parts`` undoes the mean that the reduction of gradients takes over the parts of the batch.
 """
 
 from dataclasses import dataclass
@@ -52,15 +52,14 @@ def train_step(
                 tokens_loss, balance_loss = summed_losses(model, ids)
             loss = tokens_loss / step_tokens + balance_loss / batch
             with clock.phase("backward"):
-                (loss * ranks.world_size).backward()
+                (loss * ranks.data_parts).backward()
         loss_sum += tokens_loss.detach()
     with clock.phase("optimizer"):
         grad_norm = clip_gradients(model, config.optimizer.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     with clock.phase("reduce_loss"):
-        dist.all_reduce(loss_sum)
-    loss_mean = loss_sum / step_tokens
+        loss_mean = _sum_over_parts(loss_sum, ranks) / step_tokens
     return StepResult(loss_mean, grad_norm)
 
 
@@ -94,12 +93,17 @@ def evaluate(model: ShardedModel, batches: Batches, config: TrainConfig, ranks: 
         loss, _ = summed_losses(model, ids if mine else batches.sequences(range(1)).to(ranks.device))
         loss_sum += loss * mine
     model.module.train()
-    dist.all_reduce(loss_sum)
-    return float(loss_sum) / (count * config.data.seq_len)
+    return float(_sum_over_parts(loss_sum, ranks)) / (count * config.data.seq_len)
+
+
+def _sum_over_parts(value: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of what the parts of the batch gave; ranks that share a part have the same value."""
+    dist.all_reduce(value)
+    return value * (ranks.data_parts / ranks.world_size)
 
 
 def _my_sequences(batches: Batches, first_sample: int, part: range, ranks: Ranks) -> Tensor:
     """The sequences of ``part`` of a step that falls to this rank."""
-    mine = share(len(part), ranks.world_size, ranks.rank)
+    mine = share(len(part), ranks.data_parts, ranks.data_index)
     start = first_sample + part.start
     return batches.sequences(range(start + mine.start, start + mine.stop)).to(ranks.device)

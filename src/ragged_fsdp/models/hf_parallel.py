@@ -1,0 +1,56 @@
+"""Tensor parallelism of Hugging Face models, after the plan that the library keeps for each of them."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from ragged_fsdp.models.splits import Split
+
+__all__ = ["tensor_split"]
+
+_HEAD_STYLES = ("colwise_gather_output", "colwise_rep")
+
+
+def tensor_split(config: PretrainedConfig) -> Split | str:
+    """The library's plan, if it is made of column- and row-wise linear layers alone; else why it is not."""
+    name = type(config).__name__
+    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    if not plan:
+        return f"transformers has no tensor-parallel plan for {name}"
+    for module, style in plan.items():
+        if style not in ("colwise", "rowwise"):
+            return (
+                f"the plan of {name} asks for {style!r} of {module!r}; only colwise and rowwise are supported"
+            )
+    head_plan = getattr(AutoModelForCausalLM._model_mapping[type(config)], "_tp_plan", None) or {}
+    heads = [module for module, style in head_plan.items() if style in _HEAD_STYLES]
+
+    def apply(model: nn.Module, mesh: DeviceMesh) -> None:
+        prefix = model.base_model_prefix
+        styles: dict[str, ParallelStyle] = {
+            f"{prefix}.{module}": ColwiseParallel() if style == "colwise" else RowwiseParallel()
+            for module, style in plan.items()
+        }
+        whole: Any = model
+        embedding = whole.get_input_embeddings()
+        for head in heads:
+            if model.get_submodule(head).weight is not embedding.weight:
+                styles[head] = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh, styles)
+
+    text = config.get_text_config()
+    sizes = {
+        key: getattr(text, key)
+        for key in ("num_attention_heads", "num_key_value_heads")
+        if getattr(text, key, None)
+    }
+    return Split(apply, sizes)
