@@ -11,7 +11,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
-__all__ = ["CHANNELS", "copy_by_channels", "hold_since", "spin_error", "spin_ns", "stamp"]
+__all__ = [
+    "CHANNELS",
+    "hold_since",
+    "repeat_by_channels",
+    "spin_error",
+    "spin_ns",
+    "stamp",
+]
 
 CHANNELS = 32
 """Thread blocks of a copy: what NCCL takes on such a device, leaving the others to compute."""
@@ -25,25 +32,52 @@ def _wire_stamp(time_ptr):
     tl.store(time_ptr, globaltimer())
 
 
-@triton.jit(do_not_specialize=["duration_ns"])  # a new length must not compile a new kernel
-def _wire_spin(time_ptr, duration_ns):
-    start = tl.load(time_ptr)
+@triton.jit
+def _hold(start, duration_ns):
     now = globaltimer()
     while now - start < duration_ns:
         now = globaltimer()
 
 
-@triton.jit(do_not_specialize=["numel"])
-def _wire_copy(target_ptr, source_ptr, numel, BLOCK: tl.constexpr):
-    step = tl.num_programs(0).to(tl.int64) * BLOCK
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    while start + BLOCK <= numel:  # whole blocks need no mask, so their loads are wide
-        offsets = start + tl.arange(0, BLOCK)
-        tl.store(target_ptr + offsets, tl.load(source_ptr + offsets))
-        start += step
-    offsets = start + tl.arange(0, BLOCK)
-    inside = offsets < numel
-    tl.store(target_ptr + offsets, tl.load(source_ptr + offsets, mask=inside), mask=inside)
+@triton.jit(do_not_specialize=["duration_ns"])  # a new length must not compile a new kernel
+def _wire_spin(time_ptr, duration_ns, SINCE_STAMP: tl.constexpr):
+    start = globaltimer()
+    if SINCE_STAMP:
+        start = tl.load(time_ptr)
+    _hold(start, duration_ns)
+
+
+@triton.jit(do_not_specialize=["part_numel", "parts", "skipped", "duration_ns"])
+def _wire_repeat(
+    target_ptr,
+    source_ptr,
+    part_numel,
+    parts,
+    skipped,
+    duration_ns,
+    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Copy the source over each of ``parts`` consecutive parts of the target, but for part ``skipped``.
+
+    The first thread block then stays until ``duration_ns`` after its start.
+    """
+    begin = globaltimer()
+    blocks = tl.cdiv(part_numel, BLOCK).to(tl.int64)
+    work = tl.program_id(0).to(tl.int64)
+    while work < blocks * parts:
+        part, start = work // blocks, work % blocks * BLOCK
+        if part != skipped:
+            offsets = start + tl.arange(0, BLOCK)
+            target = target_ptr + tl.multiple_of(part * part_numel, ALIGN) + offsets
+            if start + BLOCK <= part_numel:  # whole blocks need no mask, so their loads are wide
+                tl.store(target, tl.load(source_ptr + offsets))
+            else:
+                inside = offsets < part_numel
+                tl.store(target, tl.load(source_ptr + offsets, mask=inside), mask=inside)
+        work += tl.num_programs(0)
+    if tl.program_id(0) == 0:
+        _hold(begin, duration_ns)
 
 
 _TIME: list[torch.Tensor] = []
@@ -58,24 +92,36 @@ def stamp() -> None:
 
 def hold_since(duration_ns: int) -> None:
     """Hold the current stream until ``duration_ns`` after the last stamp."""
-    _wire_spin[(1,)](_TIME[0], duration_ns, num_warps=1)
+    _wire_spin[(1,)](_TIME[0], duration_ns, SINCE_STAMP=True, num_warps=1)
 
 
 def spin_ns(duration_ns: int) -> None:
     """Hold the current stream for ``duration_ns``."""
-    stamp()
-    hold_since(duration_ns)
+    _wire_spin[(1,)](None, duration_ns, SINCE_STAMP=False, num_warps=1)
 
 
-def copy_by_channels(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy flat ``source`` to flat ``target`` (same size, not overlapping) with :data:`CHANNELS` blocks."""
+def repeat_by_channels(
+    target: torch.Tensor, source: torch.Tensor, parts: int = 1, skipped: int = -1, hold_ns: int = 0
+) -> None:
+    """Copy flat ``source`` over each part of flat ``target`` with :data:`CHANNELS` thread blocks.
+
+    It is one kernel, as a collective is one: a second one would have to wait again until computation leaves
+    multiprocessors free. Part ``skipped`` is left as it is, since the source may be that part itself. The
+    stream is held for ``hold_ns`` at least.
+    """
     nbytes = source.nbytes
     if not nbytes:
+        if hold_ns:
+            spin_ns(hold_ns)
         return
     common = nbytes | source.data_ptr() | target.data_ptr()
     width = next(w for w in _INTEGERS if common % w == 0)
+    align = 2 if common % (2 * width) == 0 else 1
     a, b = (t.view(torch.uint8).view(_INTEGERS[width]) for t in (target, source))
-    _wire_copy[(CHANNELS,)](a, b, nbytes // width, BLOCK=_BLOCK, num_warps=_WARPS)
+    numel = nbytes // width
+    _wire_repeat[(CHANNELS,)](
+        a, b, numel, parts, skipped, hold_ns, BLOCK=_BLOCK, ALIGN=align, num_warps=_WARPS
+    )
 
 
 def spin_error(duration_ns: int = 5_000_000) -> float:

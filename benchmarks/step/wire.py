@@ -18,17 +18,18 @@ all-reduce         2 B         none
 others             B           none
 =================  ==========  ====================================================================
 
-The copies are made by a few thread blocks (``delivery="channels"``), as NCCL's kernels are, so that they
-run beside the computation; ``delivery="memcpy"`` uses the device's own copies, which take all of it.
+The copies are made by one kernel of a few thread blocks (``delivery="channels"``) on a stream of high
+priority, as NCCL's are under FSDP, so that they run beside the computation. ``delivery="memcpy"`` uses
+the device's own copies, which take all of it. ``delivery="fake"`` is the model of torch's fake process
+group: gathers are device copies, everything else delivers nothing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,9 +38,23 @@ __all__ = ["BACKEND", "DELIVERIES", "PAYLOADS", "Wire", "WireGroup", "join"]
 
 BACKEND = "wire"
 PAYLOADS = ("repeat", "distinct", "zeros", "nothing")
-DELIVERIES = ("channels", "memcpy")
+DELIVERIES = ("channels", "memcpy", "fake")
 _POOL_BYTES = 1 << 30
 _INIT_STD = 0.02
+
+
+class Copy(NamedTuple):
+    """Flat ``source``, which is part ``own`` of flat ``target``, delivered to all ``parts`` of it."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    parts: int = 1
+    own: int = 0
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the source lies in its part already."""
+        return self.source.data_ptr() == self.target.data_ptr() + self.own * self.source.nbytes
 
 
 @dataclass
@@ -71,7 +86,7 @@ class Wire:
     @property
     def stream(self) -> torch.cuda.Stream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream(priority=-1)
         return self._stream
 
     @property
@@ -92,42 +107,60 @@ class Wire:
         self.moved_bytes[kind] += nbytes
         self.calls[kind] += 1
 
-    @contextmanager
-    def held(self, nbytes: int) -> Iterator[None]:
-        """Occupy the current stream for the time ``nbytes`` take on the modelled link, or longer."""
-        if self.bandwidth_gb_s is None or not nbytes:
-            yield
+    def transfer(self, copies: Sequence[Copy], nbytes: int) -> None:
+        """Make ``copies`` and occupy the current stream for the time ``nbytes`` take, or longer."""
+        hold_ns = 0 if self.bandwidth_gb_s is None else round(nbytes / self.bandwidth_gb_s)
+        if self.fuses and len(copies) == 1:
+            self._repeat_by_channels(copies[0], hold_ns)
+            return
+        if not copies or not hold_ns:
+            for copy in copies:
+                self.make(copy)
+            if hold_ns:
+                from .spin import spin_ns
+
+                spin_ns(hold_ns)
             return
         from .spin import hold_since, stamp
 
         stamp()
-        yield
-        hold_since(round(nbytes / self.bandwidth_gb_s))
+        for copy in copies:
+            self.make(copy)
+        hold_since(hold_ns)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy flat ``source`` over flat ``target``, of the same size."""
-        if target.is_cuda and self.delivery == "channels" and target.dtype == source.dtype:
-            from .spin import copy_by_channels
+    @property
+    def fuses(self) -> bool:
+        """Whether a collective is one kernel of few thread blocks, copies and modelled time together."""
+        return self.delivery == "channels" and self.payload == "repeat"
 
-            copy_by_channels(target, source)
-        else:
-            target.copy_(source)
-
-    def deliver(self, output: torch.Tensor, part: torch.Tensor, rank: int) -> None:
-        """Fill ``output``, one part per rank, as an all-gather of ``part`` would."""
-        ranks = output.numel() // max(part.numel(), 1)
-        if not ranks:
+    def make(self, copy: Copy) -> None:
+        """Make one copy, as the payload and the delivery say."""
+        if not copy.source.numel():
             return
-        flat = output.view(-1)
-        own = flat.narrow(0, rank * part.numel(), part.numel())
-        in_place = own.data_ptr() == part.data_ptr()
-        if not in_place:
-            self.copy(own, part.view(-1))
+        if copy.target.is_cuda and self.fuses:
+            self._repeat_by_channels(copy)
+        elif copy.parts == 1:
+            copy.target.copy_(copy.source)
+        else:
+            self._deliver(copy)
+
+    @staticmethod
+    def _repeat_by_channels(copy: Copy, hold_ns: int = 0) -> None:
+        from .spin import repeat_by_channels
+
+        skipped = copy.own if copy.in_place else -1
+        repeat_by_channels(copy.target, copy.source, copy.parts, skipped, hold_ns)
+
+    def _deliver(self, copy: Copy) -> None:
+        """Fill the target, one part per rank, as an all-gather of the source would."""
+        flat, part, own = copy.target, copy.source.numel(), copy.own
+        if not copy.in_place:
+            flat.narrow(0, own * part, part).copy_(copy.source)
         if self.payload == "repeat":
-            self.repeat(flat, part.numel(), rank)
+            self.repeat(flat, part, own)
         if self.payload in ("repeat", "nothing"):
             return
-        for others in (flat[: rank * part.numel()], flat[(rank + 1) * part.numel() :]):
+        for others in (flat[: own * part], flat[(own + 1) * part :]):
             if self.payload == "zeros":
                 others.zero_()
             else:
@@ -141,16 +174,16 @@ class Wire:
             pool = self._pools[flat.dtype] = pool.normal_(std=_INIT_STD)
         for start in range(0, flat.numel(), pool.numel()):
             chunk = flat[start : start + pool.numel()]
-            self.copy(chunk, pool[: chunk.numel()])
+            chunk.copy_(pool[: chunk.numel()])
 
     def repeat(self, flat: torch.Tensor, part_numel: int, rank: int) -> None:
         """Copy part ``rank`` over all parts by doubling: few launches, one read and one write per byte."""
         if rank:
-            self.copy(flat[:part_numel], flat.narrow(0, rank * part_numel, part_numel))
+            flat[:part_numel].copy_(flat.narrow(0, rank * part_numel, part_numel))
         done = part_numel
         while done < flat.numel():
             step = min(done, flat.numel() - done)
-            self.copy(flat.narrow(0, done, step), flat.narrow(0, 0, step))
+            flat.narrow(0, done, step).copy_(flat.narrow(0, 0, step))
             done += step
 
 
@@ -206,56 +239,55 @@ class WireGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    def _run(self, kind: str, nbytes: int, tensors: tuple[torch.Tensor, ...], fill: Any = None) -> dist.Work:
+    def _run(
+        self, kind: str, nbytes: int, tensors: tuple[torch.Tensor, ...], copies: Sequence[Copy] = ()
+    ) -> dist.Work:
         wire = self._wire
         wire.count(kind, nbytes)
         if not tensors or not tensors[0].is_cuda:
-            if fill is not None:
-                fill()
+            for copy in copies:
+                wire.make(copy)
             return _Delivered(None, tensors)
+        if wire.delivery == "fake" and kind != "all_gather":
+            copies = ()
         stream = wire.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            with wire.held(nbytes):
-                if fill is not None:
-                    fill()
+            wire.transfer(copies, nbytes)
             event = torch.cuda.Event()
             event.record(stream)
         return _Delivered(event, tensors)
 
+    def _gathered(self, output: torch.Tensor, part: torch.Tensor) -> Copy:
+        """What an all-gather of ``part`` delivers."""
+        return Copy(output.view(-1), part.view(-1), self._own_size, self._own_rank)
+
     def _allgather_base(self, output: torch.Tensor, part: torch.Tensor, opts: Any = None) -> dist.Work:
-        fill = lambda: self._wire.deliver(output, part, self._own_rank)  # noqa: E731
-        return self._run("all_gather", output.nbytes, (output, part), fill)
+        return self._run("all_gather", output.nbytes, (output, part), [self._gathered(output, part)])
 
     def allgather_into_tensor_coalesced(self, outputs: list, parts: list, opts: Any = None) -> dist.Work:
-        def fill() -> None:
-            for output, part in zip(outputs, parts):
-                self._wire.deliver(output, part, self._own_rank)
-
-        return self._run("all_gather", sum(o.nbytes for o in outputs), (*outputs, *parts), fill)
+        copies = [self._gathered(output, part) for output, part in zip(outputs, parts)]
+        return self._run("all_gather", sum(o.nbytes for o in outputs), (*outputs, *parts), copies)
 
     def allgather(self, outputs: list, parts: list, opts: Any = None) -> dist.Work:
-        def fill() -> None:
-            for output in outputs[0]:
-                output.copy_(parts[0])
-
-        return self._run("all_gather", sum(o.nbytes for o in outputs[0]), (*outputs[0], *parts), fill)
+        copies = [Copy(output.view(-1), parts[0].view(-1)) for output in outputs[0]]
+        return self._run("all_gather", sum(o.nbytes for o in outputs[0]), (*outputs[0], *parts), copies)
 
     def _reduce_scatter_base(self, part: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         return self.reduce_scatter_tensor_coalesced([part], [source], opts)
 
     def reduce_scatter_tensor_coalesced(self, parts: list, sources: list, opts: Any = None) -> dist.Work:
-        def fill() -> None:
-            for part, source in zip(parts, sources):
-                own = source.view(-1).narrow(0, self._own_rank * part.numel(), part.numel())
-                if own.data_ptr() != part.data_ptr():
-                    part.view(-1).copy_(own)
-
-        return self._run("reduce_scatter", sum(s.nbytes for s in sources), (*parts, *sources), fill)
+        copies = []
+        for part, source in zip(parts, sources):
+            own = source.view(-1).narrow(0, self._own_rank * part.numel(), part.numel())
+            if own.data_ptr() != part.data_ptr():
+                copies.append(Copy(part.view(-1), own))
+        return self._run("reduce_scatter", sum(s.nbytes for s in sources), (*parts, *sources), copies)
 
     def reduce_scatter(self, parts: list, sources: list, opts: Any = None) -> dist.Work:
-        fill = lambda: parts[0].copy_(sources[0][self._own_rank])  # noqa: E731
-        return self._run("reduce_scatter", sum(s.nbytes for s in sources[0]), (*parts, *sources[0]), fill)
+        copies = [Copy(parts[0].view(-1), sources[0][self._own_rank].view(-1))]
+        nbytes = sum(s.nbytes for s in sources[0])
+        return self._run("reduce_scatter", nbytes, (*parts, *sources[0]), copies)
 
     def alltoall_base(
         self,
@@ -265,24 +297,18 @@ class WireGroup(dist.ProcessGroup):
         input_splits: Any,
         opts: Any = None,
     ) -> dist.Work:
-        def fill() -> None:
-            both = min(output.numel(), source.numel())
-            self._wire.copy(output.view(-1)[:both], source.view(-1)[:both])
-
-        return self._run("all_to_all", max(output.nbytes, source.nbytes), (output, source), fill)
+        both = min(output.numel(), source.numel())
+        copies = [Copy(output.view(-1)[:both], source.view(-1)[:both])]
+        return self._run("all_to_all", max(output.nbytes, source.nbytes), (output, source), copies)
 
     def alltoall(self, outputs: list, sources: list, opts: Any = None) -> dist.Work:
-        def fill() -> None:
-            own = sources[self._own_rank].view(-1)
-            rows = _joined(outputs)
-            if rows is not None and rows.numel():
-                self._wire.deliver(rows, own, self._own_rank)
-                return
-            for output in outputs:
-                output.copy_(own.view_as(output))
-
+        own, rows = sources[self._own_rank].view(-1), _joined(outputs)
+        if rows is not None:
+            copies = [Copy(rows, own, len(outputs), self._own_rank)]
+        else:
+            copies = [Copy(output.view(-1), own[: output.numel()]) for output in outputs]
         nbytes = max(sum(t.nbytes for t in tensors) for tensors in (outputs, sources))
-        return self._run("all_to_all", nbytes, (*outputs, *sources), fill)
+        return self._run("all_to_all", nbytes, (*outputs, *sources), copies)
 
     def allreduce(self, tensors: list, opts: Any = None) -> dist.Work:
         return self._run("all_reduce", 2 * sum(t.nbytes for t in tensors), tuple(tensors))

@@ -22,10 +22,9 @@ def _layout(numels, ranks, unit):
     numels=st.lists(st.integers(0, 70), min_size=1, max_size=6).filter(any),
     ranks=st.integers(1, 7),
     unit=st.sampled_from([1, 4, 16]),
-    pack_all=st.booleans(),
     rounds=st.integers(1, 4),
 )
-def test_every_element_arrives_once_at_its_place(numels, ranks, unit, pack_all, rounds):
+def test_every_element_arrives_once_at_its_place(numels, ranks, unit, rounds):
     layout = _layout(numels, ranks, unit)
     shard_numel = layout.layout.shard_numel
     expected = torch.zeros(ranks * shard_numel, dtype=torch.int64)
@@ -34,7 +33,7 @@ def test_every_element_arrives_once_at_its_place(numels, ranks, unit, pack_all, 
         grads.append(torch.arange(label, label + numel))
         expected[layout.layout.offsets[index] : layout.layout.offsets[index] + numel] = grads[-1]
         label += numel
-    plan = plan_sends(layout, ranks, pack_all=pack_all, rounds=rounds)
+    plan = plan_sends(layout, ranks, rounds=rounds)
     pieces = [torch.split_with_sizes(g, sizes) if sizes else () for g, sizes in zip(grads, plan.cuts)]
     for rank in range(ranks):
         shard = torch.zeros(shard_numel, dtype=torch.int64)
@@ -49,7 +48,7 @@ def test_every_element_arrives_once_at_its_place(numels, ranks, unit, pack_all, 
             for index, piece, at in plan.packed[row]:
                 shard[at : at + len(pieces[index][piece])] = pieces[index][piece]
         assert torch.equal(shard, expected.view(ranks, shard_numel)[rank])
-    assert len(plan.packed) == ranks if pack_all else all(len(content) > 1 for content in plan.packed)
+    assert all(len(content) > 1 for content in plan.packed)
 
 
 @pytest.mark.parametrize("ranks", [8, 64])

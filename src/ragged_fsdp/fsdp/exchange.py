@@ -15,7 +15,8 @@ It is one exchange per group: one per tensor would load few ranks at a time, sin
 ranks. A rank whose shard lies inside one tensor (most do, where tensors are larger than shards) is sent a
 view; only shards that several tensors share are packed. A large group is exchanged in a few rounds, each a
 part of every shard, so that only two parts of what arrives need memory: one arrives while the other is
-summed. Backends that cannot send a list of views (gloo) get everything packed, in one round.
+summed. Small shards are all packed and exchanged in one round, since a list of views costs the host more than
+a pass over them costs the device; so are those of backends that cannot send a list of views (gloo).
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from ragged_fsdp.fsdp.grad_layout import GradLayout
 from ragged_fsdp.fsdp.plan import gathered_dtype
 from ragged_fsdp.fsdp.reduction import GradReducer, Scaling
 
-__all__ = ["ExchangeReducer", "SendPlan", "plan_sends", "rounds_of"]
+__all__ = ["ExchangeReducer", "SendPlan", "packs_all", "plan_sends", "rounds_of"]
 
 
 _ROUNDS = 4
 _ROUND_NUMEL = 1 << 20  # shards smaller than this are exchanged in one round
+_PACK_NUMEL = 1 << 19  # and packed if they are smaller than this
 _ALIGN_NUMEL = 16
 
 
@@ -59,13 +61,18 @@ class SendPlan:
     """Per rank: where in its shard the elements it gets start, and how many they are."""
 
 
+def packs_all(device: torch.device, shard_numel: int) -> bool:
+    """Whether everything is packed, instead of sending views of the gradients."""
+    return device.type == "cpu" or shard_numel < _PACK_NUMEL
+
+
 def rounds_of(numel: int, rounds: int) -> list[int]:
     """``numel`` elements in ``rounds`` parts that start at aligned places; the last ones may be empty."""
     part = -(-numel // (rounds * _ALIGN_NUMEL)) * _ALIGN_NUMEL
     return [max(0, min(part, numel - i * part)) for i in range(rounds)]
 
 
-def plan_sends(layout: GradLayout, ranks: int, *, pack_all: bool = False, rounds: int = 1) -> SendPlan:
+def plan_sends(layout: GradLayout, ranks: int, *, rounds: int = 1) -> SendPlan:
     """Cut every gradient where the shards end, and the shards into rounds."""
     parts = [
         (index, rank, part)
@@ -77,10 +84,8 @@ def plan_sends(layout: GradLayout, ranks: int, *, pack_all: bool = False, rounds
     shares = Counter(rank for _, rank, _ in parts)
     cuts: list[list[int]] = [[] for _ in layout.segments]
     views: list[tuple[int, int] | None] = [None] * ranks
-    extents = [(0, layout.layout.shard_numel if shares[rank] or pack_all else 0) for rank in range(ranks)]
-    contents: dict[int, list[tuple[int, int, int]]] = {
-        rank: [] for rank in range(ranks) if pack_all or shares[rank] > 1
-    }
+    extents = [(0, layout.layout.shard_numel if shares[rank] else 0) for rank in range(ranks)]
+    contents: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in range(ranks) if shares[rank] > 1}
     for index, rank, part in parts:
         position = len(cuts[index])
         if rank in contents:
@@ -111,7 +116,7 @@ class ExchangeReducer(GradReducer):
         """Per round, what each rank is sent; a single tensor if everything is packed."""
         self._received: list[torch.Tensor] = []
         """Rows from all ranks, for one round each; rounds take turns."""
-        self._plans: dict[int, SendPlan] = {}
+        self._plans: dict[int, SendPlan | None] = {}
 
     # -- collecting ------------------------------------------------------------------------------
 
@@ -149,23 +154,48 @@ class ExchangeReducer(GradReducer):
         return self.group.reduce_dtype or self._wire_dtype()
 
     def _make_ready(self) -> None:
-        """Cut the gradients into what each rank gets, and allocate what this rank gets."""
+        """Cut or pack the gradients into what each rank gets, and allocate what this rank gets."""
         plan, mesh = self._send_plan(), self.group.mesh
-        pieces = [self._cut(index, sizes) for index, sizes in enumerate(plan.cuts)]
-        rows = self._pack(plan, pieces)
-        if plan.rounds == 1 and len(plan.packed) == mesh.shard_size:
-            self._sends = [[rows]]
+        if plan is None:
+            self._sends = [[self._pack_all()]]
         else:
+            pieces = [self._cut(index, sizes) for index, sizes in enumerate(plan.cuts)]
+            rows = self._pack(plan, pieces)
             shares = [self._share(plan, rank, pieces, rows) for rank in range(mesh.shard_size)]
             self._sends = [list(sends) for sends in zip(*shares)]
-        part = rounds_of(plan.extents[mesh.shard_rank][1], plan.rounds)[0]
-        shape, turns = (mesh.shard_size, part), min(2, plan.rounds)
-        nbytes = math.prod(shape) * rows.dtype.itemsize
+        rounds = len(self._sends)
+        shape, turns = (mesh.shard_size, rounds_of(self._extent(plan)[1], rounds)[0]), min(2, rounds)
+        dtype = self._wire_dtype()
+        nbytes = math.prod(shape) * dtype.itemsize
         self._leased = self.group.context.lease(turns * nbytes)
         if self._leased is None:
-            self._received = [rows.new_empty(shape) for _ in range(turns)]
+            self._received = [torch.empty(shape, dtype=dtype, device=self.group.device) for _ in range(turns)]
         else:
-            self._received = [self._leased.tensor(i * nbytes, shape, rows.dtype) for i in range(turns)]
+            self._received = [self._leased.tensor(i * nbytes, shape, dtype) for i in range(turns)]
+
+    def _extent(self, plan: SendPlan | None) -> tuple[int, int]:
+        """Where in this rank's shard the elements it gets start, and how many they are."""
+        assert self._layout is not None
+        return (
+            (0, self._layout.layout.shard_numel) if plan is None else plan.extents[self.group.mesh.shard_rank]
+        )
+
+    def _pack_all(self) -> torch.Tensor:
+        """All shards as rows of one tensor; padding is zero."""
+        assert self._layout is not None
+        layout, dtype = self._layout.layout, self._wire_dtype()
+        packed = torch.zeros(layout.buffer_numel, dtype=dtype, device=self.group.device)
+        targets, sources = [], []
+        for index, segments in enumerate(self._layout.segments):
+            if index not in self._grads:
+                continue
+            flat = self._grads[index].reshape(-1)
+            for segment in segments:
+                targets.append(packed.narrow(0, layout.offsets[segment.index], segment.numel))
+                sources.append(flat.narrow(0, segment.tensor_start, segment.numel))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return packed.view(self.group.mesh.shard_size, -1)
 
     def _pack(self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The shards that several tensors share, one row each; padding is zero."""
@@ -203,13 +233,15 @@ class ExchangeReducer(GradReducer):
     def _rounds(self, shard_numel: int) -> int:
         return 1 if self.group.device.type == "cpu" or shard_numel < _ROUND_NUMEL else _ROUNDS
 
-    def _send_plan(self) -> SendPlan:
+    def _send_plan(self) -> SendPlan | None:
+        """How the gradients are cut; None if they are packed as a whole."""
         layout = self._layout
         assert layout is not None
         if id(layout) not in self._plans:  # layouts are kept by the base class, so ids stay theirs
-            pack_all = self.group.device.type == "cpu"
-            rounds, ranks = self._rounds(layout.layout.shard_numel), self.group.mesh.shard_size
-            self._plans[id(layout)] = plan_sends(layout, ranks, pack_all=pack_all, rounds=rounds)
+            shard_numel, ranks = layout.layout.shard_numel, self.group.mesh.shard_size
+            packed = packs_all(self.group.device, shard_numel)
+            plan = None if packed else plan_sends(layout, ranks, rounds=self._rounds(shard_numel))
+            self._plans[id(layout)] = plan
         return self._plans[id(layout)]
 
     def _cut(self, index: int, sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
@@ -228,15 +260,15 @@ class ExchangeReducer(GradReducer):
 
     def _scatter(self, reduced: torch.Tensor, how: Scaling) -> None:
         """Exchange and add, round by round: while a round is added the next one is on the wire."""
-        group, plan = self.group, self._send_plan()
+        group = self.group
         if group.settings.custom_reduce_scatter is not None:
             raise ValueError(
                 f"{group.label}: a custom reduce-scatter has no use with reduction='all_to_all'."
             )
-        start, numel = plan.extents[group.mesh.shard_rank]
+        start, numel = self._extent(self._send_plan())
         reduced[:start].zero_()
         reduced[start + numel :].zero_()
-        outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, plan.rounds))
+        outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, len(self._sends)))
         divisor = (group.mesh.shard_size if how.average else 1) * (how.before or 1.0)
         group.context.note_collective("all_to_all", group)
         pg = group.mesh.reduce_group or group.mesh.shard_group
@@ -291,6 +323,9 @@ def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
     if not out.numel():
         return
     if out.dtype in (torch.float32, torch.float64):
+        if divisor == len(rows):  # one kernel instead of two
+            torch.mean(rows, 0, dtype=out.dtype, out=out)
+            return
         torch.sum(rows, 0, dtype=out.dtype, out=out)
         if divisor != 1:
             out.div_(divisor)

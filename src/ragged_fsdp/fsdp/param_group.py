@@ -266,7 +266,9 @@ class ParamGroup:
         """What :meth:`_gather` works on, allocated on the compute stream: the buffer the parameters view."""
         weight = self.model_weight
         assert weight is not None
-        weight.materialize()
+        if not weight.is_materialized:
+            with self.context.gather_pool.allocating(weight.nbytes, self.device):
+                weight.materialize()
         if self.params[0].unsharded is None:
             for param, view in zip(self.params, weight.tensors):
                 param.make_unsharded(view)

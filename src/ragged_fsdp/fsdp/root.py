@@ -13,6 +13,7 @@ from torch import nn
 
 from ragged_fsdp.fsdp.arena import arena_bytes
 from ragged_fsdp.fsdp.autograd import in_backward, outside_compile, queue_callback
+from ragged_fsdp.fsdp.gather_pool import pooled_bytes
 from ragged_fsdp.fsdp.param_group import ParamGroup, Phase, Residence
 from ragged_fsdp.fsdp.schedule import CommContext, ForwardOrder
 
@@ -67,6 +68,8 @@ class RootContext:
             group.lazy_init()
         needs = [group.grad_buffer_bytes for group in groups]
         self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes(needs))
+        gathered = [group.gathered_bytes for group in groups]
+        self.comm.gather_pool.nbytes = max(self.comm.gather_pool.nbytes, pooled_bytes(gathered))
 
     def _name(self, groups: Sequence[ParamGroup], module: nn.Module) -> None:
         by_param = {param.sharded: param for group in groups for param in group.params}

@@ -19,6 +19,7 @@ import torch
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.fsdp.arena import Arena
 from ragged_fsdp.fsdp.debug import OrderCheck
+from ragged_fsdp.fsdp.gather_pool import GatherPool
 
 if TYPE_CHECKING:
     from ragged_fsdp.fsdp.param_group import ParamGroup
@@ -49,6 +50,7 @@ class CommContext:
         self.max_grad_buffers = 1
         """Gradient buffers alive at once. With more than one, a buffer is filled while others are reduced."""
         self.arena = Arena()
+        self.gather_pool = GatherPool()
         self.order_check = OrderCheck() if debug_enabled() else None
 
     def use_device(self, device: torch.device) -> None:
