@@ -208,6 +208,25 @@ def test_missing_gradients(rank):
 
 
 @spmd(2)
+def test_local_gradients_may_differ_between_ranks(rank):
+    """Beside sharded parameters, a plain one has a gradient on one rank only: no plan is made anew."""
+    mesh = rank.mesh()
+    name = "layers.0.up.weight"
+    sharded = torch.nn.Parameter(cases.place(cases.full_tensors(0)[name], mesh, "ragged"))
+    own = torch.nn.Parameter(torch.ones(4, 6, device=rank.device))
+    optimizer = Muon([(name, sharded), ("layers.0.own.weight", own)], **OPTIONS)
+    for step in range(3):
+        sharded.grad = cases.place(cases.full_tensors(1 + step)[name], mesh, "ragged")
+        own.grad = torch.ones_like(own) if (rank.rank + step) % 2 else None
+        before, sharded_before = own.detach().clone(), cases.whole(sharded.detach())
+        with CommDebugMode() as communication:
+            optimizer.step()
+        assert not step or communication.get_total_counts() == 2, "two all-to-alls and nothing else"
+        assert torch.equal(own, before) == (own.grad is None)
+        assert not torch.equal(cases.whole(sharded.detach()), sharded_before)
+
+
+@spmd(2)
 def test_disagreement_raises_everywhere(rank):
     """Another order of parameters on one rank is an error on all of them, before any transfer."""
     mesh = rank.mesh()
@@ -218,6 +237,9 @@ def test_disagreement_raises_everywhere(rank):
         parameter.grad = torch.zeros_like(parameter)
     with pytest.raises(RuntimeError, match="different Muon plans"):
         Muon(named.items()).step()
+    for option in ({"ns_dtype": torch.float32}, {"buckets_in_flight": 1}, {"bucket_numel": 10}):
+        with pytest.raises(RuntimeError, match="different Muon plans"):
+            Muon([(names[0], named[names[0]])], **(option if rank.rank else {})).step()
     parameter = named[names[0]]
     optimizer = Muon([(names[0], parameter)])
     parameter.grad = cases.place(full[names[0]], mesh, "replicate")

@@ -128,6 +128,12 @@ def test_full_state_dict(rank):
     for name, states in wanted["state"].items():
         for key, value in states.items():
             torch.testing.assert_close(full["state"][name][key], value, rtol=1e-5, atol=1e-6)
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    flattened = get_optimizer_state_dict(model, optimizer, options=flat)
+    assert (
+        flattened["state.0.weight.momentum_buffer"].placements == model.get_parameter("0.weight").placements
+    )
+    set_optimizer_state_dict(model, optimizer, flattened, options=flat)
     # A copy: loading keeps tensors such as `step` that need no conversion, and steps change them in place.
     set_optimizer_state_dict(model, optimizer, copy.deepcopy(wanted), options=options)
     local = optimizer.state_dict()
@@ -144,7 +150,7 @@ def small_transformer() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), *layers, nn.Linear(16, 5))
 
 
-@pytest.mark.parametrize("implementation", ["fsdp2", "ragged_fsdp"])
+@pytest.mark.parametrize("implementation", ["fsdp2", "ragged_fsdp", "ragged_fsdp with replicas"])
 @spmd(2, 4)
 def test_under_fully_shard(rank, implementation):
     """Two steps of a small transformer, sharded, equal those of one process with the same batch."""
@@ -153,6 +159,8 @@ def test_under_fully_shard(rank, implementation):
     else:
         from ragged_fsdp import fully_shard
     mesh = rank.mesh()
+    if implementation.endswith("replicas"):
+        mesh = rank.mesh(2, rank.world_size // 2, names=("replicas", "shards"))
     batch = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(1)).to(rank.device)
     single, model = small_transformer().to(rank.device), small_transformer().to(rank.device)
     for layer in model:

@@ -206,6 +206,8 @@ def test_scales() -> None:
         ({"ns_dtype": torch.float16}, "ns_dtype"),
         ({"buckets_in_flight": 4}, "buckets_in_flight"),
         ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients"),
+        ({"ns_backend": "cublas"}, "ns_backend must be one of"),
+        ({"ns_backend": "triton", "compile": True}, "compile=True compiles the plain"),
         ({"split": lambda n, p: Fused(-1, (3, 4))}, "layers.0.w: the sizes"),
     ],
 )
@@ -227,6 +229,46 @@ def test_bad_parameters_name_themselves() -> None:
         Muon([{"params": parameters((4, 4)), "algorithm": "sgd"}])
     with pytest.raises(ValueError, match="empty parameter list"):
         Muon([])
+    with pytest.raises(TypeError, match="got a set"):
+        Muon([{"params": set(parameters((4, 4), (4, 4)))}])
+
+
+def test_a_group_is_added_whole_or_not_at_all() -> None:
+    """The AdamW half of a group cannot be added: its Muon half is not either, and training goes on."""
+    first, vector, second = parameters((4, 4), (4,), (4, 4))
+    optimizer = Muon([("layers.0.w", first), ("layers.0.norm.weight", vector)])
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        optimizer.add_param_group({"params": [("layers.1.w", second), ("layers.0.norm.weight", vector)]})
+    assert [g["params"] for g in optimizer.param_groups] == [[first], [vector]]
+    set_gradients([first, vector, second])
+    optimizer.step()
+    optimizer.add_param_group({"params": [("layers.1.w", second)]})
+    before = second.detach().clone()
+    optimizer.step()
+    assert not torch.equal(second, before)
+
+
+def test_sets_of_gradients_are_forgotten() -> None:
+    """Gradients that come and go make new plans; old ones are dropped, and so are parameters taken out."""
+    params = parameters(*[(4, 4)] * 12)
+    optimizer = Muon([muon_group(params)], ns_dtype=torch.float32)
+    for absent in range(12):
+        set_gradients(params)
+        params[absent].grad = None
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        assert [torch.equal(p, b) for p, b in zip(params, before)] == [i == absent for i in range(12)]
+    assert len(optimizer._local._bound) <= 8
+
+
+def test_stages_are_marked_in_profiles() -> None:
+    (parameter,) = params = parameters((8, 6))
+    set_gradients(params)
+    optimizer = Muon([muon_group([parameter])])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    names = [event.name for event in profile.events() if event.name.startswith("Muon ")]
+    assert names == ["Muon start 0", "Muon iterate 0", "Muon finish 0"]
 
 
 def test_no_gradient_no_change() -> None:

@@ -263,7 +263,7 @@ class Muon(Optimizer):
         if gradient is None:
             local = local_of(parameter)
             return LocalState(local, None, local)
-        if gradient.is_sparse or gradient.is_complex():
+        if gradient.layout is not torch.strided or not gradient.is_floating_point():
             raise ValueError(
                 f"{name}: Muon needs dense real gradients, got {gradient.layout}, {gradient.dtype}."
             )

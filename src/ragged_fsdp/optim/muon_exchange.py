@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,7 @@ from ragged_fsdp.optim.muon_program import BatchKind, BucketProgram, Route, Segm
 __all__ = ["Exchange", "FamilyStep", "LocalState"]
 
 
-@dataclass(frozen=True)
-class LocalState:
+class LocalState(NamedTuple):
     """One parameter on this rank: contiguous tensors of equal size. No gradient, no change."""
 
     parameter: Tensor
