@@ -54,52 +54,68 @@ def distribute_tensor(full: Tensor, mesh, placements) -> DTensor:
     return collective_distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def place(full: Tensor, mesh, kind: str) -> Tensor:
-    """A parameter under one of the layouts of the tests."""
-    full = full.to(mesh.device_type)
-    ranks = mesh.size(0)
-    if kind == "ragged":
-        units = uneven_units(full.numel(), ranks, 1)
-        return distribute_tensor(full, mesh, [RaggedShard(range(full.ndim), units)])
-    if kind == "ragged_rows":
-        return distribute_tensor(full, mesh, [RaggedShard((0,), uneven_units(full.shape[0], ranks, 1))])
-    if kind == "shard0":
-        return distribute_tensor(full, mesh, [Shard(0)])
-    if kind == "shard_last":
-        return distribute_tensor(full, mesh, [Shard(full.ndim - 1)])
-    if kind == "replicate":
-        return distribute_tensor(full, mesh, [Replicate()])
-    if kind == "hsdp_shard0":
-        return distribute_tensor(full, mesh, [Replicate(), Shard(0)])
-    if kind == "hsdp_ragged":
-        units = uneven_units(full.numel(), mesh.size(1), 1)
-        return distribute_tensor(full, mesh, [Replicate(), RaggedShard(range(full.ndim), units)])
-    if kind == "ragged_tp":
-        if full.ndim < 2 or full.shape[-1] % 2:
-            return distribute_tensor(full, mesh, [RaggedShard((0,), (full.shape[0], 0)), Replicate()])
-        rows = full.numel() // full.shape[-1]
-        units = uneven_units(rows, ranks, 1)
-        return distribute_tensor(full, mesh, [RaggedShard(range(full.ndim - 1), units), Shard(full.ndim - 1)])
-    if kind == "ragged_ep":
-        if full.ndim < 3:
-            return distribute_tensor(
-                full, mesh, [RaggedShard((0,), uneven_units(full.shape[0], ranks, 1)), Replicate()]
-            )
-        first, second = -(-full.shape[0] // 2), full.shape[0] // 2
-        rows = full.shape[1] * full.shape[2]
-        units = tuple(uneven_units(n * rows, ranks, 1) for n in (first, second))
-        return distribute_tensor(full, mesh, [StridedRaggedShard(range(full.ndim), units), Shard(0)])
-    if kind == "strided_ep":  # what FSDP2 makes of expert-parallel parameters
-        if full.ndim < 3:
-            return distribute_tensor(full, mesh, [Shard(0), Replicate()])
-        shards, experts = mesh.get_coordinate()
-        pieces = [list(part.chunk(2)) for part in full.chunk(2)]
-        local = pieces[experts][shards] if shards < len(pieces[experts]) else full[:0]
-        placements = [StridedShard(0, split_factor=2), Shard(0)]
-        return DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
-        )
-    raise ValueError(kind)
+def place(full: Tensor, mesh, kind: str) -> DTensor:
+    """A parameter under one of the layouts of ``PLACINGS``."""
+    return PLACINGS[kind](full.to(mesh.device_type), mesh)
+
+
+def _ragged(full: Tensor, mesh) -> DTensor:
+    units = uneven_units(full.numel(), mesh.size(0), 1)
+    return distribute_tensor(full, mesh, [RaggedShard(range(full.ndim), units)])
+
+
+def _ragged_rows(full: Tensor, mesh) -> DTensor:
+    units = uneven_units(full.shape[0], mesh.size(0), 1)
+    return distribute_tensor(full, mesh, [RaggedShard((0,), units), *[Replicate()] * (mesh.ndim - 1)])
+
+
+def _hsdp_ragged(full: Tensor, mesh) -> DTensor:
+    units = uneven_units(full.numel(), mesh.size(1), 1)
+    return distribute_tensor(full, mesh, [Replicate(), RaggedShard(range(full.ndim), units)])
+
+
+def _ragged_tp(full: Tensor, mesh) -> DTensor:
+    """Columns over the inner dim where they can be, rows over the outer one."""
+    if full.ndim < 2 or full.shape[-1] % 2:
+        return distribute_tensor(full, mesh, [RaggedShard((0,), (full.shape[0], 0)), Replicate()])
+    units = uneven_units(full.numel() // full.shape[-1], mesh.size(0), 1)
+    return distribute_tensor(full, mesh, [RaggedShard(range(full.ndim - 1), units), Shard(full.ndim - 1)])
+
+
+def _ragged_ep(full: Tensor, mesh) -> DTensor:
+    """Experts over the inner dim, the elements of a part of them over the outer one."""
+    if full.ndim < 3:
+        return _ragged_rows(full, mesh)
+    parts = -(-full.shape[0] // 2), full.shape[0] // 2
+    units = tuple(uneven_units(n * full.shape[1] * full.shape[2], mesh.size(0), 1) for n in parts)
+    return distribute_tensor(full, mesh, [StridedRaggedShard(range(full.ndim), units), Shard(0)])
+
+
+def _strided_ep(full: Tensor, mesh) -> DTensor:
+    """What FSDP2 makes of expert-parallel parameters."""
+    if full.ndim < 3:
+        return distribute_tensor(full, mesh, [Shard(0), Replicate()])
+    shards, experts = mesh.get_coordinate()
+    pieces = [list(part.chunk(2)) for part in full.chunk(2)]
+    local = pieces[experts][shards] if shards < len(pieces[experts]) else full[:0]
+    placements = [StridedShard(0, split_factor=2), Shard(0)]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
+
+
+PLACINGS = {
+    "ragged": _ragged,
+    "ragged_rows": _ragged_rows,
+    "shard0": lambda full, mesh: distribute_tensor(full, mesh, [Shard(0)]),
+    "shard_last": lambda full, mesh: distribute_tensor(full, mesh, [Shard(full.ndim - 1)]),
+    "replicate": lambda full, mesh: distribute_tensor(full, mesh, [Replicate()]),
+    "hsdp_shard0": lambda full, mesh: distribute_tensor(full, mesh, [Replicate(), Shard(0)]),
+    "hsdp_ragged": _hsdp_ragged,
+    "ragged_tp": _ragged_tp,
+    "ragged_ep": _ragged_ep,
+    "strided_ep": _strided_ep,
+}
 
 
 def whole(tensor: Tensor) -> Tensor:

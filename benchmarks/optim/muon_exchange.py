@@ -37,7 +37,7 @@ from ragged_fsdp.optim.newton_schulz import orthogonalize, per_iteration
 from ..ranks import join_ranks
 from ..step.wire import Wire, join
 from .muon_step import COEFFICIENTS, LLAMA_LAYER, STEPS, timed
-from .stage_spans import StageSpan, draw, overlap, stage_spans
+from .stage_spans import StageSpan, draw, overlap, stage_spans, write_trace
 
 __all__ = ["main"]
 
@@ -105,19 +105,10 @@ def wire_bytes(optimizer: Muon) -> int:
     return sum(max(sum(route.send), sum(route.receive)) for route in routes) * bound.exchange.dtype.itemsize
 
 
-def profiled(optimizer: Muon, device: torch.device) -> list[StageSpan]:
+def profiled(optimizer: Muon) -> list[StageSpan]:
     """When the stages of one step ran on the device."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
     with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        with torch.profiler.profile(activities=activities) as profile:
-            optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-        profile.export_chrome_trace(str(trace))
-        return stage_spans(json.loads(trace.read_text())["traceEvents"])
+        return stage_spans(write_trace(optimizer.step, Path(folder) / "trace.json"))
 
 
 def modelled(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -142,7 +133,7 @@ def modelled(arguments: argparse.Namespace) -> dict[str, Any]:
             wire_ms = 0.0 if bandwidth is None else wire_bytes(optimizer) / bandwidth / 1e6
             hidden = None if bandwidth is None else 1 - (step_ms - free_ms) / wire_ms
             rows.append(Row(bandwidth, in_flight, step_ms, wire_ms, hidden))
-        drawn[f"{in_flight} in flight, {wire.bandwidth_gb_s:g} GB/s"] = profiled(optimizer, device)
+        drawn[f"{in_flight} in flight, {wire.bandwidth_gb_s:g} GB/s"] = profiled(optimizer)
         buckets = max(span.bucket for span in next(iter(drawn.values()))) + 1
     draw(drawn, arguments.out / "muon_exchange.svg")
     return {
@@ -162,7 +153,7 @@ def real_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     drawn = {}
     for in_flight in (1, 2, 3):
         optimizer = optimizer_of(named, in_flight, arguments.bucket_numel)
-        drawn[f"{in_flight} in flight"] = profiled(optimizer, device)
+        drawn[f"{in_flight} in flight"] = profiled(optimizer)
     if rank == 0:
         if device.type == "cuda":  # elsewhere there are no kernels to draw
             draw(drawn, arguments.out / "muon_overlap.svg")

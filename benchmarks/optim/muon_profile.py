@@ -21,6 +21,7 @@ import torch
 
 from ..step.kernels import read_trace, summarise
 from .muon_step import CASES, ours, parameters_of, timed
+from .stage_spans import write_trace
 
 __all__ = ["main"]
 
@@ -39,18 +40,6 @@ def host_ms(optimizer: torch.optim.Optimizer, repeats: int) -> float:
     return statistics.median(times)
 
 
-def kernels_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The kernels of one step, with the time in which any of them ran."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        with torch.profiler.profile(activities=activities) as profile:
-            optimizer.step()
-            torch.cuda.synchronize()
-        profile.export_chrome_trace(str(trace))
-        return summarise(read_trace(trace))
-
-
 def profile_case(name: str, shapes: list[tuple[int, ...]], repeats: int) -> dict[str, Any]:
     """Times and kernels of one case."""
     parameters = parameters_of(shapes)
@@ -60,7 +49,8 @@ def profile_case(name: str, shapes: list[tuple[int, ...]], repeats: int) -> dict
     record = {"case": name, "parameters": len(shapes)}
     record["step_ms"] = statistics.median(t for _ in range(repeats) for t in timed(optimizer.step, 1))
     record["host_ms"] = host_ms(optimizer, repeats)
-    return record | kernels_of(optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        return record | summarise(read_trace(write_trace(optimizer.step, Path(folder) / "trace.json")))
 
 
 def text(record: dict[str, Any]) -> str:

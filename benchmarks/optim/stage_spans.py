@@ -8,12 +8,15 @@ belongs to the stage whose mark its launch lies in. Kernels of a collective or o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["StageSpan", "draw", "overlap", "stage_spans"]
+import torch
+
+__all__ = ["StageSpan", "draw", "overlap", "stage_spans", "write_trace"]
 
 _MARK = "Muon "
 _COMMUNICATION = ("nccl", "_wire_")
@@ -31,8 +34,22 @@ class StageSpan:
     end: float
 
 
-def stage_spans(events: Sequence[dict[str, Any]]) -> list[StageSpan]:
+def write_trace(call: Callable[[], object], out: Path) -> Path:
+    """Profile a call until the device is done with it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    profile.export_chrome_trace(str(out))
+    return out
+
+
+def stage_spans(trace: Path) -> list[StageSpan]:
     """The spans of all stages of a chrome trace, in the order of their begin."""
+    events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
     marks = sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events

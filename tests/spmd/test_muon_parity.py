@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.debug import CommDebugMode
 
 import muon_cases as cases
@@ -246,3 +247,7 @@ def test_disagreement_raises_everywhere(rank):
     with pytest.raises(ValueError, match="placed like the parameter"):
         optimizer.step()
     assert torch.equal(cases.whole(parameter.detach()).cpu(), full[names[0]]) and not optimizer.state
+    partial = DTensor.from_local(torch.ones(4, 6, device=rank.device), mesh, [Partial()], run_check=False)
+    optimizer = Muon([("layers.0.partial", torch.nn.Parameter(partial))])
+    with pytest.raises(ValueError, match=r"layers\.0\.partial: placement Partial.* has no whole elements"):
+        optimizer.step()

@@ -79,6 +79,8 @@ def test_everything_else_is_adamw() -> None:
         ("transformer.wte.weight", (50, 8), False),
         ("lm_head.weight", (50, 8), False),
         ("output.weight", (50, 8), False),
+        ("shared.weight", (50, 8), False),
+        ("layers.0.mlp.shared_expert.up.weight", (50, 8), True),
         ("model.output.weight", (50, 8), False),
         ("layers.0.conv.weight", (8, 4, 3, 3), False),
         ("layers.0.gate.weight", (1, 8), False),

@@ -67,8 +67,14 @@ class Binder:
     def _bind_all(self, members: Sequence[Member]) -> tuple[BoundExchange, ...]:
         by_group: dict[tuple[tuple[int, ...], torch.device], list[tuple[Member, Spread]]] = {}
         for member in members:
-            spread = spread_of(member[1], member[2])
-            by_group.setdefault((spread.ranks, _device(member[1], spread)), []).append((member, spread))
+            name, parameter, rule, _ = member
+            try:
+                spread = spread_of(parameter, rule)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name or f'parameter of shape {tuple(parameter.shape)}'}: {error}"
+                ) from None
+            by_group.setdefault((spread.ranks, _device(parameter, spread)), []).append((member, spread))
         return tuple(self._bind(items, device) for (_, device), items in by_group.items())
 
     def _bind(self, items: list[tuple[Member, Spread]], device: torch.device) -> BoundExchange:

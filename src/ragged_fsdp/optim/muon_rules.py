@@ -13,8 +13,9 @@ __all__ = ["ADJUST_LR", "HEAD_OUTSIDE_LAYERS", "NEVER_HIDDEN", "is_hidden_matrix
 NEVER_HIDDEN = re.compile(r"(^|[._])(bias|\w*norm\w*|ln(_\w+|\d+)?|\w*embed\w*|wte|wpe|lm_head)([._]|$)")
 """Names, or parts of names between dots and underscores, of embeddings, norms, biases and heads."""
 
-HEAD_OUTSIDE_LAYERS = re.compile(r"(^|[._])(head|output|score|classifier)([._]|$)")
-"""Names of heads, unless in a numbered layer: ``layers.3.attention.output`` is a hidden matrix."""
+HEAD_OUTSIDE_LAYERS = re.compile(r"(^|[._])(head|output|score|classifier|shared)([._]|$)")
+"""Names of heads and of a shared embedding, unless in a numbered layer: ``layers.3.attention.output`` is a
+hidden matrix."""
 
 _NUMBERED = re.compile(r"(^|\.)\d+(\.|$)")
 

@@ -140,7 +140,7 @@ def _exchange_dims(
     for d in dims:
         if not isinstance(placements[d], (Shard, StridedShard, RaggedShard, Replicate)):
             raise ValueError(
-                f"placement {placements[d]} has no whole elements; reduce it before the optimizer."
+                f"placement {placements[d]!r} has no whole elements; reduce it before the optimizer."
             )
     sharded = [p for p in placements if not isinstance(p, Replicate)]
     if len(sharded) < 2 or isinstance(rule, Flattened):
