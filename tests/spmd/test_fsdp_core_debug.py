@@ -1,15 +1,22 @@
 """RAGGED_FSDP_DEBUG=1 and the failures it makes visible."""
 
+import logging
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_core_cases import batch, clone, loss_of, make_net
 from ragged_fsdp import DBuffer, fully_shard
+from ragged_fsdp.fsdp.watch import CollectiveWatch
 from rank_pool import Rank, spmd
 
 
@@ -96,3 +103,63 @@ def test_a_failing_collective_says_where(rank: Rank) -> None:
     model.reset_iter_state()
     model[0].set_custom_all_gather(None)
     model(torch.ones(2, 8, device=rank.device)).sum().backward()
+
+
+@pytest.mark.parametrize("phase", ["comparison of the plans", "all-gather", "reduce-scatter", "all-to-all"])
+@spmd(3)
+def test_a_collective_that_times_out_says_where(rank: Rank, phase: str) -> None:
+    """The last rank stays away: the others raise and say in which collective they waited."""
+    if rank.device == "cuda":
+        pytest.skip("NCCL ends the process: tests/gpu/test_fsdp_core_timeout.py")
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    mesh = DeviceMesh.from_group(short, rank.device)
+    away = rank.rank == 2
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def train() -> None:
+        fully_shard(
+            model[1], mesh=mesh, reduction="all_to_all" if phase == "all-to-all" else "reduce_scatter"
+        )
+        if away and phase == "all-gather":
+            return
+        loss = model(torch.ones(2, 8)).sum()
+        if not away:
+            loss.backward()
+
+    if away:
+        if phase != "comparison of the plans":
+            train()
+    else:
+        with pytest.raises(RuntimeError) as caught:
+            train()
+        (note,) = caught.value.__notes__
+        assert f"{phase} of group 'weight' failed on rank {rank.rank} (rank {rank.rank} of 3 of '" in note
+    dist.barrier()
+
+
+@spmd(2)
+def test_late_collectives_are_reported_once(rank: Rank) -> None:
+    """Where nothing raises, a thread looks at the events of what was launched."""
+    pg, watch = rank.mesh().get_group(), CollectiveWatch()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("ragged_fsdp").addHandler(handler)
+    done, stuck = (SimpleNamespace(query=lambda answer=answer: answer) for answer in (True, False))
+    for phase, name, event in (
+        ("all-gather", "layers.0", done),
+        ("all-gather", "layers.1", stuck),
+        ("reduction of the gradients", "layers.2", stuck),
+        ("all-gather", "layers.3", None),
+    ):
+        watch.note(phase, SimpleNamespace(label=name, device=torch.device("cpu")), pg, event)
+    now = time.monotonic()
+    timeout_s = 100  # the pool's
+    watch.report(now + 0.4 * timeout_s)
+    assert not said
+    for _ in range(2):
+        watch.report(now + 0.6 * timeout_s)
+    logging.getLogger("ragged_fsdp").removeHandler(handler)
+    (line,) = said
+    assert f"rank {rank.rank}: all-gather of group 'layers.1' (rank {rank.rank} of 2" in line
+    assert "launched 60 s ago" in line and "gives up after 100 s" in line

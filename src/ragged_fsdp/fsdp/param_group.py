@@ -260,6 +260,8 @@ class ParamGroup:
         with self.context.on_stream("gather"):
             self._gather_work = self._gather(source, async_op)
             self._gather_done = self.context.record()
+        if self.mesh.shard_size > 1:
+            self.context.watch.note("all-gather", self, self.mesh.shard_group, self._gather_done)
         self._move(Residence.GATHERING)
 
     def _gather_source(self) -> Any:

@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 
-from ragged_fsdp.collectives import same_on_all_ranks
+from ragged_fsdp.collectives import explain_failure, same_on_all_ranks
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
 from ragged_fsdp.planner import plan_group
 
@@ -129,10 +129,13 @@ def agree(description: str, groups: Sequence[dist.ProcessGroup | None], device: 
     """Raise on every rank, naming the first difference, unless all ranks planned the same."""
     value = int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 2
     for group in groups:
-        if group is None or same_on_all_ranks(value, group, device):
+        if group is None:
             continue
-        texts: list[str] = [""] * group.size()
-        dist.all_gather_object(texts, description, group=group)
+        with explain_failure("comparison of the plans", description.split(" ", 1)[0], group):
+            if same_on_all_ranks(value, group, device):
+                continue
+            texts: list[str] = [""] * group.size()
+            dist.all_gather_object(texts, description, group=group)
         raise ValueError(_first_difference(texts, dist.get_process_group_ranks(group)))
 
 

@@ -250,6 +250,9 @@ class GradReducer:
                     done = context.record()
             else:
                 done = context.record()
+        if ranks > 1:
+            pg = (mesh.shard_size == 1 and mesh.replicate_group) or mesh.shard_group
+            context.watch.note("reduction of the gradients", self.group, pg, done)
         context.pending.append(PendingReduction(done, self._releaser(main), self))
         self.written.clear()
 
