@@ -158,8 +158,15 @@ class ExchangePlan:
     @cached_property
     def digest(self) -> str:
         """Equal on two ranks exactly if they would send and receive the same things."""
-        text = repr((self.parameters, self.ranks, self.bucket_numel, self.tasks))
-        return hashlib.sha256(text.encode()).hexdigest()
+        hasher = hashlib.sha256(repr((self.ranks, self.bucket_numel, self.tasks)).encode())
+        places: dict[tuple[int, int], bytes] = {}  # layers repeat: most share these tuples with others
+        for layout in self.parameters:
+            key = id(layout.holdings), id(layout.replicas)
+            if key not in places:
+                places[key] = repr((layout.holdings, layout.replicas)).encode()
+            hasher.update(repr((layout.name, layout.shape, layout.rule, layout.family)).encode())
+            hasher.update(places[key])
+        return hasher.hexdigest()
 
     def slab(self, task: Task) -> Slab:
         """The slab of a task."""

@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ragged_fsdp.dtensor.geometry import compute_layout
+from ragged_fsdp.dtensor.geometry import RaggedLayout, compute_layout, ragged_mesh_dim
 from ragged_fsdp.dtensor.internals import StridedShard
 from ragged_fsdp.dtensor.intervals import chunk_bounds
 from ragged_fsdp.optim.matrices import Flattened, MatrixRule, matrix_shape
@@ -41,6 +42,7 @@ from ragged_fsdp.placement import RaggedShard
 __all__ = ["Spread", "exchange_group", "parameter_layout", "spread_of"]
 
 Box = tuple[list[int], list[int]]  # offsets, sizes
+Triple = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -110,27 +112,44 @@ def parameter_layout(
         whole = Holding((0, 0, 0), size, 0, math.prod(size))
         return ParameterLayout(name, tuple(parameter.shape), rule, (whole,), (0,), family)
     assert isinstance(parameter, DTensor)  # a spread with a mesh comes from one
-    mesh, placements, shape = spread.mesh, tuple(parameter.placements), tuple(parameter.shape)
-    mesh_shape = tuple(mesh.size(d) for d in range(mesh.ndim))
-    local_dims = [
-        d for d in range(mesh.ndim) if d not in spread.mesh_dims and isinstance(placements[d], Shard)
-    ]
-    inner = _box(shape, mesh_shape, spread.coordinate, placements, local_dims)
-    by_rank: dict[int, tuple[Holding, int]] = {}
-    for coordinate in _coordinates(spread, mesh_shape):
-        holding = _holding(name, shape, mesh_shape, coordinate, placements, rule, inner)
-        replica = 0
-        for d in spread.mesh_dims:
-            if isinstance(placements[d], Replicate):
-                replica = replica * mesh_shape[d] + coordinate[d]
-        by_rank[int(mesh.mesh[coordinate])] = (holding, replica)
-    holdings, replicas = zip(*(by_rank[rank] for rank in sorted(by_rank)))
+    placements = tuple(parameter.placements)
+    try:
+        shape, holdings, replicas = _shards(tuple(parameter.shape), placements, rule, spread)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     mine, found = holdings[spread.index].numel, parameter.to_local().numel()
     if mine != found:
         raise ValueError(
             f"{name}: placements {placements} imply {mine} local elements, the tensor has {found}."
         )
-    return ParameterLayout(name, tuple(inner[1]), rule, holdings, replicas, family)
+    return ParameterLayout(name, shape, rule, holdings, replicas, family)
+
+
+@lru_cache(maxsize=1024)
+def _shards(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], rule: MatrixRule, spread: Spread
+) -> tuple[tuple[int, ...], tuple[Holding, ...], tuple[int, ...]]:
+    """The shape that the ranks of a spread share, what each of them holds of it, and in which replica.
+
+    Layers repeat, and there are as many holdings as ranks: hence the cache.
+    """
+    mesh = spread.mesh
+    assert mesh is not None
+    mesh_shape = tuple(mesh.size(d) for d in range(mesh.ndim))
+    local_dims = [
+        d for d in range(mesh.ndim) if d not in spread.mesh_dims and isinstance(placements[d], Shard)
+    ]
+    inner = _box(shape, mesh_shape, spread.coordinate, placements, local_dims)
+    coordinates = _coordinates(spread, mesh_shape)
+    holdings = _holdings(shape, mesh_shape, coordinates, placements, rule, inner)
+    replicas = []
+    for coordinate in coordinates:
+        replica = 0
+        for d in spread.mesh_dims:
+            if isinstance(placements[d], Replicate):
+                replica = replica * mesh_shape[d] + coordinate[d]
+        replicas.append(replica)
+    return tuple(inner[1]), tuple(holdings), tuple(replicas)
 
 
 def _exchange_dims(
@@ -154,10 +173,13 @@ def _exchange_dims(
 
 
 def _coordinates(spread: Spread, mesh_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The places in the mesh of the ranks of an exchange group."""
-    here = spread.coordinate
-    ranges = [range(size) if d in spread.mesh_dims else (here[d],) for d, size in enumerate(mesh_shape)]
-    return list(itertools.product(*ranges))
+    """The places in the mesh of the ranks of an exchange group, in the order of the ranks."""
+    here, dims = spread.coordinate, spread.mesh_dims
+    assert spread.mesh is not None
+    ranges = [range(size) if d in dims else (here[d],) for d, size in enumerate(mesh_shape)]
+    index = tuple(slice(None) if d in dims else here[d] for d in range(len(mesh_shape)))
+    ranks = spread.mesh.mesh[index].flatten().tolist()
+    return [coordinate for _, coordinate in sorted(zip(ranks, itertools.product(*ranges)))]
 
 
 def _box(
@@ -178,37 +200,47 @@ def _box(
     return offsets, sizes
 
 
-def _holding(
-    name: str,
+def _holdings(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
+    coordinates: list[tuple[int, ...]],
     placements: tuple[Placement, ...],
     rule: MatrixRule,
     inner: Box,
-) -> Holding:
-    ragged = next((p for p in placements if isinstance(p, RaggedShard)), None)
-    if ragged is not None:
-        layout = compute_layout(shape, mesh_shape, coordinate, placements)
-        offsets, sizes = list(layout.inner_offset), list(layout.inner_shape)
-        start, stop = layout.start, layout.stop
-    else:
-        offsets, sizes = _box(shape, mesh_shape, coordinate, placements, range(len(mesh_shape)))
-        start, stop = 0, math.prod(sizes)
-    relative = [offset - base for offset, base in zip(offsets, inner[0])]
-    box = _matrix_box(name, tuple(inner[1]), relative, sizes, rule)
-    return Holding(*box, start, stop)
+) -> list[Holding]:
+    """What the ranks at these coordinates hold, relative to the ``inner`` box that they share."""
+
+    def matrix_box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Triple, Triple]:
+        relative = [offset - base for offset, base in zip(offsets, inner[0])]
+        return _matrix_box(tuple(inner[1]), relative, list(sizes), rule)
+
+    ragged_dim = ragged_mesh_dim(placements)
+    if ragged_dim is None:
+        boxes = [_box(shape, mesh_shape, c, placements, range(len(mesh_shape))) for c in coordinates]
+        return [Holding(*matrix_box(*box), 0, math.prod(box[1])) for box in boxes]
+    cut: dict[tuple[int, ...], tuple[RaggedLayout, tuple[Triple, Triple]]] = {}
+    holdings = []
+    for coordinate in coordinates:
+        # Ranks that differ only along the ragged dim and in replicas cut the same box.
+        outer = tuple(c if isinstance(p, Shard) else 0 for c, p in zip(coordinate, placements))
+        if outer not in cut:
+            layout = compute_layout(shape, mesh_shape, outer, placements)
+            cut[outer] = layout, matrix_box(layout.inner_offset, layout.inner_shape)
+        layout, box = cut[outer]
+        start, count = (values[coordinate[ragged_dim]] for values in (layout.starts, layout.counts))
+        holdings.append(Holding(*box, start, start + count))
+    return holdings
 
 
 def _matrix_box(
-    name: str, shape: tuple[int, ...], offsets: list[int], sizes: list[int], rule: MatrixRule
-) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    shape: tuple[int, ...], offsets: list[int], sizes: list[int], rule: MatrixRule
+) -> tuple[Triple, Triple]:
     """A box of the parameter as a box of (batches, rows, columns); other cuts have no such form."""
     first, last = (1, len(shape)) if isinstance(rule, Flattened) else (1, len(shape) - 2)
     if any(offsets[d] or sizes[d] != shape[d] for d in range(first, last)):
         raise ValueError(
-            f"{name}: a shard cuts one of the dims {tuple(range(first, last))} of shape {shape}; only the "
-            "first dim and the rows and columns of the matrices may be cut."
+            f"a shard cuts one of the dims {tuple(range(first, last))} of shape {shape}; only the first dim "
+            "and the rows and columns of the matrices may be cut."
         )
     if isinstance(rule, Flattened):
         rest = math.prod(shape[1:])
