@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .case import REDUCE_DTYPES, Case
+from .case import ALLOCATORS, REDUCE_DTYPES, Case
 from .shapes import MODELS
 from .wire import DELIVERIES, PAYLOADS
 
@@ -59,7 +59,8 @@ def step(
     implementations: Annotated[str, typer.Option(help="Which to run, in this order.")] = _ALL,
     reduce_dtype: Annotated[str, typer.Option(help=f"Reduction: {' or '.join(REDUCE_DTYPES)}.")] = "fp32",
     payload: Annotated[str, typer.Option(help=f"What gathers deliver: {' or '.join(PAYLOADS)}.")] = "repeat",
-    delivery: Annotated[str, typer.Option(help=f"How it is copied: {' or '.join(DELIVERIES)}.")] = "channels",
+    delivery: Annotated[str, typer.Option(help=f"How it is copied: {' or '.join(DELIVERIES)}.")] = "fake",
+    allocator: Annotated[str, typer.Option(help=f"CUDA allocator: {' or '.join(ALLOCATORS)}.")] = "default",
     warmup: Annotated[int, typer.Option(help="Steps before the timed ones.")] = 3,
     iterations: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 8,
     limit: Annotated[float, typer.Option(help="Seconds one implementation may take.")] = 120.0,
@@ -83,6 +84,7 @@ def step(
             "reduce_dtype": reduce_dtype,
             "payload": payload,
             "delivery": delivery,
+            "allocator": allocator,
         }
         shared |= {"warmup": warmup, "iterations": iterations, "options": _options(option)}
         cases = [Case(model, layers, tokens, int(n), **shared) for n in ranks.split(",")]

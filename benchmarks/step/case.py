@@ -8,9 +8,10 @@ from typing import Any
 from .shapes import MODELS, LayerShape, layer_numel
 from .wire import DELIVERIES, PAYLOADS
 
-__all__ = ["REDUCE_DTYPES", "Case"]
+__all__ = ["ALLOCATORS", "REDUCE_DTYPES", "Case"]
 
 REDUCE_DTYPES = ("fp32", "bf16")
+ALLOCATORS = ("default", "expandable")
 _GIB = 1 << 30
 _COMPUTE_BYTES = 2
 _REDUCE_BYTES = {"fp32": 4, "bf16": 2}
@@ -27,21 +28,25 @@ class Case:
     wires: tuple[float | None, ...] = (None,)
     reduce_dtype: str = "fp32"
     payload: str = "repeat"
-    delivery: str = "channels"
+    delivery: str = "fake"
+    allocator: str = "default"
+    """Of torch's caching allocator: ``expandable`` sets ``expandable_segments:True``."""
     warmup: int = 3
     iterations: int = 8
     options: tuple[tuple[str, Any], ...] = ()
     """Arguments only our implementation understands, as sorted pairs."""
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(f"model: expected one of {sorted(MODELS)}, got {self.model!r}")
-        if self.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce dtype: expected one of {REDUCE_DTYPES}, got {self.reduce_dtype!r}")
-        if self.payload not in PAYLOADS:
-            raise ValueError(f"payload: expected one of {PAYLOADS}, got {self.payload!r}")
-        if self.delivery not in DELIVERIES:
-            raise ValueError(f"delivery: expected one of {DELIVERIES}, got {self.delivery!r}")
+        choices = {
+            "model": sorted(MODELS),
+            "reduce_dtype": REDUCE_DTYPES,
+            "payload": PAYLOADS,
+            "delivery": DELIVERIES,
+            "allocator": ALLOCATORS,
+        }
+        for name, expected in choices.items():
+            if getattr(self, name) not in expected:
+                raise ValueError(f"{name}: expected one of {tuple(expected)}, got {getattr(self, name)!r}")
         for name in ("layers", "tokens", "ranks", "iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")

@@ -28,6 +28,8 @@ _Events = tuple[torch.cuda.Event, ...]
 def measure(case: Case, name: str, trace_dir: Path | None = None) -> list[dict[str, Any]]:
     """Rows of results for implementation ``name``: one for each wire of the case."""
     device = torch.device("cuda", 0)
+    if case.allocator == "expandable":
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     wire = Wire(payload=case.payload, delivery=case.delivery)

@@ -95,6 +95,8 @@ def title(result: dict[str, Any]) -> str:
     return (
         f"{case.shape.name} x{case.layers} layers, {case.tokens} tokens, rank 0 of {case.ranks}, "
         f"{case.reduce_dtype} reduction, {case.payload} payload by {case.delivery}"
+        + (f", {case.allocator} allocator" if case.allocator != "default" else "")
+        + "".join(f", {name}={value}" for name, value in case.options)
     )
 
 

@@ -18,20 +18,29 @@ _LLAMA = Case("llama-3-70b", 4, 4096, 64, (None, 200.0), warmup=2, iterations=5)
 _DEEPSEEK = Case("deepseek-v3", 2, 4096, 256, (None, 400.0), warmup=2, iterations=5)
 _HOST = Case("small-dense", 24, 128, 64, payload="nothing", warmup=2, iterations=10)
 _OURS = ("ours-all-to-all", "ours")
+_EXPANDABLE_GPT_OSS = replace(_GPT_OSS, allocator="expandable", wires=(400.0,))
+_EXPANDABLE_LLAMA = replace(_LLAMA, allocator="expandable", wires=(200.0,))
+_NOTHING_KEPT = (("reshard_after_forward", True),)
+_BUDGET = (("gathered_budget_bytes", 24 << 30), ("reshard_after_forward", "auto"))
+
+_PEERS = ("fsdp2", "fsdp1", "megatron", "deepspeed")
 
 SUITE: tuple[tuple[str, Case, tuple[str, ...]], ...] = (
-    ("gpt-oss-64", _GPT_OSS, ("none", *_OURS, "fsdp2", "megatron", "fsdp1")),
-    ("llama-64", _LLAMA, ("none", *_OURS, "fsdp2", "fsdp1")),
-    ("gpt-oss-256", replace(_GPT_OSS, ranks=256), ("ours-all-to-all", "fsdp2", "fsdp1")),
-    ("host", _HOST, ("ours", "fsdp2", "none")),
+    ("gpt-oss-64", _GPT_OSS, ("none", *_OURS, *_PEERS)),
+    ("llama-64", _LLAMA, ("none", *_OURS, *_PEERS)),
+    ("gpt-oss-256", replace(_GPT_OSS, ranks=256), ("ours-all-to-all", "fsdp2", "fsdp1", "megatron")),
+    ("host", _HOST, ("ours", "ours-all-to-all", "fsdp2", "none")),
+    ("llama-64-zeros", replace(_LLAMA, payload="zeros"), ("ours-all-to-all", "fsdp2", "fsdp1")),
+    ("llama-64-expandable", _EXPANDABLE_LLAMA, ("ours-all-to-all", "ours", *_PEERS)),
+    ("gpt-oss-64-expandable", _EXPANDABLE_GPT_OSS, ("ours-all-to-all", "ours", "fsdp2", "fsdp1", "megatron")),
+    ("gpt-oss-64-channels", replace(_GPT_OSS, delivery="channels"), ("ours-all-to-all", "fsdp2")),
+    ("llama-64-channels", replace(_LLAMA, delivery="channels"), ("ours-all-to-all", "fsdp2")),
     ("gpt-oss-64-shard1", replace(_GPT_OSS, wires=(400.0,)), ("fsdp2-shard1",)),
     ("gpt-oss-128", replace(_GPT_OSS, ranks=128), ("ours-all-to-all", "fsdp2")),
-    ("llama-64-zeros", replace(_LLAMA, payload="zeros", wires=(None,)), ("ours-all-to-all", "fsdp1")),
-    ("gpt-oss-64-memcpy", replace(_GPT_OSS, delivery="memcpy", wires=(None,)), ("ours-all-to-all", "fsdp2")),
-    ("gpt-oss-256-more", replace(_GPT_OSS, ranks=256), ("megatron", "ours")),
-    ("llama-64-more", _LLAMA, ("megatron", "deepspeed")),
-    ("gpt-oss-64-more", _GPT_OSS, ("deepspeed", "ours-2-buffers")),
     ("deepseek-256", _DEEPSEEK, ("none", "ours-all-to-all", "fsdp2")),
+    ("gpt-oss-64-more", _GPT_OSS, ("ours-2-buffers", "ours-all-to-all-2")),
+    ("gpt-oss-64-nothing-kept", replace(_GPT_OSS, options=_NOTHING_KEPT), ("ours-all-to-all",)),
+    ("gpt-oss-64-budget", replace(_GPT_OSS, options=_BUDGET), ("ours-all-to-all",)),
 )
 """Names of the result files, cases, implementations. The floor does not depend on the number of ranks."""
 

@@ -6,22 +6,22 @@ called it, writes plausible data where the other ranks' data would arrive, and h
 the work keeps its tensors alive until then, as NCCL's does. Nothing here knows which implementation is
 calling, so all of them see the same wire.
 
-What a collective of buffer ``B`` (the full buffer, all ranks' parts together) costs:
+What a collective of buffer ``B`` (the full buffer, all ranks' parts together) costs, by ``delivery``:
 
-=================  ==========  ====================================================================
-collective         wire bytes  memory traffic on this device
-=================  ==========  ====================================================================
-all-gather         B           read and write ``B`` once (a ring forwards what it receives)
-all-to-all         B           read and write ``B`` once
-reduce-scatter     B           this rank's part is copied; the sum itself is free
-all-reduce         2 B         none
-others             B           none
-=================  ==========  ====================================================================
+=================  ==========  ==========================  ============================================
+collective         wire bytes  ``fake``                    ``channels``, ``memcpy``
+=================  ==========  ==========================  ============================================
+all-gather         B           read and write ``B`` once   the same (a ring forwards what it receives)
+all-to-all         B           none                        read and write ``B`` once
+reduce-scatter     B           none                        this rank's part is copied; the sum is free
+all-reduce         2 B         none                        none
+others             B           none                        none
+=================  ==========  ==========================  ============================================
 
-The copies are made by one kernel of a few thread blocks (``delivery="channels"``) on a stream of high
-priority, as NCCL's are under FSDP, so that they run beside the computation. ``delivery="memcpy"`` uses
-the device's own copies, which take all of it. ``delivery="fake"`` is the model of torch's fake process
-group: gathers are device copies, everything else delivers nothing.
+``fake`` is the model of torch's own fake process group: gathers are device copies, everything else
+delivers nothing. ``memcpy`` uses device copies for all, which take the whole device while they run. With
+``channels`` each collective is one kernel of a few thread blocks on a stream of high priority, as NCCL's are
+under FSDP: it runs beside the computation, shares its memory bandwidth, and takes multiprocessors from it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["BACKEND", "DELIVERIES", "PAYLOADS", "Wire", "WireGroup", "join"]
 
 BACKEND = "wire"
 PAYLOADS = ("repeat", "distinct", "zeros", "nothing")
-DELIVERIES = ("channels", "memcpy", "fake")
+DELIVERIES = ("fake", "channels", "memcpy")
 _POOL_BYTES = 1 << 30
 _INIT_STD = 0.02
 
@@ -71,7 +71,7 @@ class Wire:
     bandwidth_gb_s: float | None = None
     """None: the wire is free. Otherwise 1e9 bytes per second."""
     payload: str = "repeat"
-    delivery: str = "channels"
+    delivery: str = "fake"
     moved_bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     _stream: torch.cuda.Stream | None = None

@@ -70,7 +70,7 @@ def test_the_bound_of_the_gpt_oss_case_is_90_gib():
 )
 def test_a_case_names_what_is_wrong(change):
     (name,) = change
-    with pytest.raises(ValueError, match=name.replace("_", " ")):
+    with pytest.raises(ValueError, match=name):
         Case(**({"model": "tiny-moe", "layers": 2, "tokens": 64, "ranks": 8} | change))
 
 

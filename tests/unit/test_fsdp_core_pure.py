@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged_fsdp.fsdp.autograd import cast_floating, map_tensors
+from ragged_fsdp.fsdp.gather_pool import pooled_bytes
 from ragged_fsdp.fsdp.grad_layout import grad_layout
 from ragged_fsdp.fsdp.plan import GroupPlan, gathered_dtype, make_plan
 from ragged_fsdp.fsdp.reduction import scaling
@@ -132,3 +133,11 @@ def test_casts_reach_nested_values() -> None:
         value[0].first is x and value[1].logits is x and value[2]["c"] is x
     )  # the caller's objects are not changed
     assert map_tensors(lambda t: t, value) is value
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [([], 0), ([8], 0), ([8, 8], 0), ([8, 8, 8, 20], 8), ([3, 3, 3, 8, 8, 8, 9, 9], 8), ([0, 0, 0], 0)],
+)
+def test_the_gather_pool_is_for_the_size_of_the_layers(sizes: list[int], expected: int) -> None:
+    assert pooled_bytes(sizes) == expected

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import threading
 import time
 import weakref
@@ -18,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
@@ -57,11 +59,10 @@ class CollectiveWatch:
         """A collective of ``group`` was launched in front of ``event``; without streams (None) it is done."""
         if event is None:
             return
-        timeout_s = self._timeouts_s.get(pg)
-        if timeout_s is None:
-            timeout_s = pg._get_backend(group.device).options._timeout.total_seconds()
-            self._timeouts_s[pg] = timeout_s
-            _THREAD.add(self, timeout_s)
+        if pg not in self._timeouts_s:
+            self._timeouts_s[pg] = _timeout_s(pg, group.device)
+            _THREAD.add(self, self._timeouts_s[pg])
+        timeout_s = self._timeouts_s[pg]
         launched = self._launched.get(phase)
         if launched is None:
             launched = self._launched[phase] = deque(maxlen=_REMEMBERED)
@@ -95,6 +96,16 @@ class CollectiveWatch:
             now_s - entry.started_s,
             entry.timeout_s,
         )
+
+
+def _timeout_s(pg: dist.ProcessGroup, device: torch.device) -> float:
+    """Of the group's collectives; infinite if its backend does not tell, as one written in Python."""
+    try:
+        options = pg._get_backend(device).options
+    except RuntimeError:
+        return math.inf
+    timeout = getattr(options, "_timeout", None)
+    return math.inf if timeout is None else timeout.total_seconds()
 
 
 class _WatchThread:
