@@ -221,3 +221,17 @@ def test_manual_finalization_and_kept_storage(rank: Rank) -> None:
     model.set_manual_backward_finalization(False)
     with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
         model.finalize_backward()
+
+
+@pytest.mark.parametrize("after_forward", [False, True])
+@spmd(2)
+def test_a_child_after_its_parent_is_refused(rank: Rank, after_forward: bool) -> None:
+    """The parent's call took the child's parameters: top-down order is refused, on every rank."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(rank.device)
+    fully_shard(model, mesh=rank.mesh())
+    if after_forward:
+        model(torch.ones(1, 4, device=rank.device))
+    with pytest.raises(ValueError, match="'weight' is already sharded by a call on a module above"):
+        fully_shard(model[1], mesh=rank.mesh())
+    assert type(model[1]) is nn.Linear
+    model(torch.ones(1, 4, device=rank.device)).sum().backward()

@@ -394,6 +394,11 @@ class DBuffer:
         """This rank's shard of a full buffer, in place."""
         return self if self.is_sharded else self._as((*self.placements[:-1], Shard(0)), slot=True)
 
+    @property
+    def slot_tensors(self) -> tuple[torch.Tensor, ...]:
+        """This rank's part of each tensor, in its slot."""
+        return self.slot_buffer.tensors
+
     # -- checks and geometry ---------------------------------------------------------------------
 
     @property

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from ragged_fsdp.fsdp.plan import GroupPlan
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
 
-__all__ = ["GradLayout", "Segment", "grad_layout"]
+__all__ = ["GradLayout", "Segment", "grad_layout", "packed_layout"]
 
 _ALIGN_ELEMENTS = 8  # 16 bytes of the narrowest reduction dtype
 
@@ -60,56 +60,60 @@ def grad_layout(plan: GroupPlan, trainable: Sequence[bool]) -> GradLayout:
             (Segment(i, 0, spec.numel),) if spec.numel else () for i, spec in enumerate(plan.layout.specs)
         )
         return GradLayout(plan.layout, plan.shapes, segments, True)
-    return _packed(plan, trainable)
+    members = [i for i, is_member in enumerate(trainable) if is_member]
+    return packed_layout(plan, members, [1] * len(trainable), _ALIGN_ELEMENTS)
 
 
-def _packed(plan: GroupPlan, trainable: Sequence[bool]) -> GradLayout:
+def packed_layout(plan: GroupPlan, members: Sequence[int], cells: Sequence[int], align: int) -> GradLayout:
+    """The pieces of ``members`` packed by rank; an element of tensor i takes ``cells[i]`` cells."""
     ranks = plan.layout.ranks
-    order = sorted((i for i, t in enumerate(trainable) if t), key=lambda i: plan.layout.offsets[i])
+    order = sorted(members, key=lambda i: plan.layout.offsets[i])
     chunks: list[list[tuple[int, int, int]]] = []  # per rank: (tensor, tensor_start, numel) in buffer order
     for rank in range(ranks):
         parts = [(i, plan.local_range(i, rank)) for i in order]
         chunks.append([(i, part.tensor_start, part.numel) for i, part in parts if part.numel])
-    shard = max((sum(_aligned(numel) for *_, numel in chunk) for chunk in chunks), default=0)
+
+    def room(i: int, numel: int) -> int:
+        return -(-numel * cells[i] // align) * align
+
+    shard = max((sum(room(i, numel) for i, _, numel in chunk) for chunk in chunks), default=0)
     placed: dict[int, list[tuple[int, int, int]]] = {i: [] for i in order}  # (tensor_start, offset, numel)
     for rank, chunk in enumerate(chunks):
         position = rank * shard
         for at, (i, tensor_start, numel) in enumerate(chunk):
             continues = tensor_start + numel < _numel(plan, i)
             last = at == len(chunk) - 1
-            offset = (rank + 1) * shard - numel if continues and last else position
+            offset = (rank + 1) * shard - numel * cells[i] if continues and last else position
             placed[i].append((tensor_start, offset, numel))
-            position += _aligned(numel)
-    return _segmented(plan, placed, ranks, shard)
+            position += room(i, numel)
+    return _segmented(plan, placed, cells, shard)
 
 
 def _segmented(
-    plan: GroupPlan, placed: dict[int, list[tuple[int, int, int]]], ranks: int, shard: int
+    plan: GroupPlan, placed: dict[int, list[tuple[int, int, int]]], cells: Sequence[int], shard: int
 ) -> GradLayout:
     """Join the pieces that touch and describe the result as a layout of segments."""
     specs: list[TensorSpec] = []
     offsets: list[int] = []
+    shapes: list[tuple[int, ...]] = []
     segments: list[tuple[Segment, ...]] = [()] * len(plan.names)
     for i, pieces in placed.items():
         runs: list[list[int]] = []
         for tensor_start, offset, numel in pieces:
-            if runs and runs[-1][1] + runs[-1][2] == offset:
+            if runs and runs[-1][1] + runs[-1][2] * cells[i] == offset:
                 runs[-1][2] += numel
             else:
                 runs.append([tensor_start, offset, numel])
         own = []
         for part, (tensor_start, offset, numel) in enumerate(runs):
             own.append(Segment(len(specs), tensor_start, numel))
-            specs.append(TensorSpec(f"{plan.names[i]}[{part}]", numel))
+            specs.append(TensorSpec(f"{plan.names[i]}[{part}]", numel * cells[i]))
             offsets.append(offset)
+            shapes.append((numel,))
         segments[i] = tuple(own)
-    layout = GroupLayout(tuple(specs), ranks, 1, shard, tuple(offsets), 0)
-    return GradLayout(layout, tuple((spec.numel,) for spec in specs), tuple(segments), False)
+    layout = GroupLayout(tuple(specs), plan.layout.ranks, 1, shard, tuple(offsets), 0)
+    return GradLayout(layout, tuple(shapes), tuple(segments), False)
 
 
 def _numel(plan: GroupPlan, index: int) -> int:
     return plan.layout.specs[index].numel * plan.cell_bytes // plan.item_bytes[index]
-
-
-def _aligned(numel: int) -> int:
-    return -(-numel // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS

@@ -8,6 +8,7 @@ each at a multiple of 16 bytes, and move with one foreach call.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -95,7 +96,7 @@ class MainShard:
             and (not piece.numel() or local.storage_offset() == piece.storage_offset())
         )
 
-    def fill_slot(self, gathered: DBuffer, *, non_blocking: bool) -> None:
+    def fill_slot(self, gathered: Any, *, non_blocking: bool) -> None:
         """Cast the shard into its own slot of ``gathered``: one kernel, or one foreach call."""
         if self.buffer is not None and gathered.dtype == self.dtypes[0]:
             gathered.slot.copy_(self.buffer.flat, non_blocking=non_blocking)
@@ -103,7 +104,7 @@ class MainShard:
             # cast on the device: a cast between devices would run on the host
             gathered.slot.copy_(self.buffer.flat.to(gathered.device, non_blocking=non_blocking))
         else:
-            slots = [t.view(-1) for t in gathered.slot_buffer.tensors]
+            slots = [t.view(-1) for t in gathered.slot_tensors]
             filled = [(s, p) for s, p in zip(slots, self.pieces) if p.numel()]
             if filled:
                 sources = [p.to(gathered.device, non_blocking=non_blocking) for _, p in filled]

@@ -13,9 +13,19 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["STATE_ATTRIBUTE", "Managed", "Place", "collect", "move_to_device", "state_of", "unique_id"]
+__all__ = [
+    "MANAGED_ATTRIBUTE",
+    "STATE_ATTRIBUTE",
+    "Managed",
+    "Place",
+    "collect",
+    "move_to_device",
+    "state_of",
+    "unique_id",
+]
 
 STATE_ATTRIBUTE = "_ragged_fsdp_state"
+MANAGED_ATTRIBUTE = "_ragged_fsdp_managed"
 _UNIQUE_IDS = count()
 
 
@@ -73,6 +83,12 @@ def collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
             names.setdefault(param, qualified)
             places.setdefault(param, []).append(place)
     params = tuple(wanted)
+    for param in params:
+        if hasattr(param, MANAGED_ATTRIBUTE):
+            raise ValueError(
+                f"fully_shard: '{names[param]}' is already sharded by a call on a module above; "
+                "call it bottom-up, on the children first."
+            )
     return Managed(
         modules,
         tuple(names[p] for p in params),

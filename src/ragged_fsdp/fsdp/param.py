@@ -23,7 +23,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ragged_fsdp.dbuffer.storage import contiguous_stride
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
-from ragged_fsdp.fsdp.managed import Place, unique_id
+from ragged_fsdp.fsdp.managed import MANAGED_ATTRIBUTE, Place, unique_id
 
 __all__ = ["ManagedParam"]
 
@@ -90,6 +90,7 @@ class ManagedParam:
 
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` wherever this parameter is registered."""
+        setattr(param, MANAGED_ATTRIBUTE, True)  # a later call on a module below must not take it
         for place in self.places:
             if self.tables is not None:
                 place.module._parameters[place.attribute] = param
@@ -147,6 +148,7 @@ class ManagedParam:
                 meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), view.dtype)
             data = DTensor(view, replace(self.inner_spec, tensor_meta=meta), requires_grad=False)
         self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        setattr(self.unsharded, MANAGED_ATTRIBUTE, True)
         self.grad_hook = None
         return self.unsharded
 

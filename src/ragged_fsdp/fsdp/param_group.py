@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Replicate
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
@@ -21,6 +20,7 @@ from ragged_fsdp.fsdp.mesh import ParallelMesh
 from ragged_fsdp.fsdp.param import ManagedParam
 from ragged_fsdp.fsdp.parking import ParkingSpot
 from ragged_fsdp.fsdp.plan import GroupPlan, gathered_dtype
+from ragged_fsdp.fsdp.recast import RecastWeight, gathered_weight
 from ragged_fsdp.fsdp.reduction import GradReducer
 from ragged_fsdp.fsdp.schedule import CommContext
 from ragged_fsdp.fsdp.settings import GroupSettings
@@ -87,7 +87,7 @@ class ParamGroup:
         self.settings = GroupSettings()
         self.context = CommContext()
         self.reducer = GradReducer(self)
-        self.model_weight: DBuffer | None = None
+        self.model_weight: DBuffer | RecastWeight | None = None
         self.parking: ParkingSpot | None = None
         self.reshard_after_forward = True
         self.fqn: str | None = None
@@ -165,24 +165,12 @@ class ParamGroup:
         dtypes = tuple(gathered_dtype(p.dtype, param_dtype) for p in self.params)
         if self.model_weight is not None and self.model_weight.dtypes == dtypes:
             return
-        if not self.plan.same_items and tuple(d.itemsize for d in dtypes) != self.plan.item_bytes:
+        self.model_weight = gathered_weight(self.plan, dtypes, self.mesh, self.device)
+        if self.parking is not None and isinstance(self.model_weight, RecastWeight):
             raise RuntimeError(
-                f"{self.label}: the group mixes item sizes and its layout was planned for them; the dtypes "
-                f"changed to {[str(d) for d in dtypes]} afterwards. Cast the module before fully_shard."
+                f"{self.label}: after fully_shard its parameters were cast to {[str(d) for d in dtypes]}, "
+                "items of different sizes; reshard_after_forward=int does not support that. Cast them before."
             )
-        same = len(set(dtypes)) == 1
-        item_bytes = dtypes[0].itemsize if self.plan.same_items else self.plan.cell_bytes
-        mesh = self.mesh.mesh
-        self.model_weight = DBuffer(
-            self.plan.layout,
-            self.plan.shapes,
-            mesh,
-            (Replicate(),) * mesh.ndim,
-            dtype=dtypes[0] if same else dtypes,
-            cell_bytes=item_bytes,
-            device=self.device,
-            allocate=False,
-        )
         for param in self.params:
             param.unsharded = None
 
@@ -315,6 +303,8 @@ class ParamGroup:
             with collectives.explain_failure("all-gather", self.label, self.mesh.shard_group):
                 self._gather_work.wait()
         self._gather_done = self._gather_work = None
+        if isinstance(self.model_weight, RecastWeight):
+            self.model_weight.put_together()
 
     def _hook_gradient(self, param: ManagedParam, unsharded: nn.Parameter) -> None:
         large = param.inner_shape.numel() * unsharded.dtype.itemsize >= _EAGER_GRAD_BYTES
@@ -374,7 +364,7 @@ class ParamGroup:
             self.to_sharded()
 
     def _park(self) -> None:
-        assert self.parking is not None and self.model_weight is not None
+        assert self.parking is not None and isinstance(self.model_weight, DBuffer)
         self.parking.keep(self.model_weight, self.params)
         self._release_weight()
         self._move(Residence.PARKED)
