@@ -1,4 +1,4 @@
-"""Code blocks of the documents: how to find them, what a reader is assumed to have at hand, what a command means."""
+"""Code blocks of the documents: where they are, what a reader is assumed to have, what a command names."""
 
 import re
 import shlex
@@ -62,7 +62,14 @@ def _parse(words: list[str]) -> None:
     name, *arguments = words
     while hasattr(command, "resolve_command"):  # a group; typer may carry a click of its own
         name, command, arguments = command.resolve_command(command.context_class(command), arguments)
-    command.make_context(name, list(arguments)).close()
+    files = [p.type for p in command.params if getattr(p.type, "exists", False)]
+    for kind in files:
+        kind.exists = False  # the reader's files
+    try:
+        command.make_context(name, list(arguments)).close()
+    finally:
+        for kind in files:
+            kind.exists = True
 
 
 def at_hand(folder: Path) -> dict[str, Any]:

@@ -1,99 +1,85 @@
 """The adapters against the real libraries: same losses as an unsharded model, ragged parameters inside."""
 
 import os
+import sys
+import types
 
 import pytest
 import torch
-from torch import nn
 
+from integration_cases import assert_ragged, fsdp_on_cpu, llama, mean, own_rows, reference_losses
 from rank_pool import spmd
 
-LLAMA = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "vocab_size": 64,
-    "use_cache": False,
-    "tie_word_embeddings": False,
-}
+
+def _rows(name, parameter):
+    from ragged_fsdp import Rows
+
+    return Rows(2) if parameter.ndim == 2 else None
 
 
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(7)
-    return LlamaForCausalLM(LlamaConfig(**LLAMA))
-
-
-def _batch(step: int, rows: int) -> torch.Tensor:
-    return torch.randint(64, (rows, 16), generator=torch.Generator().manual_seed(step))
-
-
-def _reference_losses(rows: int) -> list[float]:
-    """Three steps of the unsharded model on whole batches."""
-    model = _llama()
+def _loop(model, rank, backward=torch.Tensor.backward):
+    """Three steps in a plain loop; the mean loss of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):
-        ids = _batch(step, rows)
+        ids = own_rows(step, rank.rank)
         loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(mean(loss))
     return losses
-
-
-def _mean(value: torch.Tensor) -> float:
-    total = value.detach().clone()
-    torch.distributed.all_reduce(total)
-    return (total / torch.distributed.get_world_size()).item()
-
-
-def _assert_ragged(model: nn.Module) -> None:
-    from ragged_fsdp.dtensor import is_ragged
-
-    assert all(is_ragged(parameter) for parameter in model.parameters())
 
 
 @spmd(2)
 def test_transformers_in_a_plain_loop(rank):
-    from ragged_fsdp import Rows, fully_shard
+    from ragged_fsdp import fully_shard
 
-    model = _llama()
-    policy = lambda name, p: Rows(4) if p.ndim == 2 else None  # noqa: E731
+    model = llama()
     for layer in model.model.layers:
-        fully_shard(layer, orig_param_policy=policy)
-    fully_shard(model, orig_param_policy=policy)
-    _assert_ragged(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(3):
-        ids = _batch(step, 4)[rank.rank * 2 : rank.rank * 2 + 2]
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(_mean(loss))
-    assert losses == pytest.approx(_reference_losses(4), abs=1e-4)
+        fully_shard(layer, orig_param_policy=_rows)
+    fully_shard(model, orig_param_policy=_rows)
+    assert_ragged(model)
+    assert _loop(model, rank) == pytest.approx(reference_losses(4), abs=1e-4)
+
+
+@spmd(2)
+def test_substitution_reaches_names_and_ends(rank):
+    """Modules that imported the function before or inside the block call ours, and torch's afterwards."""
+    import torch.distributed.fsdp as torch_fsdp
+
+    from ragged_fsdp.integrations.substitute import ragged_fully_shard
+
+    stock = torch_fsdp.fully_shard
+    before, inside = types.ModuleType("imported_before"), types.ModuleType("imported_inside")
+    before.shard = stock
+    sys.modules.update(imported_before=before, imported_inside=inside)
+    try:
+        with ragged_fully_shard(_rows, reduction="all_to_all"):
+            inside.fully_shard = torch_fsdp.fully_shard
+            model = llama()
+            for layer in model.model.layers:
+                before.shard(layer, offload_policy=None)  # as Accelerate calls it
+            inside.fully_shard(model)
+        assert before.shard is inside.fully_shard is torch_fsdp.fully_shard is stock
+    finally:
+        del sys.modules["imported_before"], sys.modules["imported_inside"]
+    assert_ragged(model)
+    assert _loop(model, rank) == pytest.approx(reference_losses(4), abs=1e-4)
+    with pytest.raises(TypeError, match="'mesh' is not one of"), ragged_fully_shard(mesh=None):
+        pass
+    with pytest.raises(RuntimeError, match="from inside"), ragged_fully_shard():
+        raise RuntimeError("from inside")
+    assert torch_fsdp.fully_shard is stock
 
 
 @spmd(2)
 def test_accelerate_prepares_a_ragged_model(rank):
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, PartialState
-    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+    from accelerate.utils import FullyShardedDataParallelPlugin
 
-    from ragged_fsdp import Rows
     from ragged_fsdp.integrations.substitute import ragged_fully_shard
 
-    AcceleratorState._reset_state(reset_partial_state=True)
-    state = PartialState(cpu=True)
-    if state.distributed_type == DistributedType.MULTI_CPU:
-        # Accelerate offers FSDP on accelerators only; what follows is its unchanged FSDP2 path.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
@@ -102,70 +88,47 @@ def test_accelerate_prepares_a_ragged_model(rank):
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
     )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-    assert accelerator.is_fsdp2
-    model = _llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with ragged_fully_shard(lambda name, p: Rows(2) if p.ndim == 2 else None):
-        model, optimizer = accelerator.prepare(model, optimizer)
-    _assert_ragged(model)
-    assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
-    losses = []
-    for step in range(3):
-        ids = _batch(step, 4)[rank.rank * 2 : rank.rank * 2 + 2]
-        loss = model(input_ids=ids, labels=ids).loss
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(model.parameters(), 1e9)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(_mean(loss))
-    assert losses == pytest.approx(_reference_losses(4), abs=1e-4)
-    folder = rank.shared_dir / "state"
-    accelerator.save_state(str(folder))
-    with torch.no_grad():
-        before = model.lm_head.weight.full_tensor().clone()
-        model.lm_head.weight.zero_()
-    accelerator.load_state(str(folder))
-    assert torch.equal(model.lm_head.weight.full_tensor(), before)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    with fsdp_on_cpu() as count_as_accelerator:
+        count_as_accelerator()
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        assert accelerator.is_fsdp2
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with ragged_fully_shard(_rows):
+            model, optimizer = accelerator.prepare(model, optimizer)
+        assert_ragged(model)
+        assert type(model.model.layers[0]).__name__ == "FSDPLlamaDecoderLayer"
+        losses = []
+        for step in range(3):
+            ids = own_rows(step, rank.rank)
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(mean(loss))
+        assert losses == pytest.approx(reference_losses(4), abs=1e-4)
+        folder = rank.shared_dir / "state"
+        accelerator.save_state(str(folder))
+        with torch.no_grad():
+            before = model.lm_head.weight.full_tensor().clone()
+            model.lm_head.weight.zero_()
+        accelerator.load_state(str(folder))
+        assert torch.equal(model.lm_head.weight.full_tensor(), before)
 
 
-@spmd(2)
-def test_lightning_model_parallel_strategy(rank):
-    lightning = pytest.importorskip("lightning")
+def _lightning_trainer(rank, steps):
+    import lightning
     from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import ModelParallelStrategy
 
-    from ragged_fsdp.integrations.lightning import shard_layers
-
-    class Task(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = _llama()
-            self.seen: list[float] = []
-
-        def configure_model(self) -> None:
-            shard_layers(self, self.model, self.model.model.layers)
-
-        def training_step(self, batch, index):
-            ids = batch[0]
-            loss = self.model(input_ids=ids, labels=ids).loss
-            self.seen.append(_mean(loss))
-            return loss
-
-        def configure_optimizers(self):
-            return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-    task = Task()
-    rows = torch.cat([_batch(step, 4)[rank.rank * 2 : rank.rank * 2 + 2] for step in range(3)])
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=2, shuffle=False)
     os.environ["NODE_RANK"] = "0"
-    trainer = lightning.Trainer(
+    return lightning.Trainer(
         accelerator="cpu",
         devices=rank.world_size,
         strategy=ModelParallelStrategy(data_parallel_size=rank.world_size, tensor_parallel_size=1),
         plugins=[LightningEnvironment()],
-        max_epochs=1,
+        max_steps=steps,
         use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
@@ -173,27 +136,46 @@ def test_lightning_model_parallel_strategy(rank):
         enable_checkpointing=False,
         default_root_dir=str(rank.shared_dir),
     )
-    trainer.fit(task, loader)
-    _assert_ragged(task.model)
-    assert task.seen == pytest.approx(_reference_losses(4), abs=1e-4)
-    trainer.save_checkpoint(str(rank.shared_dir / "checkpoint"))
-    assert list((rank.shared_dir / "checkpoint").glob("*.distcp"))
 
 
 @spmd(2)
-def test_torchtitan_parallelize_function(rank):
-    """torchtitan's calling convention; its own trainer needs other releases than those tested here."""
-    from types import SimpleNamespace
+def test_lightning_model_parallel_strategy(rank):
+    """Trained, saved after two steps and resumed in another trainer: the third loss is that of one run."""
+    lightning = pytest.importorskip("lightning")
 
-    from ragged_fsdp.integrations.torchtitan import parallelize
+    from ragged_fsdp.integrations.lightning import shard_layers
 
-    mesh = rank.mesh(names=("fsdp",))
-    dims = SimpleNamespace(tp=1, pp=1, cp=1, ep=1, dp_replicate=1, get_mesh=lambda names: mesh)
-    function = parallelize(lambda model: model.model.layers)
-    model = function(_llama(), parallel_dims=dims, job_config=None)
-    _assert_ragged(model)
-    ids = _batch(0, 4)[rank.rank * 2 : rank.rank * 2 + 2]
-    assert _mean(model(input_ids=ids, labels=ids).loss) == pytest.approx(_reference_losses(4)[0], abs=1e-4)
-    dims.tp = 2
-    with pytest.raises(ValueError, match=r"parallel_dims\.tp = 2"):
-        function(_llama(), parallel_dims=dims)
+    class Task(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = llama()
+            self.seen: list[float] = []
+
+        def configure_model(self) -> None:
+            shard_layers(self, self.model, self.model.model.layers, orig_param_policy=_rows)
+
+        def training_step(self, batch, index):
+            ids = batch[0]
+            loss = self.model(input_ids=ids, labels=ids).loss
+            self.seen.append(mean(loss))
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    with pytest.raises(ValueError, match="no device mesh"):
+        Task().configure_model()
+
+    def loader(*steps):
+        rows = torch.utils.data.TensorDataset(torch.cat([own_rows(step, rank.rank) for step in steps]))
+        return torch.utils.data.DataLoader(rows, batch_size=2, shuffle=False)
+
+    first, second = Task(), Task()
+    trainer = _lightning_trainer(rank, 2)
+    trainer.fit(first, loader(0, 1, 2))
+    assert_ragged(first.model)
+    trainer.save_checkpoint(str(rank.shared_dir / "checkpoint"))
+    assert list((rank.shared_dir / "checkpoint").glob("*.distcp"))
+    resumed = _lightning_trainer(rank, 3)  # it starts its loader anew
+    resumed.fit(second, loader(2, 2, 2), ckpt_path=str(rank.shared_dir / "checkpoint"))
+    assert first.seen + second.seen == pytest.approx(reference_losses(4), abs=1e-4)

@@ -1,6 +1,7 @@
 """Libraries that call torch's ``fully_shard`` call ours instead, for the time of a ``with`` block."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,29 +14,57 @@ from ragged_fsdp.policy import Granularity
 
 __all__ = ["ragged_fully_shard"]
 
+_ADDITIONS = ("reduction", "gathered_budget_bytes", "reshard_after_forward")
+
 
 @contextmanager
 def ragged_fully_shard(
-    orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None,
+    orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None, **options: Any
 ) -> Iterator[None]:
-    """Inside, ``torch.distributed.fsdp.fully_shard`` is ours, with this granularity policy.
+    """Inside, torch's ``fully_shard`` is ours, wherever a loaded module holds it.
 
-    It reaches code that looks the function up when it shards, as Accelerate and the Transformers
-    ``Trainer`` do; a module that imported it by name earlier keeps torch's. Models sharded inside stay
-    ragged after the block.
+    What the library passes (mesh, resharding, mixed precision, offload, ignored parameters) is honoured.
+    Models sharded inside stay ragged after the block; everything else is then as it was.
+
+    Args:
+        orig_param_policy: ``policy(name, parameter)``, the granularity of each parameter.
+        options: ``reduction``, ``gathered_budget_bytes`` and ``reshard_after_forward`` of
+            :func:`ragged_fsdp.fully_shard`, for calls that do not say otherwise.
+
+    Raises:
+        TypeError: for any other option; those are the library's to pass.
+
+    Example::
+
+        with ragged_fully_shard(lambda name, p: Rows(32) if p.ndim == 2 else None):
+            trainer.train()
     """
-    original = torch_fsdp.fully_shard
-
-    @functools.wraps(fully_shard)
-    def substitute(module: Any, **options: Any) -> Any:
-        options.setdefault("orig_param_policy", orig_param_policy)
-        if options.get("offload_policy") is None:
-            options.pop("offload_policy", None)  # Accelerate passes None where torch wants a policy
-        return fully_shard(module, **options)
-
-    substitute.state = fully_shard.state  # type: ignore[attr-defined]
-    torch_fsdp.fully_shard = substitute  # type: ignore[assignment]
+    for name in options:
+        if name not in _ADDITIONS:
+            raise TypeError(f"ragged_fully_shard: {name!r} is not one of {', '.join(_ADDITIONS)}.")
+    original, substitute = torch_fsdp.fully_shard, _substitute(orig_param_policy, options)
+    _rebind(original, substitute)
     try:
         yield
     finally:
-        torch_fsdp.fully_shard = original
+        _rebind(substitute, original)
+
+
+def _substitute(policy: Any, defaults: dict[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(fully_shard)
+    def substitute(module: Any, **options: Any) -> Any:
+        if options.get("offload_policy", ...) is None:
+            del options["offload_policy"]  # Accelerate passes None where torch wants a policy
+        return fully_shard(module, **{"orig_param_policy": policy, **defaults, **options})
+
+    return substitute
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Replace a function in every module that holds it by name, also those loaded in between; not in ours."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] == "ragged_fsdp":
+            continue
+        namespace = getattr(module, "__dict__", None) or {}
+        for name in [name for name, value in list(namespace.items()) if value is old]:
+            namespace[name] = new

@@ -1,58 +1,44 @@
-"""torchtitan: a parallelize function for a model's spec.
+"""torchtitan: a model's own parallelize function, sharding with :func:`ragged_fsdp.fully_shard`.
 
-torchtitan builds a model on the meta device and hands it to the spec's parallelize function with the
-parallel dims of the run. This one shards with :func:`ragged_fsdp.fully_shard`; dims it does not apply
-are refused, never passed over.
+torchtitan hands a model on the meta device to the ``parallelize_fn`` of its spec, which applies tensor,
+context and expert parallelism, checkpointing and compilation, and then torch's ``fully_shard``. Only the last
+is changed.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from ragged_fsdp.api import MixedPrecisionPolicy, fully_shard
+from ragged_fsdp.integrations.substitute import ragged_fully_shard
 from ragged_fsdp.policy import Granularity
 
-__all__ = ["parallelize"]
-
-_UNSUPPORTED = ("tp", "pp", "cp", "ep")
+__all__ = ["ragged_parallelize"]
 
 
-def parallelize(
-    layers_of: Callable[[Any], Iterable[nn.Module]],
-    *,
+def ragged_parallelize(
+    parallelize_fn: Callable[..., Any],
     orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-) -> Callable[..., nn.Module]:
-    """A function ``(model, *, parallel_dims, ...) -> model`` that shards each layer, then the rest.
+    **options: Any,
+) -> Callable[..., Any]:
+    """``parallelize_fn`` of a torchtitan model spec, with ragged parameters.
 
-    ``layers_of`` finds the layers of a model; a dict of modules is taken by its values. Other keyword
-    arguments that torchtitan passes (job config, converters) are accepted and not needed.
+    Args:
+        parallelize_fn: torchtitan's function for the model, such as ``parallelize_llama``.
+        orig_param_policy: ``policy(name, parameter)``, the granularity of each parameter; names are relative
+            to the module that torchtitan shards (a block, the head, the model).
+        options: as in :func:`~ragged_fsdp.integrations.substitute.ragged_fully_shard`.
+
+    Example::
+
+        spec = model_registry("8B")
+        spec.parallelize_fn = ragged_parallelize(spec.parallelize_fn, policy)
     """
 
-    def parallelize_fn(model: nn.Module, *, parallel_dims: Any, **options: Any) -> nn.Module:
-        for name in _UNSUPPORTED:
-            if getattr(parallel_dims, name, 1) > 1:
-                raise ValueError(
-                    f"parallel_dims.{name} = {getattr(parallel_dims, name)}: this function shards over "
-                    "data-parallel dims only; apply the others in a parallelize function of your own"
-                )
-        common: dict[str, Any] = {
-            "mesh": _data_mesh(parallel_dims),
-            "orig_param_policy": orig_param_policy,
-            "mp_policy": mp_policy or MixedPrecisionPolicy(),
-        }
-        layers = layers_of(model)
-        for layer in layers.values() if isinstance(layers, dict | nn.ModuleDict) else layers:
-            fully_shard(layer, **common)
-        return fully_shard(model, **common)
+    @functools.wraps(parallelize_fn)
+    def parallelize(*arguments: Any, **keywords: Any) -> Any:
+        with ragged_fully_shard(orig_param_policy, **options):
+            return parallelize_fn(*arguments, **keywords)
 
-    return parallelize_fn
-
-
-def _data_mesh(parallel_dims: Any) -> Any:
-    """The mesh to shard over: with replicas, both dims."""
-    names = ["fsdp"] if getattr(parallel_dims, "dp_replicate", 1) == 1 else ["dp_replicate", "fsdp"]
-    if hasattr(parallel_dims, "get_mesh"):
-        return parallel_dims.get_mesh(names)
-    return parallel_dims.world_mesh[tuple(names)]
+    return parallelize

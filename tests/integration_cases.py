@@ -1,0 +1,89 @@
+"""A small Llama, its batches and the losses of its unsharded training, for the tests of the adapters."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["assert_ragged", "batch", "fsdp_on_cpu", "llama", "mean", "own_rows", "reference_losses"]
+
+LLAMA = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "use_cache": False,
+    "tie_word_embeddings": False,
+}
+
+
+def llama(**changes: object) -> nn.Module:
+    """The same weights on every call."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes}))
+
+
+def batch(step: int, rows: int) -> Tensor:
+    """The tokens of a step, for all ranks."""
+    return torch.randint(64, (rows, 16), generator=torch.Generator().manual_seed(step))
+
+
+def own_rows(step: int, rank: int, rows: int = 2) -> Tensor:
+    """A rank's share of a batch of two ranks."""
+    return batch(step, 2 * rows)[rank * rows : (rank + 1) * rows]
+
+
+def reference_losses(rows: int, steps: int = 3) -> list[float]:
+    """Steps of the unsharded model on whole batches."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        ids = batch(step, rows)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def mean(value: Tensor) -> float:
+    """The mean over all ranks."""
+    total = value.detach().clone()
+    torch.distributed.all_reduce(total)
+    return (total / torch.distributed.get_world_size()).item()
+
+
+def assert_ragged(model: nn.Module) -> None:
+    """Every parameter is a ragged DTensor, once modules that stay gathered after a forward are resharded."""
+    from ragged_fsdp import FSDPModule
+    from ragged_fsdp.dtensor import is_ragged
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    assert all(is_ragged(parameter) for parameter in model.parameters())
+
+
+@contextmanager
+def fsdp_on_cpu() -> Iterator[Callable[[], None]]:
+    """Accelerate offers FSDP on accelerators only. Call what this yields once Accelerate's state exists: CPU
+    ranks then count as such, and its FSDP2 path runs unchanged."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    def count_as_accelerator() -> None:
+        if PartialState(cpu=True).distributed_type == DistributedType.MULTI_CPU:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield count_as_accelerator
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
