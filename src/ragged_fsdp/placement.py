@@ -37,9 +37,24 @@ n and n' what a rank holds before and after, "bytes" what a rank receives):
     anything             anything, other mesh raises                              -
     ===================  ===================  ==================================  ====================
 
-"Very uneven" means that padding would more than double the traffic: m * max(n) > 2 * N. Where
-placements of several mesh dims change at once, reductions of the others run on the ragged pieces,
-and a move that leaves the inner tensor's cut goes through Replicate on the ragged mesh dim only.
+"Very uneven" means that padding would more than double the traffic: m * max(n) > 2 * N. Pending sums
+of other mesh dims that are reduced in the same call are reduced on the ragged pieces.
+
+Where placements of several mesh dims change at once, each mesh dim has its own step, in this order
+("cut" is ragged or Shard), and a rank asks for nothing that it, or a rank behind it, does not need::
+
+    =====================  ====================  =================================  ======================
+    along a mesh dim from  to                    step                               elements received
+    =====================  ====================  =================================  ======================
+    Partial sum/avg/...    cut                   all-to-all, sum of what arrives    (m - 1) * n after it
+    cut                    cut                   all-to-all, uneven splits          those new along it
+    Partial sum/avg/...    Replicate             all-reduce                         2 * n * (m - 1) / m
+    cut                    Replicate             gather, as in the table above      those new along it
+    Replicate              cut                   none                               0
+    Shard(d)               the same cut          none                               0
+    =====================  ====================  =================================  ======================
+
+An element travels once along each mesh dim on which its place changes: once if that is one mesh dim.
 """
 
 from __future__ import annotations

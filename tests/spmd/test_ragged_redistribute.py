@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_cases import assert_same, numbers, world_units, worlds
 from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor, ragged_layout
@@ -138,6 +139,75 @@ def test_two_dim_meshes(rank):
             back = moved.redistribute(placements=placements)
             assert_same(back.to_local(), tensor.to_local(), f"{other} -> {placements}", exact=True)
         assert_same((tensor * 2 + tensor), full * 3)
+
+
+@spmd(4)
+def test_collectives_of_moves_over_several_mesh_dims(rank):
+    """All-to-alls along the mesh dims that change, and a gather only where the target is replicated."""
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    full = numbers(1, 8, 6, device=rank.device)
+    rows, other = RaggedShard((0,), (3, 5)), RaggedShard((0,), (5, 3))
+    strided = StridedRaggedShard((0,), (3, 1))
+    fsdp2 = (_StridedShard(0, split_factor=2), Shard(0))  # what FSDP2 makes of a column-wise parallel weight
+    exchange, gather, reduce = "all_to_all_single", "all_gather_into_tensor", "all_reduce"
+    table = [
+        ((rows, Shard(1)), (Shard(0), Shard(0)), {exchange: 2}),
+        ((rows, Shard(1)), (Shard(1), other), {exchange: 2}),
+        ((rows, Shard(1)), (other, Shard(1)), {exchange: 1}),
+        ((rows, Replicate()), (Shard(1), Shard(0)), {exchange: 1}),
+        ((rows, Replicate()), (other, Shard(1)), {exchange: 1}),
+        ((Replicate(), rows), (Shard(1), Shard(1)), {exchange: 1}),
+        ((strided, Shard(0)), (Shard(0), Shard(1)), {exchange: 2}),
+        ((strided, Shard(0)), fsdp2, {exchange: 1}),
+        (fsdp2, (strided, Shard(0)), {exchange: 1}),
+        (fsdp2, (Replicate(), other), {exchange: 1, gather: 1}),
+        ((Shard(0), Shard(0)), (strided, Shard(0)), {exchange: 2}),
+        ((strided, Shard(0)), (Replicate(), Shard(1)), {exchange: 1, gather: 1}),
+        ((StridedRaggedShard((0,), (2, 2)), Shard(0)), (Replicate(), Replicate()), {gather: 2}),
+        ((Replicate(), Replicate()), (strided, Shard(0)), {}),
+        ((Replicate(), Shard(1)), (rows, Shard(1)), {}),
+        ((Partial(), Shard(1)), (rows, Shard(1)), {"reduce_scatter_tensor": 1}),
+        ((Partial(), rows), (Shard(1), other), {exchange: 2}),
+        ((Partial(), rows), (Replicate(), Shard(1)), {exchange: 1, reduce: 1}),
+        ((rows, Partial()), (Shard(1), Shard(0)), {exchange: 2}),
+    ]
+    for before, after, collectives in table:
+        settled = [Replicate() if p.is_partial() else p for p in before]
+        start = distribute_tensor(full, mesh, settled)
+        if Partial() in before:
+            local = start.to_local() / 2
+            start = DTensor.from_local(local, mesh, before, shape=full.shape, stride=full.stride())
+        with CommDebugMode() as comm:
+            end = start.redistribute(placements=after)
+        seen = {op.__name__.split(".")[-1]: n for op, n in comm.get_comm_counts().items() if n}
+        assert seen == collectives, (before, after, seen)
+        assert end.placements == after
+        expected = distribute_tensor(full, mesh, after)
+        assert_same(end.to_local(), expected.to_local(), f"{before} -> {after}")
+    for before, after in (((rows, Shard(1)), (Shard(0), Shard(0))), (fsdp2, (strided, Shard(0)))):
+        param = distribute_tensor(full, mesh, before).requires_grad_()
+        factor = numbers(2, 8, 6, device=rank.device)
+        moved = param.redistribute(placements=after, async_op=True)
+        (moved * distribute_tensor(factor, mesh, after)).sum().backward()
+        assert param.grad.placements == before
+        assert_same(param.grad, factor)
+
+
+@spmd(4)
+def test_layouts_that_only_stock_can_describe(rank):
+    """A strided shard that is no order of cuts: opened by stock, then cut."""
+    mesh = rank.mesh(2, 2)
+    full = numbers(1, 8, 6, device=rank.device)
+    layouts = [((6, 8), (_StridedShard(0, split_factor=2), Shard(0)))]
+    if hasattr(placement_types, "_register_placements_as_opaque"):  # torch 2.11 cannot open these
+        layouts.append(((8, 6), (_StridedShard(0, split_factor=4), Replicate())))
+    for shape, stock in layouts:
+        whole_tensor = full.reshape(shape)
+        ragged = (Replicate(), RaggedShard((0,), (1, shape[0] - 1)))
+        strided = distribute_tensor(whole_tensor, mesh, [Replicate()] * 2).redistribute(placements=stock)
+        assert_same(strided.redistribute(placements=ragged), whole_tensor, str(stock), exact=True)
+        back = distribute_tensor(whole_tensor, mesh, ragged).redistribute(placements=stock)
+        assert_same(back.to_local(), strided.to_local(), str(stock), exact=True)
 
 
 @spmd(4)

@@ -33,13 +33,15 @@ def test_the_pictures_are_those_of_the_code():
     assert [strided[row, 0] for row in range(6)] == [[0], [0], [2], [1], [1], [3]]
 
 
-def test_the_transition_table_is_that_of_the_module():
+def test_the_transition_tables_are_those_of_the_module():
     lines = [line.strip() for line in placement.__doc__.splitlines()]
     rules = [i for i, line in enumerate(lines) if line.startswith("====")]
-    starts = [m.start() for m in re.finditer("=+", lines[rules[0]])]
-    for line in lines[rules[1] + 1 : rules[2]]:
-        cells = [line[a:b].strip() for a, b in zip(starts, [*starts[1:], None])]
-        assert "| " + " | ".join(cells) + " |" in PAGE, cells
+    assert len(rules) == 6  # two tables: above and below the heading, at the end
+    for head, end in ((rules[1], rules[2]), (rules[4], rules[5])):
+        starts = [m.start() for m in re.finditer("=+", lines[head])]
+        for line in lines[head + 1 : end]:
+            cells = [line[a:b].strip() for a, b in zip(starts, [*starts[1:], None])]
+            assert "| " + " | ".join(cells) + " |" in PAGE, cells
 
 
 def test_the_names_on_the_page_exist():

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from ragged_fsdp import Elements, RaggedShard, Rows, StridedRaggedShard, Whole
 from ragged_fsdp.dtensor import legal_granularity, placement_from_layout
 from ragged_fsdp.dtensor.geometry import compute_layout
-from ragged_fsdp.dtensor.intervals import chunk_bounds, flat_boxes, shard_pieces
+from ragged_fsdp.dtensor.intervals import flat_boxes
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.placement import block_numel, ragged_dims
 
@@ -122,26 +122,6 @@ def test_boxes_tile_the_interval_in_order(shape, data):
         parts += part.reshape(-1).tolist()
         assert part.reshape(-1).diff().eq(1).all()  # contiguous: a view of the piece
     assert parts == list(range(start, stop))
-
-
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
-@given(shape=SHAPES, ranks=st.integers(1, 4), data=st.data())
-def test_pieces_are_what_interval_and_shard_share(shape, ranks, data):
-    numel = math.prod(shape)
-    start = data.draw(st.integers(0, numel))
-    stop = data.draw(st.integers(start, numel))
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    elements = torch.arange(numel).view(shape)
-    for rank in range(ranks):
-        begin, end = chunk_bounds(shape[dim], ranks, rank)
-        chunk = elements.narrow(dim, begin, end - begin).reshape(-1)
-        expected = [e for e in chunk.tolist() if start <= e < stop]
-        actual = []
-        for piece in shard_pieces(shape, dim, ranks, rank, start, stop):
-            for row in range(piece.rows):
-                first = start + piece.start + row * piece.stride
-                actual += range(first, first + piece.run)
-        assert actual == expected
 
 
 @settings(max_examples=200, derandomize=True, deadline=None, database=None)

@@ -88,9 +88,14 @@ class RaggedLayout:
 
     def boxes(self) -> list[Box]:
         """This rank's elements as boxes of the *global* tensor, in the order of the local tensor."""
+        return self.boxes_of(self.index)
+
+    def boxes_of(self, index: int) -> list[Box]:
+        """The boxes of the rank ``index`` of the mesh dim."""
+        start = self.starts[index]
         return [
             (tuple(o + base for o, base in zip(offsets, self.inner_offset)), sizes)
-            for offsets, sizes in flat_boxes(self.inner_shape, self.start, self.stop)
+            for offsets, sizes in flat_boxes(self.inner_shape, start, start + self.counts[index])
         ]
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
-__all__ = ["Box", "Piece", "chunk_bounds", "flat_boxes", "overlap", "shard_pieces", "starts_of"]
+__all__ = ["Box", "chunk_bounds", "flat_boxes", "overlap", "starts_of"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -62,53 +61,3 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     lo, hi = first + bool(head), last + 1 - bool(rear)
     whole: list[Box] = [((lo, *(0 for _ in tail)), (hi - lo, *tail))] if lo < hi else []
     return head + whole + rear
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A strided part of an interval: ``rows`` runs of ``run`` elements, ``stride`` apart.
-
-    ``start`` counts from the beginning of the interval.
-    """
-
-    start: int
-    rows: int
-    run: int
-    stride: int
-
-    @property
-    def numel(self) -> int:
-        """Elements in the piece."""
-        return self.rows * self.run
-
-
-def shard_pieces(
-    shape: Sequence[int], dim: int, ranks: int, rank: int, start: int, stop: int
-) -> tuple[Piece, ...]:
-    """The elements of the flat interval that ``Shard(dim)`` gives ``rank``, in row-major order.
-
-    At most three pieces: within a first slab (one index of the dims before ``dim``) that the interval
-    does not begin, whole slabs, and a last one that it does not end.
-    """
-    row = math.prod(shape[dim + 1 :])
-    slab = shape[dim] * row
-    begin, end = (bound * row for bound in chunk_bounds(shape[dim], ranks, rank))
-    if start >= stop or begin >= end:
-        return ()
-    first, last = start // slab, (stop - 1) // slab
-    pieces: list[Piece] = []
-
-    def part_of(index: int) -> None:
-        lo, hi = max(start, index * slab + begin), min(stop, index * slab + end)
-        if lo < hi:
-            pieces.append(Piece(lo - start, 1, hi - lo, hi - lo))
-
-    whole_lo = first if start == first * slab else first + 1
-    whole_hi = last + 1 if stop == (last + 1) * slab else last
-    if first < whole_lo:
-        part_of(first)
-    if whole_lo < whole_hi:
-        pieces.append(Piece(whole_lo * slab + begin - start, whole_hi - whole_lo, end - begin, slab))
-    if whole_hi <= last and (last > first or first >= whole_lo):
-        part_of(last)
-    return tuple(pieces)

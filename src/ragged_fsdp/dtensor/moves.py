@@ -1,4 +1,4 @@
-"""Moves of a ragged tensor along its own mesh dim, each with the cheapest collective.
+"""Moves of a ragged tensor, each with the cheapest collective.
 
 Every function takes and returns local tensors; a result may be an ``AsyncCollectiveTensor`` where no
 work is left after the collective. Which collective is used depends on the layout alone, so the ranks
@@ -8,7 +8,7 @@ of the mesh dim always agree. The table is in :mod:`ragged_fsdp.placement`.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +16,16 @@ from torch.distributed.tensor.placement_types import Partial
 
 from ragged_fsdp.dtensor.geometry import RaggedLayout
 from ragged_fsdp.dtensor.internals import AsyncCollectiveTensor, all_gather, functional, reduce_scatter
-from ragged_fsdp.dtensor.intervals import Piece, chunk_bounds, overlap, shard_pieces
+from ragged_fsdp.dtensor.intervals import overlap
+from ragged_fsdp.dtensor.routes import HopKind, Part, Route
 
 __all__ = [
     "all_from_ragged",
+    "exchange",
     "partial_from_ragged",
     "ragged_from_all",
     "ragged_from_partial",
     "ragged_from_ragged",
-    "ragged_from_shard",
-    "shard_from_ragged",
     "wait",
 ]
 
@@ -34,6 +34,15 @@ Group = tuple[Any, int]
 
 # Padding every piece to the longest is one fast collective, but not if it multiplies the traffic.
 _MAX_PADDED_RATIO = 2
+
+# How the addends of a pending reduction, one per row, combine.
+_COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "avg": lambda rows: rows.mean(0),
+    "product": lambda rows: rows.prod(0, dtype=rows.dtype),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+}
 
 
 def wait(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,25 +54,7 @@ def all_from_ragged(
     local: torch.Tensor, layout: RaggedLayout, group: Group, *, async_op: bool = False
 ) -> torch.Tensor:
     """Ragged to Replicate: every rank gets the whole inner tensor."""
-    flat, ranks = local.reshape(-1), len(layout.counts)
-    owners = [rank for rank, count in enumerate(layout.counts) if count]
-    if not owners:
-        return local.new_empty(layout.inner_shape)
-    if ranks == 1:
-        return flat.view(layout.inner_shape)
-    if len(owners) == 1:
-        source = flat.contiguous() if layout.numel else flat.new_empty(layout.inner_numel)
-        out = functional.broadcast(source, owners[0], group)
-    elif layout.even:
-        out = all_gather(flat.contiguous(), 0, group)
-    elif async_op or _very_uneven(layout):
-        # The pieces arrive in their final places: nothing is left to do after the exchange.
-        out = functional.all_to_all_single(
-            flat.repeat(ranks), list(layout.counts), [layout.numel] * ranks, group
-        )
-    else:
-        out = _gather_padded(flat, layout, group)
-    return (out if async_op else wait(out)).view(layout.inner_shape)
+    return _gathered(local.reshape(-1), layout.counts, group, async_op).view(layout.inner_shape)
 
 
 def ragged_from_all(inner: torch.Tensor, layout: RaggedLayout) -> torch.Tensor:
@@ -87,40 +78,40 @@ def ragged_from_ragged(
     return out.view(target.local_shape)
 
 
-def shard_from_ragged(local: torch.Tensor, source: RaggedLayout, dim: int, group: Group) -> torch.Tensor:
-    """Ragged to Shard(dim). The pieces arrive in row-major order: only the sender rearranges."""
-    ranks, me = len(source.counts), source.index
-    begin, end = chunk_bounds(source.inner_shape[dim], ranks, me)
-    shape = (*source.inner_shape[:dim], end - begin, *source.inner_shape[dim + 1 :])
-    if _nothing_moves(source, dim):
-        return local.reshape(shape)
-    flat = local.reshape(-1)
-    mine = [_pieces(source, dim, me, chunk) for chunk in range(ranks)]
-    send = [sum(piece.numel for piece in pieces) for pieces in mine]
-    receive = [sum(piece.numel for piece in _pieces(source, dim, rank, me)) for rank in range(ranks)]
-    if dim and flat.numel():
-        flat = torch.cat([_rows(flat, piece).reshape(-1) for pieces in mine for piece in pieces])
-    return functional.all_to_all_single(flat.contiguous(), receive, send, group).view(shape)
+def exchange(
+    local: torch.Tensor, route: Route, mesh: Any, pending: Sequence[tuple[int, Partial]], async_op: bool
+) -> torch.Tensor:
+    """Follow ``route``; the result is flat. ``pending`` are the sums that the target does not have.
 
-
-def ragged_from_shard(local: torch.Tensor, target: RaggedLayout, dim: int, group: Group) -> torch.Tensor:
-    """Shard(dim) to ragged. Row-major pieces leave in order: only the receiver rearranges."""
-    ranks, me = len(target.counts), target.index
-    if _nothing_moves(target, dim):
-        return local.reshape(target.local_shape)
-    mine = [_pieces(target, dim, me, chunk) for chunk in range(ranks)]
-    receive = [sum(piece.numel for piece in pieces) for pieces in mine]
-    send = [sum(piece.numel for piece in _pieces(target, dim, rank, me)) for rank in range(ranks)]
-    out = functional.all_to_all_single(local.reshape(-1).contiguous(), receive, send, group)
-    if not dim:
-        return out.view(target.local_shape)
-    arrived, flat, position = wait(out), local.new_empty(target.numel), 0
-    for pieces in mine:
-        for piece in pieces:
-            part = arrived[position : position + piece.numel]
-            _rows(flat, piece).copy_(part.view(piece.rows, piece.run))
-            position += piece.numel
-    return flat.view(target.local_shape)
+    A sum over a mesh dim that the target cuts is taken where its addends meet; the others are reduced
+    where the elements lie on the fewest ranks, before the gathers.
+    """
+    summed = {hop.mesh_dim for hop in route.hops if hop.kind is HopKind.REDUCE}
+    partials, waiting = dict(pending), [item for item in pending if item[0] not in summed]
+    buffer = local.reshape(-1)
+    if route.packing is not None:
+        buffer = _joined(buffer, [_part(buffer, part).reshape(-1) for part in route.packing])
+    for hop in route.hops:
+        group = (mesh, hop.mesh_dim)
+        if hop.kind is HopKind.GATHER:
+            buffer, waiting = _reduced(buffer, mesh, waiting), []
+            buffer = _gathered(wait(buffer), hop.receive, group, async_op)
+            continue
+        flat = wait(buffer)
+        if hop.picks is not None:
+            flat = _joined(flat, [flat[start:stop] for start, stop in hop.picks])
+        buffer = functional.all_to_all_single(flat.contiguous(), list(hop.receive), list(hop.send), group)
+        if hop.kind is HopKind.REDUCE:
+            blocks = wait(buffer).view(len(hop.receive), hop.receive[0])
+            buffer = _COMBINE[partials[hop.mesh_dim].reduce_op](blocks)
+    buffer = _reduced(buffer, mesh, waiting)
+    if route.unpacking is None:
+        return buffer
+    arrived, flat, position = wait(buffer), local.new_empty(route.target_numel), 0
+    for part in route.unpacking:
+        _part(flat, part).copy_(arrived[position : position + part.numel].view(part.sizes))
+        position += part.numel
+    return flat
 
 
 def ragged_from_partial(
@@ -131,7 +122,7 @@ def ragged_from_partial(
     ranks, longest = len(layout.counts), max(layout.counts)
     if not longest:
         return inner.new_empty(layout.local_shape)
-    if type(partial) is not Partial or _very_uneven(layout):
+    if type(partial) is not Partial or _very_uneven(layout.counts):
         return ragged_from_all(wait(partial._reduce_value(inner, mesh, mesh_dim)), layout)
     if ranks == 1:
         return inner.reshape(layout.local_shape)
@@ -157,38 +148,49 @@ def partial_from_ragged(local: torch.Tensor, partial: Partial, layout: RaggedLay
     return flat.view(layout.inner_shape)
 
 
-def _very_uneven(layout: RaggedLayout) -> bool:
-    return len(layout.counts) * max(layout.counts) > _MAX_PADDED_RATIO * layout.inner_numel
+def _gathered(flat: torch.Tensor, counts: Sequence[int], group: Group, async_op: bool) -> torch.Tensor:
+    """The pieces of all ranks of the mesh dim, one after the other; ``counts`` are their lengths."""
+    ranks, owners = len(counts), [rank for rank, count in enumerate(counts) if count]
+    if ranks == 1 or not owners:
+        return flat
+    if len(owners) == 1:
+        source = flat.contiguous() if flat.numel() else flat.new_empty(sum(counts))
+        out = functional.broadcast(source, owners[0], group)
+    elif len(set(counts)) == 1:
+        out = all_gather(flat.contiguous(), 0, group)
+    elif async_op or _very_uneven(counts):
+        # The pieces arrive in their final places: nothing is left to do after the exchange.
+        out = functional.all_to_all_single(flat.repeat(ranks), list(counts), [flat.numel()] * ranks, group)
+    else:
+        out = _gather_padded(flat, counts, group)
+    return out if async_op else wait(out)
 
 
-def _gather_padded(flat: torch.Tensor, layout: RaggedLayout, group: Group) -> torch.Tensor:
-    ranks, longest = len(layout.counts), max(layout.counts)
-    padded = torch.nn.functional.pad(flat, (0, longest - layout.numel)) if layout.numel < longest else flat
+def _gather_padded(flat: torch.Tensor, counts: Sequence[int], group: Group) -> torch.Tensor:
+    ranks, longest = len(counts), max(counts)
+    padded = torch.nn.functional.pad(flat, (0, longest - flat.numel())) if flat.numel() < longest else flat
     rows = wait(all_gather(padded.contiguous(), 0, group)).view(ranks, longest)
-    return torch.cat([rows[rank, :count] for rank, count in enumerate(layout.counts) if count])
+    return torch.cat([rows[rank, :count] for rank, count in enumerate(counts) if count])
 
 
-@lru_cache(maxsize=8192)
-def _pieces(layout: RaggedLayout, dim: int, rank: int, chunk: int) -> tuple[Piece, ...]:
-    """What the interval of ``rank`` and the ``chunk``-th part of Shard(dim) have in common."""
-    start = layout.starts[rank]
-    ranks = len(layout.counts)
-    return shard_pieces(layout.inner_shape, dim, ranks, chunk, start, start + layout.counts[rank])
+def _very_uneven(counts: Sequence[int]) -> bool:
+    return len(counts) * max(counts) > _MAX_PADDED_RATIO * sum(counts)
 
 
-def _nothing_moves(layout: RaggedLayout, dim: int) -> bool:
-    """Whether on every rank the interval and the part of Shard(dim) are the same elements."""
-    shape, ranks = layout.inner_shape, len(layout.counts)
-    row = math.prod(shape) // shape[dim] if shape[dim] else 0
-    for rank, count in enumerate(layout.counts):
-        begin, end = chunk_bounds(shape[dim], ranks, rank)
-        common = sum(piece.numel for piece in _pieces(layout, dim, rank, rank))
-        if not count == common == (end - begin) * row:
-            return False
-    return True
+def _reduced(buffer: torch.Tensor, mesh: Any, pending: Sequence[tuple[int, Partial]]) -> torch.Tensor:
+    for mesh_dim, partial in pending:
+        buffer = partial._reduce_value(wait(buffer), mesh, mesh_dim)
+    return buffer
 
 
-def _rows(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The runs of a piece as a (rows, run) view of the interval."""
-    span = flat[piece.start : piece.start + (piece.rows - 1) * piece.stride + piece.run]
-    return span.unfold(0, piece.run, piece.stride)
+def _joined(flat: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """A copy of the parts, one after the other."""
+    return torch.cat(parts) if parts else flat.new_empty(0)
+
+
+def _part(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    """A part of a flat tensor, as a view in the shape of its box."""
+    block = flat[part.block_start : part.block_start + math.prod(part.block_sizes)].view(part.block_sizes)
+    for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes)):
+        block = block.narrow(dim, offset, size)
+    return block

@@ -20,6 +20,7 @@ from ragged_fsdp.dtensor.geometry import (
     with_placements,
 )
 from ragged_fsdp.dtensor.internals import DTensorSpec, collective_module, redistribute_module
+from ragged_fsdp.dtensor.regions import Division, division_of, is_cut, route_between
 from ragged_fsdp.placement import RaggedShard
 
 __all__ = [
@@ -58,10 +59,7 @@ def redistribute_local_tensor(
     for spec in (current_spec, target_spec):  # a bad spec raises before any collective
         if is_ragged(spec):
             ragged_layout(spec)
-    if _one_dim_move(current_spec.placements, target_spec.placements):
-        moved = _move_along_one_dim(local_tensor, current_spec, target_spec, async_op)
-    else:
-        moved = _move_through_replicate(local_tensor, current_spec, target_spec, async_op, stock_options)
+    moved = _move(local_tensor, current_spec, target_spec, async_op, stock_options)
     return moved if async_op else moves.wait(moved)
 
 
@@ -77,96 +75,110 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> fl
 
 
 def _sends_nothing(current: DTensorSpec, target: DTensorSpec) -> bool:
-    if not _one_dim_move(current.placements, target.placements):
+    if any(before.is_partial() and before != after for before, after in _pairs(current, target)):
         return False
-    if is_ragged(current) and is_ragged(target):
-        return ragged_layout(current).counts == ragged_layout(target).counts
-    entry = ragged_mesh_dim(target.placements)
-    return entry is not None and current.placements[entry].is_replicate()
+    source, destination = division_of(current), division_of(target)
+    if source is None or destination is None:
+        return False
+    mesh: Any = current.mesh
+    return not route_between(tuple(mesh.get_coordinate()), source, destination).hops
 
 
-def _one_dim_move(current: tuple[Placement, ...], target: tuple[Placement, ...]) -> bool:
-    """Whether the inner tensor is the same on both sides, so that one move along one mesh dim does."""
-    sources, targets = ragged_mesh_dim(current), ragged_mesh_dim(target)
+def _move(
+    local: torch.Tensor,
+    current: DTensorSpec,
+    target: DTensorSpec,
+    async_op: bool,
+    stock_options: dict[str, Any],
+) -> torch.Tensor:
+    """One row of the transition table, or several."""
+    ragged_dim = ragged_mesh_dim(current.placements)
+    if ragged_dim is not None and target.placements[ragged_dim].is_partial():
+        # zeros where others hold the values: nothing is sent, and stock does the rest
+        middle = _replaced(current, ragged_dim, target.placements[ragged_dim])
+        after: Any = target.placements[ragged_dim]
+        local = moves.partial_from_ragged(local, after, ragged_layout(current))
+        return redistribute_local_tensor(local, middle, target, async_op=async_op, **stock_options)
+    if _along_one_dim(current, target):
+        return _move_along_one_dim(local, current, target, async_op)
+    source, destination = division_of(current), division_of(target)
+    if source is None or destination is None:
+        return _move_through_replicate(local, current, target, async_op, stock_options)
+    return _exchange(local, current.mesh, source, destination, async_op)
+
+
+def _along_one_dim(current: DTensorSpec, target: DTensorSpec) -> bool:
+    """Whether only the ragged mesh dim changes, in a way that has a collective of its own.
+
+    Pending sums of other mesh dims may be reduced besides: they act on each element alone.
+    """
+    sources, targets = ragged_mesh_dim(current.placements), ragged_mesh_dim(target.placements)
+    mesh_dim = targets if sources is None else sources
     if sources is not None and targets is not None and sources != targets:
         return False
-    mesh_dim = sources if sources is not None else targets
-    assert mesh_dim is not None
-    for other, (before, after) in enumerate(zip(current, target)):
-        if other != mesh_dim and before != after and not _commutes(before, after):
-            return False
-    for placement, all_placements in ((current[mesh_dim], current), (target[mesh_dim], target)):
-        # Shard(d) here and again further right: the right one cuts the result of this one, so what
-        # the others leave is not what this one cuts.
-        if isinstance(placement, Shard) and any(
-            isinstance(later, Shard) and later.dim == placement.dim
-            for later in all_placements[mesh_dim + 1 :]
-        ):
-            return False
-        if not isinstance(placement, (RaggedShard, Shard, Partial, Replicate)):
+    for other, (before, after) in enumerate(_pairs(current, target)):
+        if other == mesh_dim:
+            if any(is_cut(p) and not isinstance(p, RaggedShard) for p in (before, after)):
+                return False
+        elif before != after and not (type(before) is Partial and after.is_replicate()):
             return False
     return True
-
-
-def _commutes(before: Placement, after: Placement) -> bool:
-    """Changes elsewhere that act on each element alone, so they may run on ragged pieces."""
-    return (type(before) is Partial and after.is_replicate()) or (
-        before.is_replicate() and type(after) is Partial
-    )
 
 
 def _move_along_one_dim(
     local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool
 ) -> torch.Tensor:
-    mesh_dim = ragged_mesh_dim(current.placements)
-    leaves_ragged = mesh_dim is not None
-    if mesh_dim is None:
-        mesh_dim = ragged_mesh_dim(target.placements)
+    leaving = ragged_mesh_dim(current.placements)
+    mesh_dim = ragged_mesh_dim(target.placements) if leaving is None else leaving
     assert mesh_dim is not None
-    if leaves_ragged:  # the pieces are smallest now
-        local = _change_others(local, current, target, mesh_dim)
-    local = _move(local, current, target, mesh_dim, async_op)
-    if not leaves_ragged:
-        local = _change_others(local, current, target, mesh_dim)
-    return local
-
-
-def _change_others(
-    local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, ragged_dim: int
-) -> torch.Tensor:
-    """Reduce (or split) the Partials of the other mesh dims, element by element."""
-    for mesh_dim, (before, after) in enumerate(zip(current.placements, target.placements)):
-        if mesh_dim == ragged_dim or before == after:
-            continue
-        if after.is_replicate():
-            local = moves.wait(before._reduce_value(moves.wait(local), current.mesh, mesh_dim))
-        else:
-            local = after._partition_value(moves.wait(local), current.mesh, mesh_dim)
-    return local
-
-
-def _move(
-    local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, mesh_dim: int, async_op: bool
-) -> torch.Tensor:
-    """One row of the transition table."""
     before: Any = current.placements[mesh_dim]
     after: Any = target.placements[mesh_dim]
     group = (current.mesh, mesh_dim)
-    if isinstance(before, RaggedShard):
-        source = ragged_layout(current)
-        if isinstance(after, RaggedShard):
-            return moves.ragged_from_ragged(local, source, ragged_layout(target), group)
-        if isinstance(after, Shard):
-            return moves.shard_from_ragged(local, source, after.dim, group)
+    if leaving is None:
+        layout = ragged_layout(target)
+        if before.is_partial():
+            local = moves.ragged_from_partial(local, before, layout, group)
+        else:
+            local = moves.ragged_from_all(local, layout)
+        return _settle_others(local, current, target, mesh_dim)  # on the pieces, which are smallest
+    local = _settle_others(local, current, target, mesh_dim)
+    if isinstance(after, RaggedShard):
+        return moves.ragged_from_ragged(local, ragged_layout(current), ragged_layout(target), group)
+    return moves.all_from_ragged(local, ragged_layout(current), group, async_op=async_op)
+
+
+def _settle_others(
+    local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, ragged_dim: int
+) -> torch.Tensor:
+    """Reduce the pending sums of the other mesh dims, element by element."""
+    for mesh_dim, (before, after) in enumerate(_pairs(current, target)):
+        if mesh_dim != ragged_dim and before != after:
+            local = moves.wait(before._reduce_value(moves.wait(local), current.mesh, mesh_dim))
+    return local
+
+
+def _exchange(
+    local: torch.Tensor, mesh: Any, source: Division, target: Division, async_op: bool
+) -> torch.Tensor:
+    """Placements of several mesh dims change, or a Shard comes or goes: all-to-alls along them."""
+    pending, made_pending = [], []
+    for mesh_dim, (before, after) in enumerate(zip(source.placements, target.placements)):
+        if before == after:
+            continue
+        if type(before) is Partial:
+            pending.append((mesh_dim, before))
+        elif before.is_partial():  # its reduction needs the tensor as it is
+            local = moves.wait(before._reduce_value(local, mesh, mesh_dim))
+            source = source.with_placement(mesh_dim, Replicate())
         if after.is_partial():
-            return moves.partial_from_ragged(local, after, source)
-        return moves.all_from_ragged(local, source, group, async_op=async_op)
-    layout = ragged_layout(target)
-    if isinstance(before, Shard):
-        return moves.ragged_from_shard(local, layout, before.dim, group)
-    if before.is_partial():
-        return moves.ragged_from_partial(local, before, layout, group)
-    return moves.ragged_from_all(local, layout)
+            made_pending.append((mesh_dim, after))
+            target = target.with_placement(mesh_dim, Replicate())
+    here = tuple(mesh.get_coordinate())
+    route = route_between(here, source, target)
+    moved = moves.exchange(local, route, mesh, pending, async_op).view(target.local_shape(here))
+    for mesh_dim, partial in made_pending:
+        moved = partial._partition_value(moves.wait(moved), mesh, mesh_dim)
+    return moved
 
 
 def _move_through_replicate(
@@ -176,18 +188,22 @@ def _move_through_replicate(
     async_op: bool,
     stock_options: dict[str, Any],
 ) -> torch.Tensor:
-    """Replicate on the ragged mesh dim, stock moves for the others, then ragged again if asked."""
+    """To and from what only stock can describe: Replicate on the ragged mesh dim, stock for the others."""
     if is_ragged(current):
         open_spec = with_placements(current, unragged(current.placements))
         local = moves.wait(_move_along_one_dim(local, current, open_spec, False))
         current = open_spec
     if not is_ragged(target):
         return stock_redistribute_local_tensor(local, current, target, async_op=async_op, **stock_options)
-    entry = ragged_mesh_dim(target.placements)
-    assert entry is not None
-    # A pending sum stays pending until the last move, where it is a reduce-scatter.
-    kept = current.placements[entry] if current.placements[entry].is_partial() else Replicate()
-    middle = with_placements(target, unragged(target.placements, kept))
-    if current.placements != middle.placements:
-        local = stock_redistribute_local_tensor(local, current, middle, **stock_options)
+    middle = with_placements(target, unragged(target.placements))
+    local = stock_redistribute_local_tensor(local, current, middle, **stock_options)
     return _move_along_one_dim(local, middle, target, async_op)
+
+
+def _pairs(current: DTensorSpec, target: DTensorSpec) -> list[tuple[Any, Any]]:
+    return list(zip(current.placements, target.placements))
+
+
+def _replaced(spec: DTensorSpec, mesh_dim: int, placement: Placement) -> DTensorSpec:
+    placements = spec.placements
+    return with_placements(spec, (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :]))
