@@ -1,6 +1,6 @@
 """Refuses a torch that is too old, in one line, before any of its internals are looked for.
 
-Newer releases than those tested are judged by what they have: see :func:`ragged_fsdp.dtensor.patches.install`.
+Newer releases than those tested are judged by what they have (:mod:`ragged_fsdp.dtensor.patches`).
 """
 
 import re

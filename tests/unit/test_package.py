@@ -1,0 +1,83 @@
+"""What an installed package offers: metadata, the command line, and one clear line where something lacks."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import ragged_fsdp
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def _run(*arguments: str, program: str | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *(("-c", program) if program else ()), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "100"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+
+
+def test_metadata():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ragged_fsdp.__version__)
+    assert ragged_fsdp.__version__ in (ROOT / "CHANGELOG.md").read_text()
+    assert {"cli", "hf", "test", "bench", "lint", "docs"} <= set(PROJECT["optional-dependencies"])
+    assert (Path(ragged_fsdp.__file__).parent / "py.typed").exists()
+    module, _, name = PROJECT["scripts"]["ragged-fsdp"].partition(":")
+    assert callable(getattr(__import__(module, fromlist=[name]), name))
+
+
+def test_every_import_of_the_package_is_declared():
+    """Third-party modules the package imports are dependencies or in an extra."""
+    declared = PROJECT["dependencies"] + [
+        d for extra in PROJECT["optional-dependencies"].values() for d in extra
+    ]
+    names = {re.match(r"[\w-]+", d)[0].replace("-", "_") for d in declared} | {"ragged_fsdp", "triton"}
+    found = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add((node.module or "").partition(".")[0])
+    missing = found - names - set(sys.stdlib_module_names)
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help"), ("--version",)])
+def test_command_line_answers(arguments):
+    result = _run("-m", "ragged_fsdp", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "ragged-fsdp" in result.stdout.strip().splitlines()[0]
+    if arguments == ("--help",):
+        for command in ("plan", "train", "demo", "export", "inspect", "report", "bench"):
+            assert re.search(rf"^  {command} +\w", result.stdout, re.MULTILINE), command
+
+
+def test_a_wrong_command_is_named():
+    result = _run("-m", "ragged_fsdp", "trian")
+    assert result.returncode == 2 and "trian" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_missing_command_line_package_is_one_line():
+    program = "import sys; sys.modules['typer'] = None; from ragged_fsdp.__main__ import main; main()"
+    result = _run(program=program)
+    assert result.returncode == 1
+    assert result.stderr.strip() == "ragged-fsdp: typer is not installed; pip install 'ragged-fsdp[cli]'"
+
+
+def test_an_old_torch_is_refused_in_one_line():
+    program = "import torch; torch.__version__ = '2.10.1+cu130'; from ragged_fsdp import fully_shard"
+    result = _run(program=program)
+    last = result.stderr.strip().splitlines()[-1]
+    assert last == "ImportError: ragged_fsdp supports torch 2.11 to 2.15; this is torch 2.10.1+cu130."
+
+
+def test_the_planner_needs_no_torch():
+    program = "import sys, ragged_fsdp.planner as p; p.plan([8], [2], 2, 1); print('torch' in sys.modules)"
+    result = _run(program=program)
+    assert result.stdout.strip() == "False", result.stdout + result.stderr
