@@ -6,8 +6,9 @@ from typing import Any
 from ragged_fsdp.trainer.config_file import from_values
 from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.start import start
+from rank_pool import DEVICE
 
-__all__ = ["losses", "settings", "train"]
+__all__ = ["losses", "settings", "tensors", "train", "train_on_pool"]
 
 
 def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
         "log_every": 1000,
         "processes": 2,
         "device": "cpu",
+        "precision": "fp32",
         "timeout": 60.0,
         **changes,
     }
@@ -37,6 +39,32 @@ def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
 def train(run_dir: Path, **changes: Any) -> dict[str, Any]:
     """Run it on processes of its own; returns the outcome."""
     return start(from_values(settings(run_dir, **changes)))
+
+
+def train_on_pool(run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Run it on the ranks of a test's pool, all of which call this."""
+    import torch
+    import torch.distributed as dist
+
+    from ragged_fsdp.trainer.config_check import check
+    from ragged_fsdp.trainer.job import TrainingJob
+    from ragged_fsdp.trainer.ranks import lay_out
+    from ragged_fsdp.trainer.stop import StopRequest
+
+    config = from_values(settings(run_dir, device=DEVICE, **changes))
+    check(config, dist.get_world_size())
+    device = torch.device(DEVICE, torch.cuda.current_device()) if DEVICE == "cuda" else torch.device("cpu")
+    outcome = TrainingJob(config, lay_out(config.sharding, device), StopRequest(0.0)).run()
+    dist.barrier()  # what rank 0 wrote is there for all
+    return outcome
+
+
+def tensors(checkpoint: Path) -> dict[str, Any]:
+    """Model and optimizer in a checkpoint, whole."""
+    from ragged_fsdp.checkpoint.contents import CheckpointReader
+
+    reader = CheckpointReader(checkpoint)
+    return {t.name: reader.load(t) for t in reader.tensors() if not t.name.startswith("rng")}
 
 
 def losses(run_dir: Path) -> dict[int, float]:

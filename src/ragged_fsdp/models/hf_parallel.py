@@ -17,6 +17,7 @@ from ragged_fsdp.models.splits import Split
 
 __all__ = ["tensor_split"]
 
+_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 _HEAD_STYLES = ("colwise_gather_output", "colwise_rep")
 
 
@@ -48,9 +49,4 @@ def tensor_split(config: PretrainedConfig) -> Split | str:
         parallelize_module(model, mesh, styles)
 
     text = config.get_text_config()
-    sizes = {
-        key: getattr(text, key)
-        for key in ("num_attention_heads", "num_key_value_heads")
-        if getattr(text, key, None)
-    }
-    return Split(apply, sizes)
+    return Split(apply, {key: getattr(text, key) for key in _SIZES if getattr(text, key, None)})

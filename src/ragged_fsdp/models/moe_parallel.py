@@ -66,12 +66,13 @@ class _CommonTokens:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
 
+    @torch.compiler.disable  # the host must know how many rows there are
     def __call__(self, experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         x, weights = self._shared(x), self._shared(weights)
         order, counts = by_expert(chosen, experts.count)
         held = experts.count // self._mesh.size()
         first = self._mesh.get_local_rank() * held
-        start, stop = (int(counts[:n].sum()) for n in (first, first + held))
+        start, stop = torch.stack((counts[:first].sum(), counts[: first + held].sum())).tolist()
         mine = order[start:stop]  # the slots whose experts are here
         y = experts.apply_to_groups(x[mine // chosen.shape[1]], counts[first : first + held])
         outputs = y.new_zeros(len(order), y.shape[-1]).index_copy(0, mine, y)
@@ -96,14 +97,13 @@ class _TravellingTokens:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group, self._ranks = mesh.get_group(), mesh.size()
 
+    @torch.compiler.disable  # the host must know how many rows there are
     def __call__(self, experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         order, counts = by_expert(chosen, experts.count)
         sent = counts.view(self._ranks, -1)  # (rank, expert there)
         received = torch.empty_like(sent)  # (rank, expert here)
         dist.all_to_all_single(received, sent.contiguous(), group=self._group)
-        there, here = torch.stack(
-            (sent.sum(1), received.sum(1))
-        ).tolist()  # the host must know how much to send
+        there, here = torch.stack((sent.sum(1), received.sum(1))).tolist()
         rows = self._send(x[order // chosen.shape[1]], there, here)
         expert = torch.arange(received.shape[1], device=x.device).repeat(self._ranks)
         grouping = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)

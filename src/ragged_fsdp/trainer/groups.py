@@ -1,7 +1,8 @@
 """The groups that a model was sharded into: what each rank holds, and how much of it is padding."""
 
 import itertools
-from dataclasses import dataclass
+import re
+from dataclasses import astuple, dataclass
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -11,6 +12,8 @@ from ragged_fsdp.dbuffer.registry import buffer_of_storage
 from ragged_fsdp.models.names import plain_name
 
 __all__ = ["GroupSummary", "group_table", "padding_ratio", "summarize_groups"]
+
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,14 @@ def padding_ratio(groups: list[GroupSummary]) -> float | None:
 
 
 def group_table(groups: list[GroupSummary]) -> list[str]:
-    """Lines for people; equal neighbours are one line."""
+    """Lines for people; equal groups of several layers are one line."""
     lines = [f"{'group':<22}{'tensors':>8}{'KiB in all':>13}{'KiB per rank':>14}{'padding':>10}"]
-    runs: list[list[GroupSummary]] = []
+    alike: dict[tuple[object, ...], list[GroupSummary]] = {}
     for group in groups:
-        if runs and _same(runs[-1][-1], group):
-            runs[-1].append(group)
-        else:
-            runs.append([group])
-    for run in runs:
-        first, last = run[0], run[-1]
-        name = first.name if len(run) == 1 else f"{first.name} .. {last.name.rpartition('.')[2]}"
-        lines.append(_row(name, first))
+        kind = (_NUMBER.sub("#", group.name, count=1), *astuple(group)[1:])
+        alike.setdefault(kind, []).append(group)
+    for same in alike.values():
+        lines.append(_row(_numbered([group.name for group in same]), same[0]))
     total = GroupSummary(
         "total",
         sum(g.tensors for g in groups),
@@ -79,8 +78,19 @@ def _row(name: str, group: GroupSummary) -> str:
     return f"{name:<22}{group.tensors:>8}{in_all:>13,.1f}{shard:>14,.1f}{share:>10.2%}"
 
 
-def _same(a: GroupSummary, b: GroupSummary) -> bool:
-    return (a.tensors, a.tensor_bytes, a.shard_bytes) == (b.tensors, b.tensor_bytes, b.shard_bytes)
+def _numbered(names: list[str]) -> str:
+    """One name for names that differ in their first number: ``layers.0 .. 3.experts``."""
+    if len(names) == 1:
+        return names[0]
+    numbers = [int(found.group()) for name in names if (found := _NUMBER.search(name))]
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1].append(number)
+        else:
+            ranges.append([number])
+    texts = [f"{r[0]} .. {r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges]
+    return _NUMBER.sub(", ".join(texts), names[0], count=1)
 
 
 def _common_name(names: list[str]) -> str:

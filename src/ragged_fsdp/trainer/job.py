@@ -140,6 +140,7 @@ class TrainingJob:
                 device=device_name(ranks.device),
                 world_size=ranks.world_size,
                 sharding=config.sharding.sharding,
+                mesh=ranks.mesh_text,
                 parameters=self._parameters,
                 flops_per_token=self._flops_per_token,
                 padding=padding_ratio(groups),
@@ -156,9 +157,10 @@ class TrainingJob:
 
     def _introduce(self, groups: list[GroupSummary]) -> None:
         ranks, config = self.ranks, self.config
+        split = f" ({ranks.mesh_text})" if ranks.mesh_text else ""
         self._view.say(
             f"{self._parameters:,} parameters, {config.sharding.sharding} over {ranks.world_size} "
-            f"{ranks.device.type} processes; {self._tokens.description}"
+            f"{ranks.device.type} processes{split}; {self._tokens.description}"
         )
         for line in group_table(groups) if groups else []:
             self._view.say(line)

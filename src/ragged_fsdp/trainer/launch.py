@@ -62,7 +62,7 @@ def launch(target: str, argument: Any, processes: int) -> Any:
 
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["ragged_fsdp.trainer.worker"])
-    # Held here, on a port of its own choice: a port looked up for the ranks could be taken before they use it.
+    # Held here, on a port that it chooses: one that is looked up for the ranks may be taken when they use it.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         LAUNCHER_STORE: "1",

@@ -13,16 +13,18 @@ from ragged_fsdp.trainer.config_file import ConfigError
 
 __all__ = ["LearningRate", "build_optimizer", "granularity_for"]
 
+_SHAMPOO_BLOCK = (128, 128)
+
 GranularityRule = Callable[[str, nn.Parameter], Granularity | None]
 
 
 def granularity_for(config: OptimizerConfig) -> GranularityRule | None:
     """What must stay together on a rank for this optimizer; None if nothing must."""
-    if config.optimizer == "adam8bit":
-        from ragged_fsdp.optim import block_policy
+    if config.optimizer not in ("adam8bit", "shampoo"):
+        return None
+    from ragged_fsdp.optim import block_policy
 
-        return block_policy()
-    return None
+    return block_policy(_SHAMPOO_BLOCK) if config.optimizer == "shampoo" else block_policy()
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -48,9 +50,14 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     adam: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps}
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, **adam)
-    import ragged_fsdp.optim as ours
+    from ragged_fsdp.optim import AdamW8bit, Shampoo
 
-    return getattr(ours, {"adam8bit": "AdamW8bit", "shampoo": "Shampoo"}[config.optimizer])(groups, **adam)
+    try:
+        if config.optimizer == "adam8bit":
+            return AdamW8bit(groups, **adam)
+        return Shampoo(groups, **adam, block_shape=_SHAMPOO_BLOCK)
+    except ValueError as error:  # a layout that cuts its blocks: by a granularity rule, or by tp
+        raise ConfigError(f"optimizer = {config.optimizer}: {error}") from error
 
 
 def _muon_dtype(config: OptimizerConfig, weight: nn.Parameter) -> torch.dtype:

@@ -12,7 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ragged_fsdp.trainer.config import ShardingConfig
 
-__all__ = ["LAUNCHER_STORE", "Ranks", "SplitMesh", "join", "leave", "rank_variables", "seed_everything"]
+__all__ = [
+    "LAUNCHER_STORE",
+    "Ranks",
+    "SplitMesh",
+    "join",
+    "lay_out",
+    "leave",
+    "rank_variables",
+    "seed_everything",
+]
 
 LAUNCHER_STORE = "RAGGED_FSDP_LAUNCHER_STORE"
 """Set for processes of our launcher: it holds the store under which they meet, as torchrun's agent does."""
@@ -41,6 +50,12 @@ class Ranks:
     def data_index(self) -> int:
         """Which part is this rank's."""
         return self.rank // self._sharing
+
+    @property
+    def mesh_text(self) -> str:
+        """``replica 2 x shard 2 x tp 2``; empty where there is one dim alone."""
+        dims = [*_dims(self.split.outer), *_dims(self.split.inner)] if self.split else _dims(self.mesh)
+        return " x ".join(f"{name} {size}" for name, size in dims) if len(dims) > 1 else ""
 
     @property
     def _sharing(self) -> int:
@@ -86,7 +101,7 @@ def _first_host(nodelist: str) -> str:
 
 
 def join(config: ShardingConfig) -> Ranks:
-    """Join the process group that the environment describes, and lay the mesh over it."""
+    """Join the process group that the environment describes, and lay the meshes over it."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda:
@@ -105,6 +120,12 @@ def join(config: ShardingConfig) -> Ranks:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+    return lay_out(config, device)
+
+
+def lay_out(config: ShardingConfig, device: torch.device) -> Ranks:
+    """The meshes of a run over the process group that there is."""
+    rank, world = dist.get_rank(), dist.get_world_size()
     replicas = {"replica": config.replicas} if config.replicas > 1 else {}
     mesh = _mesh(device, {**replicas, "shard": world // config.replicas})
     split = None
@@ -113,8 +134,12 @@ def join(config: ShardingConfig) -> Ranks:
         names = (*replicas, "shard")
         root = _mesh(device, {**replicas, "shard": world // config.replicas // size, name: size})
         split = SplitMesh(name, root[name], root[names] if replicas else root["shard"])
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
     return Ranks(rank, world, device, mesh, split, control)
+
+
+def _dims(mesh: DeviceMesh) -> list[tuple[str, int]]:
+    return list(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
 def _mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:

@@ -1,0 +1,91 @@
+"""Tensor and expert parallelism in the trainer: the curve of a plain run; checkpoints move between splits."""
+
+import torch
+from safetensors.torch import load_file
+
+from rank_pool import spmd
+from train_cases import losses, tensors, train_on_pool
+
+MODEL = {"kv_heads": "2"}
+LLAMA = {
+    "num_hidden_layers": "2",
+    "hidden_size": "32",
+    "num_attention_heads": "4",
+    "num_key_value_heads": "2",
+    "intermediate_size": "50",
+    "vocab_size": "257",  # tp = 2 does not divide it
+}
+SPLITS = {
+    "tp2": {"tp": 2},
+    "tp4-fsdp1": {"tp": 4, "model_set": {"heads": "4", "kv_heads": "4"}},
+    "tp2-hsdp": {"tp": 2, "replicas": 2, "accumulate": 2, "granularity": {"*.experts.*": "rows:8"}},
+    "tp2-tied": {"tp": 2, "model_set": {**MODEL, "tied_embeddings": "true"}, "activation_checkpointing": 1},
+    "tp2-fsdp2": {"tp": 2, "sharding": "fsdp2"},
+    "ep2": {"ep": 2, "granularity": {"*.experts.*": "rows:8"}},
+    "ep4-fsdp1": {"ep": 4, "activation_checkpointing": 1},
+    "ep2-hsdp": {"ep": 2, "replicas": 2, "accumulate": 2},
+    "ep2-fsdp2": {"ep": 2, "sharding": "fsdp2"},
+    "llama-tp2": {"tp": 2, "model": "LlamaConfig", "model_set": LLAMA},
+}
+
+
+def _assert_close(got: dict[int, float], expected: dict[int, float], tolerance: float, case: str) -> None:
+    assert got.keys() == expected.keys(), case
+    assert all(abs(got[step] - expected[step]) < tolerance for step in got), (case, got, expected)
+
+
+@spmd(4, timeout=400)
+def test_a_split_run_has_the_curve_of_a_plain_one(rank):
+    plain: dict[tuple[object, ...], dict[int, float]] = {}
+    for case, changes in SPLITS.items():
+        model = {"model": "nano", "model_set": MODEL} | {k: v for k, v in changes.items() if "model" in k}
+        key = (model["model"], *model["model_set"].items())
+        common = {**model, "steps": 4, "save_at_end": False}
+        if key not in plain:
+            folder = rank.shared_dir / f"plain-{len(plain)}"
+            train_on_pool(folder, **common)
+            plain[key] = losses(folder)
+        train_on_pool(rank.shared_dir / case, **{**common, **changes})
+        _assert_close(losses(rank.shared_dir / case), plain[key], 2e-5, case)
+
+
+@spmd(4, timeout=400)
+def test_matrix_and_block_optimizers_under_splits(rank):
+    """Muon gathers matrices over both dims; blocks of 8-bit Adam and of Shampoo stay whole on their ranks."""
+    cases = {"muon": ({"tp": 2}, {"ep": 2}), "adam8bit": ({"tp": 2}, {"ep": 2}), "shampoo": ({"ep": 2},)}
+    wide = {"hidden": "64", "expert_hidden": "64", **MODEL}
+    for optimizer, splits in cases.items():
+        common = {"optimizer": optimizer, "model_set": wide, "steps": 8, "save_at_end": False}
+        train_on_pool(rank.shared_dir / optimizer, **common)
+        for index, split in enumerate(splits):
+            folder = rank.shared_dir / f"{optimizer}-{index}"
+            train_on_pool(folder, **common, **split)
+            case = f"{optimizer} {split}"
+            _assert_close(losses(folder), losses(rank.shared_dir / optimizer), 2e-3, case)
+
+
+@spmd(4, timeout=400)
+def test_checkpoints_move_between_splits_and_are_exported(rank):
+    from ragged_fsdp.trainer.exporting import export
+
+    plain, same, moved = (rank.shared_dir / name for name in ("plain", "same", "moved"))
+    common = {"model_set": MODEL, "sample_tokens": 2}
+    train_on_pool(plain, **common)
+    for changes in ({"stop_at": 3}, {"resume": "must"}):
+        train_on_pool(same, tp=2, **common, **changes)
+    chain = ({"tp": 2, "stop_at": 3}, {"ep": 2, "stop_at": 5}, {"stop_at": 6}, {"tp": 2, "replicas": 2})
+    for changes in chain:
+        train_on_pool(moved, **common, **changes)
+    straight = rank.shared_dir / "straight"
+    train_on_pool(straight, tp=2, **common)
+    _assert_close(losses(moved), losses(plain), 1e-4, "moved")
+    assert losses(same) == losses(straight)
+    first, second = (tensors(run / "checkpoints/step-00000008") for run in (same, straight))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    if rank.rank == 0:
+        export(same / "checkpoints/step-00000008", rank.shared_dir / "export")
+        written = load_file(rank.shared_dir / "export/model.safetensors")
+        for name, tensor in tensors(plain / "checkpoints/step-00000008").items():
+            if name.startswith("model."):
+                assert torch.allclose(written.pop(name.removeprefix("model.")), tensor, atol=1e-4), name
+        assert not written
