@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= 2.15.0
+TESTS  ?=
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
@@ -32,14 +33,14 @@ lint: $(STAMP)  ## ruff, mypy and the layering contract
 docs: $(STAMP)  ## build the documentation into build/docs; a warning is an error
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
-test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.15.0
+test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.15.0 [TESTS=tests/unit]
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/pip install --quiet "torch==$(TORCH)"
 	.venv-torch-$(TORCH)/bin/pip install --quiet -e '.[test]' "torch==$(TORCH)"
-	.venv-torch-$(TORCH)/bin/python -m pytest -q
+	.venv-torch-$(TORCH)/bin/python -m pytest -q $(TESTS)
 
-test-gpu: $(STAMP)  ## run the DTensor tests over NCCL, 2 and 4 ranks (they may share one GPU)
-	RAGGED_FSDP_TEST_DEVICE=cuda $(BIN)/python -m pytest -q tests/spmd/test_ragged_*.py
+test-gpu: $(STAMP)  ## run all tests that a GPU can run (2 and 4 NCCL ranks may share one); keeps the results
+	$(BIN)/python tests/gpu/run.py
 
 clean:  ## remove environments and caches
 	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
