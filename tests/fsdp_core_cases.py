@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,10 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp import fully_shard
 
 WIDTH = 24
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.3, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2),
+}
 
 
 class Block(nn.Module):

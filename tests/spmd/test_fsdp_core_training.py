@@ -1,7 +1,5 @@
 """Sharded training equals unsharded training."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -9,6 +7,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_core_cases import (
+    OPTIMIZERS,
     assert_same_params,
     batch,
     clone,
@@ -23,11 +22,6 @@ from fsdp_core_cases import (
 from ragged_fsdp import DBuffer, Rows, fully_shard
 from ragged_fsdp.dtensor import is_ragged
 from rank_pool import Rank, spmd
-
-OPTIMIZERS = {
-    "sgd": partial(torch.optim.SGD, lr=0.3, momentum=0.9),
-    "adamw": partial(torch.optim.AdamW, lr=1e-2),
-}
 
 
 @pytest.mark.parametrize(("optimizer", "reshard"), [("adamw", None), ("sgd", False), ("adamw", True)])

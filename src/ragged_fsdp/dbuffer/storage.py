@@ -68,11 +68,25 @@ class FlatStorage:
             buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self.untyped = buffer.untyped_storage()
         self.stream = current_stream(device)
+        self.is_borrowed = False
+
+    @classmethod
+    def over(cls, tensor: torch.Tensor) -> FlatStorage:
+        """The memory of a tensor that somebody else allocated: it is never resized, only let go."""
+        if tensor.storage_offset() or not tensor.is_contiguous():
+            raise ValueError(
+                "expected a contiguous tensor at the start of its storage, "
+                f"got strides {tensor.stride()} at offset {tensor.storage_offset()}."
+            )
+        made = cls(0, tensor.device, allocate=False)
+        made.untyped, made.is_borrowed = tensor.untyped_storage(), True
+        made.nbytes = tensor.numel() * tensor.element_size()
+        return made
 
     @property
     def is_materialized(self) -> bool:
         """Whether the bytes exist."""
-        return self.untyped.nbytes() == self.nbytes
+        return self.is_borrowed or self.untyped.nbytes() == self.nbytes
 
     def materialize(self) -> None:
         """Bring the bytes back, uninitialised, on the current stream; nothing to do if they exist."""
@@ -85,7 +99,7 @@ class FlatStorage:
 
     def release(self) -> None:
         """Give the bytes back to the allocator; the tensors over them keep shape and address."""
-        if self.untyped.nbytes() == 0:
+        if self.untyped.nbytes() == 0 or self.is_borrowed:
             return
         if self.debug:
             self._check_stream()

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from ragged_fsdp.fsdp.comm_memory import process_group_memory
 from ragged_fsdp.fsdp.managed import state_of
 from ragged_fsdp.fsdp.param_group import ParamGroup
 from ragged_fsdp.fsdp.root import RootContext
@@ -268,39 +269,42 @@ class FSDPModule(TorchFSDPModule):
     def set_custom_all_gather(self, comm: Any) -> None:
         """Call ``comm(output_tensor=, input_tensor=, group=, async_op=)`` for gathers.
 
-        The tensors are the group's own buffer and this rank's slot of it; ``comm.allocate`` is not used.
+        If it has an ``allocate(size, *, dtype, device)`` the output is a tensor from there, and is copied
+        into the group's buffer afterwards. Without one the output is that buffer and nothing is copied.
         """
         for group in self._single_group("set_custom_all_gather"):
             group.settings.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Call ``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` for reductions."""
+        """Call ``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` for reductions.
+
+        If it has an ``allocate(size, *, dtype, device)`` gradients are collected in a tensor from there.
+        """
         for group in self._single_group("set_custom_reduce_scatter"):
             group.settings.custom_reduce_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted where the process group has no allocator of its own, so that nothing changes.
+        """Whether gathered weights and gradient buffers lie in memory of the process group's allocator.
 
-        Where it has one it is not supported: gathered buffers are freed and brought back by resizing.
+        Over NCCL that is memory from ``ncclMemAlloc``. Where the backend has no allocator nothing changes.
         """
-        for group in self._groups(recurse=False):
+        groups = list(self._groups(recurse=False))
+        for group in groups:
             for kind in ("custom_all_gather", "custom_reduce_scatter"):
                 if getattr(group.settings, kind) is not None:
                     raise AssertionError(
                         "cannot call set_allocate_memory_from_process_group_for_comm() "
                         f"when {kind} is set: {type(getattr(group.settings, kind)).__name__}"
                     )
-        if enable and any(_has_allocator(group) for group in self._groups(recurse=False)):
-            raise NotImplementedError(
-                "set_allocate_memory_from_process_group_for_comm: ragged_fsdp gathers into buffers that are "
-                "freed and brought back by resizing their storage; process-group allocators cannot do that."
-            )
+        for group in groups:
+            memory = process_group_memory(group.mesh.shard_group, group.device) if enable else None
+            group.settings.comm_memory = memory
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not supported, for the same reason."""
+        """Not supported: symmetric memory would need a rendezvous of the ranks for each gathered buffer."""
         raise NotImplementedError(
-            "set_symm_mem_for_comm: ragged_fsdp gathers into buffers that are freed and brought back by "
-            "resizing their storage; symmetric memory does not offer that."
+            "set_symm_mem_for_comm: ragged_fsdp does not rendezvous its buffers for symmetric memory; "
+            "set_allocate_memory_from_process_group_for_comm(True) gives them memory that NCCL registers."
         )
 
     # -- helpers ---------------------------------------------------------------------------------
@@ -377,11 +381,6 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         state.comm = state.root.comm = states[0].comm
         for group in state.groups:
             group.context = states[0].comm
-
-
-def _has_allocator(group: ParamGroup) -> bool:
-    backend = group.mesh.shard_group._get_backend(group.device)
-    return backend.supports_tensor_alloc(group.device)
 
 
 def _states_of(modules: Iterable[Any]) -> list[ModuleState]:

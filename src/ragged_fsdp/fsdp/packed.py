@@ -19,6 +19,7 @@ import torch
 from torch.autograd import _unsafe_preserve_version_counter
 
 from ragged_fsdp import collectives
+from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.param_group import ParamGroup
 from ragged_fsdp.fsdp.plan import gathered_dtype
 from ragged_fsdp.fsdp.row_plan import RowPlan
@@ -94,7 +95,9 @@ class PackedGroup(ParamGroup):
                 state.offsets.append(end)
                 end += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
         group = self.mesh.shard_group
-        self._message = torch.empty(group.size() * end, dtype=torch.uint8, device=self.device)
+        allocate = allocator_of(self.settings.custom_all_gather) or torch.empty
+        with self.settings.allocating(self.device):
+            self._message = allocate((group.size() * end,), dtype=torch.uint8, device=self.device)
         return self._message.narrow(0, group.rank() * end, end)
 
     def _gather(self, slot: torch.Tensor, async_op: bool) -> Any:

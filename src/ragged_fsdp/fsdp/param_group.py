@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
 from ragged_fsdp.fsdp.autograd import on_parameters
+from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.mesh import ParallelMesh
 from ragged_fsdp.fsdp.param import ManagedParam
@@ -102,6 +103,8 @@ class ParamGroup:
         self.reduce_dtype: torch.dtype | None = None
         self._gather_done: Any = None
         self._gather_work: Any = None
+        self._staging: torch.Tensor | None = None
+        """What a custom all-gather writes, if it has an allocator of its own."""
         self.initialized = False
         self.stale = False
         """Whether a state dict was loaded since: it may have replaced parameters."""
@@ -257,8 +260,12 @@ class ParamGroup:
         weight = self.model_weight
         assert weight is not None
         if not weight.is_materialized:
-            with self.context.gather_pool.allocating(weight.nbytes, self.device):
+            pool = self.context.gather_pool.allocating(weight.nbytes, self.device)
+            with self.settings.allocating(self.device, pool):
                 weight.materialize()
+        allocate = allocator_of(self.settings.custom_all_gather)
+        if allocate is not None and self.mesh.shard_size > 1:
+            self._staging = allocate(weight.flat.shape, dtype=weight.dtype, device=self.device).view(-1)
         if self.params[0].unsharded is None:
             for param, view in zip(self.params, weight.tensors):
                 param.make_unsharded(view)
@@ -272,10 +279,14 @@ class ParamGroup:
             slot, group = weight.slot, self.mesh.shard_group
         if group.size() == 1:
             return None
+        full = weight.flat
+        if self._staging is not None:
+            full = self._staging
+            slot = full.narrow(0, group.rank() * slot.numel(), slot.numel()).copy_(slot)
         self.context.note_collective("all_gather", self)
         with collectives.explain_failure("all-gather", self.label, group), self.profile("all_gather"):
             return collectives.all_gather_(
-                weight.flat, slot, group, async_op=async_op, comm=self.settings.custom_all_gather
+                full, slot, group, async_op=async_op, comm=self.settings.custom_all_gather
             )
 
     @on_parameters
@@ -303,6 +314,9 @@ class ParamGroup:
             with collectives.explain_failure("all-gather", self.label, self.mesh.shard_group):
                 self._gather_work.wait()
         self._gather_done = self._gather_work = None
+        staging, self._staging = self._staging, None
+        if staging is not None and self.model_weight is not None:
+            self.model_weight.flat.copy_(staging)
         if isinstance(self.model_weight, RecastWeight):
             self.model_weight.put_together()
 

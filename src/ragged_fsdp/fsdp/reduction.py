@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.grad_layout import GradLayout, Segment, grad_layout
 from ragged_fsdp.fsdp.row_plan import rank_major
 from ragged_fsdp.fsdp.schedule import PendingReduction
@@ -178,14 +179,23 @@ class GradReducer:
         context.finish_of(self)  # the last reduction of this very buffer
         context.make_room()
         layout = self._choose_layout().layout
+        settings = self.group.settings
+        allocate = allocator_of(settings.custom_reduce_scatter)
+        if allocate is not None:
+            given = allocate((layout.buffer_numel,), dtype=dtype, device=self.group.device)
+            self._leased = None
+            self.full = self._make_buffer(dtype, Partial(), storage=FlatStorage.over(given))
+            return self.full
         # without sync the gradients of every group stay, so they need storage of their own
         nbytes = layout.buffer_numel * dtype.itemsize
-        self._leased = context.lease(nbytes) if self.group.settings.reduce_grads else None
+        arena = settings.reduce_grads and settings.comm_memory is None
+        self._leased = context.lease(nbytes) if arena else None
         full = self._fulls.get(self._leased)
         if full is None or full.dtype != dtype or full.layout is not layout:
             full = self._make_buffer(dtype, Partial(), allocate=False, storage=self._leased)
             self._fulls[self._leased] = full
-        self.full = full.materialize()
+        with settings.allocating(self.group.device):
+            self.full = full.materialize()
         return full
 
     def _choose_layout(self) -> GradLayout:
@@ -244,7 +254,7 @@ class GradReducer:
                     self._all_reduce(reduced, how)
                     if how.after not in (None, 1.0):
                         reduced.div_(how.after)
-                    if not direct:
+                    if reduced.data_ptr() != main.flat.data_ptr():
                         main.flat.copy_(reduced)
                     self._assign(main)
                     done = context.record()
@@ -271,9 +281,11 @@ class GradReducer:
         return self.full.dtype
 
     def _target(self, main: DBuffer, direct: bool) -> torch.Tensor:
-        """Where the reduced shard goes: straight into ``main`` if the dtypes agree."""
+        """Where the reduced shard goes: straight into ``main``, if dtypes agree and any memory will do."""
         assert self.full is not None
-        return main.flat if direct else self.full.slot
+        settings = self.group.settings
+        special = settings.comm_memory is not None or allocator_of(settings.custom_reduce_scatter) is not None
+        return main.flat if direct and not special else self.full.slot
 
     def _scatter(self, reduced: torch.Tensor, how: Scaling) -> None:
         """Reduce over the shard group: this rank's part of the sum is ``reduced``."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 __all__ = ["GroupSettings"]
+
+_HERE = nullcontext()
 
 
 @dataclass
@@ -34,3 +37,11 @@ class GroupSettings:
     all_reduce_hook_stream: Any = None
     custom_all_gather: Any = None
     custom_reduce_scatter: Any = None
+    comm_memory: Any = None
+    """A :class:`~ragged_fsdp.fsdp.comm_memory.ProcessGroupMemory` for what collectives read and write."""
+
+    def allocating(
+        self, device: torch.device, otherwise: AbstractContextManager = _HERE
+    ) -> AbstractContextManager:
+        """The context in which to allocate memory for collectives."""
+        return otherwise if self.comm_memory is None else self.comm_memory.allocating(device)
