@@ -34,7 +34,8 @@ def test_training_with_offload(rank, pinned):
         for parameter in model.parameters():
             assert parameter.device.type == parameter.grad.device.type == "cpu"
             local = parameter.to_local()
-            assert local.is_pinned() == (pinned and DEVICE == "cuda" and local.numel() > 0)
+            if local.numel():  # an empty one has no address to ask about
+                assert local.is_pinned() == (pinned and DEVICE == "cuda")
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
