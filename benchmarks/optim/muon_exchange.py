@@ -142,6 +142,7 @@ def modelled(arguments: argparse.Namespace) -> dict[str, Any]:
         "buckets": buckets,
         "iteration_alone_ms": alone_ms,
         "rows": [asdict(row) for row in rows],
+        "spans": {title: [asdict(span) for span in spans] for title, spans in drawn.items()},
     }
 
 
@@ -161,6 +162,7 @@ def real_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
             "ranks": arguments.ranks,
             "layers": arguments.layers,
             "steps": {title: overlap(spans) for title, spans in drawn.items()},
+            "spans": {title: [asdict(span) for span in spans] for title, spans in drawn.items()},
         }
         write(arguments, record, "muon_overlap")
     dist.barrier()

@@ -106,6 +106,29 @@ def test_elementwise_kernels(dtype, offset, nesterov) -> None:
     torch.testing.assert_close(target.cpu(), expected[3], rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("dtypes", [(torch.float32,), (torch.bfloat16, torch.float32)], ids=str)
+def test_addresses_at_once_or_one_by_one(dtypes, monkeypatch) -> None:
+    """The two ways to launch the element-wise passes give the same bits (mixed dtypes: only one way)."""
+    shapes = [(40, 72), (72, 40), (3, 16, 24), (7, 13)] * 3
+    results = []
+    for at_once in (True, False):
+        if not at_once:
+            monkeypatch.setattr("ragged_fsdp.optim.muon_exchange.addresses_of", lambda states: None)
+        generator = torch.Generator("cuda").manual_seed(0)
+        parameters = []
+        for i, shape in enumerate(shapes):
+            p = torch.nn.Parameter(
+                torch.randn(shape, device="cuda", generator=generator).to(dtypes[i % len(dtypes)])
+            )
+            p.grad = torch.randn(shape, device="cuda", generator=generator).to(p.dtype)
+            parameters.append(p)
+        optimizer = Muon([{"params": parameters, "algorithm": "muon"}], lr=0.1, adjust_lr_fn="spectral")
+        for _ in range(2):
+            optimizer.step()
+        results.append([t for p in parameters for t in (p.detach(), optimizer.state[p]["momentum_buffer"])])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
 @pytest.mark.parametrize(
     "options", [{"ns_backend": "triton"}, {"ns_backend": "plain", "compile": True}], ids=str
 )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged_fsdp.optim.matrices import Flattened, Fused, newton_schulz_flops, slabs_of
-from ragged_fsdp.optim.muon_exchange import _schedule
+from ragged_fsdp.optim.muon_addresses import Addresses, apply_rows, columns_of, momentum_rows
+from ragged_fsdp.optim.muon_exchange import _far, _near, _schedule
 from ragged_fsdp.optim.muon_plan import ExchangePlan, Holding, ParameterLayout, Task, plan_exchange
 from ragged_fsdp.optim.muon_program import bucket_program
 
@@ -173,6 +176,41 @@ def test_work_is_balanced_and_buckets_are_bounded(plan: ExchangePlan) -> None:
         for rank in range(plan.ranks):
             sizes = [plan.slab(t).numel for t in tasks if t.root == rank]
             assert sum(sizes) <= plan.bucket_numel or len(sizes) == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_columns_of_addresses(plan: ExchangePlan) -> None:
+    """The rows that kernels are launched with, computed at once, are those of the pieces one by one."""
+    for rank, bucket in itertools.product(range(plan.ranks), range(len(plan.buckets))):
+        program = bucket_program(plan, bucket, rank)
+        local = [torch.zeros(layout.holdings[rank].numel, dtype=torch.float64) for layout in plan.parameters]
+        gradients, buffers = ([t.to(dtype) for t in local] for dtype in (torch.float32, torch.float64))
+        batches = [torch.zeros(n * k.rows * k.columns, dtype=torch.bfloat16) for k, n in program.batches]
+        pointers = [np.array([t.data_ptr() for t in ts]) for ts in (gradients, buffers, local)]
+        addresses = Addresses(*pointers, torch.float32, torch.float64)
+        for segments, sizes in (
+            ((*program.outgoing, *program.kept, *program.elsewhere), program.gather.send),
+            ((*program.returned, *program.kept), program.scatter.receive),
+        ):
+            columns = columns_of(segments)
+            contiguous = all(_near(s.copy, local[s.parameter]).contiguous for s in segments)
+            packed = torch.zeros(sum(sizes), dtype=torch.bfloat16)
+            far = [packed, *batches]
+            pieces = [_far(s.copy, far[s.batch + 1]) for s in segments]
+            assert (columns is not None) == (contiguous and all(p.contiguous for p in pieces))
+            if columns is None:
+                continue
+            steps = {kind: 0.5 + i for i, kind in enumerate(columns.kinds)}
+            for index, (segment, piece) in enumerate(zip(segments, pieces)):
+                near = [_near(segment.copy, ts[segment.parameter]) for ts in (gradients, buffers, local)]
+                target = piece.address if segment.batch >= 0 or segment.sent else 0
+                row = momentum_rows(columns, addresses, far)[index].tolist()
+                assert row == [near[0].address, near[1].address, target, piece.numel]
+                row = apply_rows(columns, addresses, far, list(steps.values()))[index].tolist()
+                bits = struct.unpack("<q", struct.pack("<d", steps[segment.kind]))[0]
+                if target:
+                    assert row == [near[2].address, piece.address, bits, piece.numel]
 
 
 def test_plans_are_equal_exactly_if_inputs_are() -> None:

@@ -11,6 +11,7 @@ a single read and write of every operand.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ragged_fsdp.optim.newton_schulz import has_triton
 
-__all__ = ["Piece", "apply_updates", "update_momentum"]
+__all__ = ["Piece", "apply_updates", "kernels_take", "update_momentum"]
 
 
 class Piece(NamedTuple):
@@ -94,8 +95,10 @@ def apply_updates(parameters: list[Piece], updates: list[Piece], steps: list[flo
         target.add_(update.view().to(target.device), alpha=-step)
 
 
+def kernels_take(tensors: Iterable[Tensor]) -> bool:
+    """Whether the Triton kernels can work on these tensors; they compute in fp32."""
+    return has_triton() and all(t.is_cuda and t.dtype != torch.float64 for t in tensors)
+
+
 def _one_kernel(pieces: list[Piece]) -> bool:
-    """Whether the Triton kernels can take these pieces; they compute in fp32."""
-    return has_triton() and all(
-        p.tensor.is_cuda and p.contiguous and p.tensor.dtype != torch.float64 for p in pieces
-    )
+    return kernels_take(p.tensor for p in pieces) and all(p.contiguous for p in pieces)

@@ -12,9 +12,10 @@ Imported only where Triton is to be used.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +23,10 @@ from torch import Tensor
 
 from ragged_fsdp.optim.muon_elementwise import Piece
 
-__all__ = ["launch_apply", "launch_momentum"]
+__all__ = ["launch_apply", "launch_apply_rows", "launch_momentum", "launch_momentum_rows"]
+
+Integers = npt.NDArray[np.int64]
+Row = tuple[int, int, int, int]
 
 _BLOCK = 4096
 _ALIGNED_ELEMENTS = 16
@@ -110,58 +114,76 @@ def _chunk_list(numels: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(pairs, dtype=torch.int32, device=device).flatten()
 
 
-def _table(rows: list[tuple[int, int, int, int]], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+def _table(rows: Integers, device: torch.device) -> Tensor:
+    return torch.from_numpy(rows).pin_memory().to(device, non_blocking=True)
 
 
-def _aligned(rows: Sequence[tuple[int, ...]], address_columns: int) -> bool:
-    addresses = all(not row[c] % 16 for row in rows for c in range(address_columns))
-    return addresses and all(not row[3] % _ALIGNED_ELEMENTS for row in rows)
+def _aligned(rows: Integers, address_columns: int) -> bool:
+    addresses = not (rows[:, :address_columns] % 16).any()
+    return bool(addresses and not (rows[:, 3] % _ALIGNED_ELEMENTS).any())
 
 
 def launch_momentum(
     gradients: list[Piece], buffers: list[Piece], targets: list[Piece | None], momentum: float, nesterov: bool
 ) -> None:
     """:func:`ragged_fsdp.optim.muon_elementwise.update_momentum` for contiguous pieces on CUDA."""
-    device = gradients[0].tensor.device
-    by_dtype: dict[tuple[torch.dtype, ...], list[tuple[int, int, int, int]]] = {}
+    by_dtype: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[Row]] = {}
     for gradient, buffer, target in zip(gradients, buffers, targets):
         written = target.tensor.dtype if target is not None else torch.bfloat16
         row = (gradient.address, buffer.address, target.address if target is not None else 0, gradient.numel)
         by_dtype.setdefault((gradient.tensor.dtype, buffer.tensor.dtype, written), []).append(row)
-    for (gradient_dtype, buffer_dtype, target_dtype), rows in by_dtype.items():
-        chunks = _chunk_list(tuple(row[3] for row in rows), device)
-        _momentum_kernel[(chunks.numel() // 2,)](
-            _table(rows, device),
-            chunks,
-            momentum,
-            GRADIENT=_DTYPES[gradient_dtype],
-            BUFFER=_DTYPES[buffer_dtype],
-            TARGET=_DTYPES[target_dtype],
-            NESTEROV=nesterov,
-            ALIGNED=_aligned(rows, 3),
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
+    for dtypes, rows in by_dtype.items():
+        launch_momentum_rows(np.array(rows), dtypes, gradients[0].tensor.device, momentum, nesterov)
+
+
+def launch_momentum_rows(
+    rows: Integers,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    device: torch.device,
+    momentum: float,
+    nesterov: bool,
+) -> None:
+    """The momentum pass over rows (gradient, buffer, target, numel) of these dtypes."""
+    chunks = _chunk_list(tuple(rows[:, 3].tolist()), device)
+    gradient, buffer, target = (_DTYPES[dtype] for dtype in dtypes)
+    _momentum_kernel[(chunks.numel() // 2,)](
+        _table(rows, device),
+        chunks,
+        momentum,
+        GRADIENT=gradient,
+        BUFFER=buffer,
+        TARGET=target,
+        NESTEROV=nesterov,
+        ALIGNED=_aligned(rows, 3),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )
 
 
 def launch_apply(parameters: list[Piece], updates: list[Piece], steps: list[float], decay: float) -> None:
     """:func:`ragged_fsdp.optim.muon_elementwise.apply_updates` for contiguous pieces on CUDA."""
-    device = parameters[0].tensor.device
-    by_dtype: dict[tuple[torch.dtype, torch.dtype], list[tuple[int, int, int, int]]] = {}
+    by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Row]] = {}
     for parameter, update, step in zip(parameters, updates, steps):
         bits = struct.unpack("<q", struct.pack("<d", step))[0]
         row = (parameter.address, update.address, bits, parameter.numel)
         by_dtype.setdefault((parameter.tensor.dtype, update.tensor.dtype), []).append(row)
-    for (parameter_dtype, update_dtype), rows in by_dtype.items():
-        chunks = _chunk_list(tuple(row[3] for row in rows), device)
-        _apply_kernel[(chunks.numel() // 2,)](
-            _table(rows, device),
-            chunks,
-            decay,
-            PARAMETER=_DTYPES[parameter_dtype],
-            UPDATE=_DTYPES[update_dtype],
-            ALIGNED=_aligned(rows, 2),
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
+    for dtypes, rows in by_dtype.items():
+        launch_apply_rows(np.array(rows), dtypes, parameters[0].tensor.device, decay)
+
+
+def launch_apply_rows(
+    rows: Integers, dtypes: tuple[torch.dtype, torch.dtype], device: torch.device, decay: float
+) -> None:
+    """The weight pass over rows (parameter, update, bits of the step, numel) of these dtypes."""
+    chunks = _chunk_list(tuple(rows[:, 3].tolist()), device)
+    parameter, update = (_DTYPES[dtype] for dtype in dtypes)
+    _apply_kernel[(chunks.numel() // 2,)](
+        _table(rows, device),
+        chunks,
+        decay,
+        PARAMETER=parameter,
+        UPDATE=update,
+        ALIGNED=_aligned(rows, 2),
+        BLOCK=_BLOCK,
+        num_warps=8,
+    )

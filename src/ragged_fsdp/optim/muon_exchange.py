@@ -28,6 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from ragged_fsdp.optim.muon_addresses import (
+    Addresses,
+    SegmentColumns,
+    addresses_of,
+    apply_rows,
+    columns_of,
+    momentum_rows,
+)
 from ragged_fsdp.optim.muon_elementwise import Piece, apply_updates, update_momentum
 from ragged_fsdp.optim.muon_plan import Copy, ExchangePlan
 from ragged_fsdp.optim.muon_program import BatchKind, BucketProgram, Route, Segment, bucket_program
@@ -55,6 +63,15 @@ class FamilyStep:
     """Factor on the learning rate for a matrix of so many rows and columns."""
     orthogonalize: Callable[[Tensor], Tensor]
     """Of a batch (matrices, rows, columns), which may be overwritten."""
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Segments of one family in one bucket; columns if they can be worked on all at once."""
+
+    family: int
+    segments: list[Segment]
+    columns: SegmentColumns | None
 
 
 @dataclass
@@ -88,26 +105,32 @@ class Exchange:
         self.dtype = dtype
         self.in_flight = in_flight
         self.programs = tuple(bucket_program(plan, bucket, rank) for bucket in range(len(plan.buckets)))
-        self._to_roots = [_by_family((*p.outgoing, *p.kept, *p.elsewhere)) for p in self.programs]
-        self._from_roots = [_by_family((*p.returned, *p.kept)) for p in self.programs]
+        self._to_roots = [_passes((*p.outgoing, *p.kept, *p.elsewhere)) for p in self.programs]
+        self._from_roots = [_passes((*p.returned, *p.kept)) for p in self.programs]
         self.most_in_flight = 0
         """Largest number of buckets that were in flight at once."""
 
     def run(self, states: Sequence[LocalState], families: Sequence[FamilyStep], device: torch.device) -> None:
         """One step of all parameters of the plan."""
         live: dict[int, _Bucket] = {}
+        addresses = addresses_of(states)
         for stage, index in _schedule(len(self.programs), self.in_flight):
             with record_function(f"Muon {stage} {index}"):  # what profiles are read by
                 if stage == "start":
-                    live[index] = self._start(index, states, families, device)
+                    live[index] = self._start(index, states, addresses, families, device)
                     self.most_in_flight = max(self.most_in_flight, len(live))
                 elif stage == "iterate":
                     self._iterate(live[index], families)
                 else:
-                    self._finish(live.pop(index), self._from_roots[index], states, families)
+                    self._finish(live.pop(index), self._from_roots[index], states, addresses, families)
 
     def _start(
-        self, index: int, states: Sequence[LocalState], families: Sequence[FamilyStep], device: torch.device
+        self,
+        index: int,
+        states: Sequence[LocalState],
+        addresses: Addresses | None,
+        families: Sequence[FamilyStep],
+        device: torch.device,
     ) -> _Bucket:
         program = self.programs[index]
         batches = [
@@ -115,18 +138,8 @@ class Exchange:
             for kind, count in program.batches
         ]
         sent = torch.empty(sum(program.gather.send), dtype=self.dtype, device=device)
-        for family, segments in self._to_roots[index]:
-            gradients, buffers, targets = [], [], []
-            for segment in segments:
-                state = states[segment.parameter]
-                target = _target(segment, sent, batches)
-                if state.gradient is not None:
-                    gradients.append(_near(segment.copy, state.gradient))
-                    buffers.append(_near(segment.copy, state.buffer))
-                    targets.append(target)
-                elif target is not None:
-                    target.view().zero_()  # the transfer has a fixed size; the result is not used
-            update_momentum(gradients, buffers, targets, families[family].momentum, families[family].nesterov)
+        for work in self._to_roots[index]:
+            _update_momentum(work, states, addresses, [sent, *batches], families[work.family])
         bucket = _Bucket(program, batches, sent.new_empty(sum(program.gather.receive)), sent, None)
         bucket.work = self._transfer(bucket, program.gather)
         return bucket
@@ -148,20 +161,15 @@ class Exchange:
     def _finish(
         self,
         bucket: _Bucket,
-        from_roots: list[tuple[int, list[Segment]]],
+        from_roots: list[_Pass],
         states: Sequence[LocalState],
+        addresses: Addresses | None,
         families: Sequence[FamilyStep],
     ) -> None:
         _wait(bucket)
-        for family, segments in from_roots:
-            step = families[family]
-            present = [s for s in segments if states[s.parameter].gradient is not None]
-            apply_updates(
-                [_near(s.copy, states[s.parameter].parameter) for s in present],
-                [_far(s.copy, bucket.packed if s.batch < 0 else bucket.batches[s.batch]) for s in present],
-                [step.lr * _slab_scale(s.kind, step) for s in present],
-                step.decay,
-            )
+        for work in from_roots:
+            far = [bucket.packed, *bucket.batches]
+            _apply_updates(work, states, addresses, far, families[work.family])
 
     def _transfer(self, bucket: _Bucket, route: Route) -> dist.Work | None:
         if not bucket.program.moves:
@@ -188,19 +196,65 @@ def _schedule(buckets: int, in_flight: int) -> Iterator[tuple[str, int]]:
             yield "finish", index - 2
 
 
+def _update_momentum(
+    work: _Pass,
+    states: Sequence[LocalState],
+    addresses: Addresses | None,
+    far: Sequence[Tensor],
+    step: FamilyStep,
+) -> None:
+    """Update the momentum of some segments and write the updates into ``far``: packed buffer, batches."""
+    if addresses is not None and work.columns is not None and far[0].dtype != torch.float64:
+        from ragged_fsdp.optim.muon_elementwise_triton import launch_momentum_rows
+
+        rows = momentum_rows(work.columns, addresses, far)
+        dtypes = addresses.gradient_dtype, addresses.dtype, far[0].dtype
+        launch_momentum_rows(rows, dtypes, far[0].device, step.momentum, step.nesterov)
+        return
+    gradients, buffers, targets = [], [], []
+    for segment in work.segments:
+        state = states[segment.parameter]
+        wanted = segment.batch >= 0 or segment.sent  # if not, another replica sends these elements
+        target = _far(segment.copy, far[segment.batch + 1]) if wanted else None
+        if state.gradient is not None:
+            gradients.append(_near(segment.copy, state.gradient))
+            buffers.append(_near(segment.copy, state.buffer))
+            targets.append(target)
+        elif target is not None:
+            target.view().zero_()  # the transfer has a fixed size; the result is not used
+    update_momentum(gradients, buffers, targets, step.momentum, step.nesterov)
+
+
+def _apply_updates(
+    work: _Pass,
+    states: Sequence[LocalState],
+    addresses: Addresses | None,
+    far: Sequence[Tensor],
+    step: FamilyStep,
+) -> None:
+    """Apply updates that lie in ``far`` to the parameters that have a gradient."""
+    if addresses is not None and work.columns is not None and far[0].dtype != torch.float64:
+        from ragged_fsdp.optim.muon_elementwise_triton import launch_apply_rows
+
+        lengths = [step.lr * _slab_scale(kind, step) for kind in work.columns.kinds]
+        rows = apply_rows(work.columns, addresses, far, lengths)
+        launch_apply_rows(rows, (addresses.dtype, far[0].dtype), far[0].device, step.decay)
+        return
+    present = [s for s in work.segments if states[s.parameter].gradient is not None]
+    apply_updates(
+        [_near(s.copy, states[s.parameter].parameter) for s in present],
+        [_far(s.copy, far[s.batch + 1]) for s in present],
+        [step.lr * _slab_scale(s.kind, step) for s in present],
+        step.decay,
+    )
+
+
 def _near(copy: Copy, tensor: Tensor) -> Piece:
     return Piece(tensor, copy.local_start, copy.rows, copy.run, copy.local_stride)
 
 
 def _far(copy: Copy, tensor: Tensor) -> Piece:
     return Piece(tensor, copy.slab_start, copy.rows, copy.run, copy.slab_stride)
-
-
-def _target(segment: Segment, sent: Tensor, batches: list[Tensor]) -> Piece | None:
-    """Where an update goes: into this rank's batch, the packed buffer, or nowhere (another replica sends)."""
-    if segment.batch >= 0:
-        return _far(segment.copy, batches[segment.batch])
-    return _far(segment.copy, sent) if segment.sent else None
 
 
 def _copy(pairs: list[tuple[Piece, Piece]]) -> None:
@@ -217,11 +271,11 @@ def _wait(bucket: _Bucket) -> None:
         bucket.work = None
 
 
-def _by_family(segments: Sequence[Segment]) -> list[tuple[int, list[Segment]]]:
+def _passes(segments: Sequence[Segment]) -> list[_Pass]:
     chosen: dict[int, list[Segment]] = {}
     for segment in segments:
         chosen.setdefault(segment.kind.family, []).append(segment)
-    return list(chosen.items())
+    return [_Pass(family, own, columns_of(own)) for family, own in chosen.items()]
 
 
 def _slab_scale(kind: BatchKind, step: FamilyStep) -> float:
