@@ -113,7 +113,7 @@ def profiled(optimizer: Muon) -> list[StageSpan]:
 
 def modelled(arguments: argparse.Namespace) -> dict[str, Any]:
     """Rank 0 of many over a wire of several bandwidths."""
-    wire = Wire()
+    wire = Wire(delivery="channels")  # what arrives must be numbers: the iteration works on it
     join(arguments.ranks, wire)
     device = torch.device("cuda", torch.cuda.current_device())
     mesh = dist.device_mesh.init_device_mesh("cuda", (arguments.ranks,))
