@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict import (
 from optim_cases import full
 from ragged_fsdp import Whole, fully_shard
 from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Shampoo, block_policy, clip_grad_norm_
-from ragged_fsdp.optim.fused_adamw import _stretches
 from rank_pool import spmd
 
 BLOCK = (16, 16)
@@ -115,6 +114,6 @@ def test_fused_updates_one_tensor_per_group(rank):
     for layer in model:
         x = layer(x)
     x.sum().backward()
-    counts = [0] * len(list(model.parameters()))
-    stretches = [s for runs in optimizer._current_runs() for run in runs for s in _stretches(run, counts)]
-    assert len(stretches) == 3 < len(list(model.parameters()))
+    (members,) = optimizer._current_members()
+    (update,) = members.updates(members.gradients.read())
+    assert len(update.spans) == 3 < len(list(model.parameters()))

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -10,17 +11,22 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
 from ragged_fsdp.optim.quant import (
-    codebook,
-    computed_codes,
+    FIRST_OCTAVE,
+    _thresholds,
     dequantize,
+    map_constants,
+    nearest_index,
     quantize,
     rounding_key,
     rounding_noise,
-    step_table,
+    value_table,
+    zero_code,
 )
 from ragged_fsdp.optim.quant_grid import block_grid, block_policy, blocks_placements, locate_blocks
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 from ragged_fsdp.policy import Elements, Rows, Whole
+
+CPU = torch.device("cpu")
 
 
 def _normalised_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
@@ -31,10 +37,9 @@ def _normalised_codes(values: torch.Tensor, signed: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_map_is_the_dynamic_one(signed):
-    book = codebook(signed)
-    values = torch.tensor(book.values)
-    assert len(book.values) == 256 and bool((values[1:] > values[:-1]).all())
-    assert book.values[book.zero_code] == 0.0 and book.values[-1] == 1.0
+    values = value_table(signed, CPU)
+    assert len(values) == 256 and bool((values[1:] > values[:-1]).all())
+    assert values[zero_code(signed)] == 0.0 and values[-1] == 1.0
     # the figures of the published map: smallest magnitudes, and the ends
     if signed:
         assert math.isclose(values[128].item(), 0.55e-6, rel_tol=1e-6)
@@ -46,31 +51,51 @@ def test_map_is_the_dynamic_one(signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_rounds_to_the_nearest_value_and_computed_codes_agree(signed):
-    values = torch.tensor(codebook(signed).values, dtype=torch.float64)
+    values = value_table(signed, CPU).double()
     middles = ((values[1:] + values[:-1]) / 2).float()
-    spread = torch.logspace(-8, 0, 4000)
+    edges = torch.tensor([2.0**-e for e in range(24)]).repeat(2, 1) * torch.tensor([[1.0], [1 - 2**-24]])
+    spread = torch.cat([torch.logspace(-8, 0, 4000), edges.flatten()])
     samples = torch.cat([middles, middles * (1 + 3e-6), middles * (1 - 3e-6), spread]).clamp(-1, 1)
     if signed:
         samples = torch.cat([samples, -samples])
     samples = samples[samples.abs() > (0 if signed else 2e-7)][None]
     codes = _normalised_codes(samples, signed)
     distance = (samples.double() - values[codes]).abs()
-    best = (samples.double()[..., None] - values).abs().amin(-1)
-    # at most a rounding error of fp32 away from the nearest
-    assert bool((distance <= best + 1e-6 * samples.abs().double()).all())
-    assert torch.equal(codes, computed_codes(samples, signed))
+    best, nearest = (samples.double()[..., None] - values).abs().min(-1)
+    gap = values[(nearest + 1).clamp(max=255)] - values[(nearest - 1).clamp(min=0)]
+    # at most a rounding error of the index away from the nearest
+    assert bool((distance <= best + 4e-5 * gap).all())
+    index = nearest_index(samples.abs(), signed).long()
+    sign = torch.where(samples < 0, -1, 1)
+    computed = 127 + torch.where(samples < 0, index.clamp(max=127), index) * sign if signed else index - 1
+    assert torch.equal(codes, computed)
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_step_table_is_the_same_function(signed):
-    shift = 17 if signed else 16
-    generator = torch.Generator().manual_seed(0)
-    values = torch.cat([torch.logspace(-9, 0, 20000), torch.rand(20000, generator=generator)])
-    bits = values.view(torch.int32)
-    table = step_table(signed, torch.device("cpu"))
-    entry = table[((bits >> shift) - ((127 - 23) << (23 - shift))).clamp(0, table.numel() - 1)]
-    index = (entry >> 20) + ((bits & ((1 << shift) - 1)) > (entry & 0xFFFFF))
-    assert torch.equal(index.long(), computed_codes(values, signed) - (127 if signed else 0))
+def test_no_threshold_depends_on_rounding_twice(signed):
+    """The last float below each step of the index, and the next, in exact arithmetic, as an FMA has it."""
+    slopes, offsets, _ = map_constants(signed)
+    for last in _thresholds(signed, CPU)[127 if signed else 0 :]:
+        for magnitude in (last, torch.nextafter(last, torch.tensor(2.0))):
+            octave = max(int(magnitude.view(torch.int32)) >> 23, FIRST_OCTAVE) - FIRST_OCTAVE
+            slope, offset = Fraction(slopes[octave].item()), Fraction(offsets[octave].item())
+            here = _rounded(Fraction(magnitude.item()) * slope + offset)
+            fifth, shift = Fraction(torch.tensor(0.2).item()), Fraction(torch.tensor(1.8).item())
+            beyond = _rounded(here * fifth + _rounded(offset * shift + Fraction(1, 2)))
+            end = _rounded(offset * Fraction(9, 4) + Fraction(13, 8))
+            k = torch.tensor(float(beyond if here >= end else min(here, _rounded(end - Fraction(3, 2)))))
+            index = int((k + 2.0**23).view(torch.int32)) & 0x1FF
+            expected = int(nearest_index(magnitude[None], signed))
+            special = expected in (0, 128) if signed else expected in (1, 2, 256)  # comparisons, not sums
+            assert special or index == expected, magnitude.item()
+
+
+def _rounded(exact: Fraction) -> Fraction:
+    """The nearest fp32 number, ties to even."""
+    if exact == 0:
+        return exact
+    unit = Fraction(2) ** (math.frexp(float(exact))[1] - 24)
+    return round(exact / unit) * unit
 
 
 def test_round_trip_zero_blocks_and_non_finite_blocks():
@@ -92,19 +117,46 @@ def test_second_moment_never_becomes_zero():
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_stochastic_rounding_keeps_the_mean_and_needs_no_neighbours(signed):
-    values = torch.rand(8, 1, generator=torch.Generator().manual_seed(3)).expand(8, 40000).clone()
-    values[:, 0] = 1.0
+def test_stochastic_rounding_is_unbiased(signed):
+    """Means of many roundings of values in every cell, at cell borders, and where decades meet."""
+    count = 4000
+    values = value_table(signed, CPU)[128 if signed else 1 :]
+    fraction = torch.rand(len(values) - 1, generator=torch.Generator().manual_seed(3))
+    samples = torch.cat([values[:-1] + fraction * (values[1:] - values[:-1]), values])
+    blocks = samples[:, None].expand(-1, count).clone()
+    blocks[:, 0] = 1.0
     if signed:
-        values[1::2, 1:] *= -1
-    element = torch.arange(values.numel()).view_as(values)
-    noise = rounding_noise(element, rounding_key(1, 2, 3))[0 if signed else 1]
-    back = dequantize(*quantize(values, signed, noise), signed)
-    error = (back - values)[:, 1:]
-    assert bool((error.mean(1).abs() < 5e-4).all()) and bool((error.abs() > 1e-4).any())
-    assert torch.equal(noise[2:4], rounding_noise(element[2:4], rounding_key(1, 2, 3))[0 if signed else 1])
-    assert abs(noise.mean().item() - 0.5) < 5e-3
-    assert not torch.equal(noise, rounding_noise(element, rounding_key(1, 3, 3))[0 if signed else 1])
+        blocks[1::2, 1:] *= -1
+        blocks = blocks[samples < values[-2]]  # -1 has no value of its own
+    rows, cols = torch.arange(len(blocks))[:, None] + 7, torch.arange(count)[None]
+    noise = rounding_noise(rows, cols, rounding_key(1, 2, 3))[0 if signed else 1]
+    back = dequantize(*quantize(blocks, signed, noise), signed)[:, 1:].double()
+    exact = blocks[:, 1:2].double()
+    spread = back.std(1, keepdim=True)
+    # five standard errors, and the grain of a 16-bit draw
+    grain = (back.amax(1, keepdim=True) - back.amin(1, keepdim=True)) * 2.0**-16
+    bound = 5 * spread / count**0.5 + grain + 1e-7 * exact.abs()
+    assert bool(((back.mean(1, keepdim=True) - exact).abs() <= bound).all())
+    assert int((spread > 0).sum()) > 100
+
+
+def test_noise_is_uniform_and_independent():
+    """Of rows, columns, moments, steps and parameters: no pair of draws is correlated."""
+    rows, cols = torch.arange(256)[:, None], torch.arange(1024)[None]
+    draws = [rounding_noise(rows, cols, rounding_key(0, *key)) for key in ((1, 0), (2, 0), (1, 1))]
+    every = [moment.flatten() for pair in draws for moment in pair]
+    neighbours = [every[0].view(256, 1024).roll(1, dim).flatten() for dim in (0, 1)]
+    sample = torch.stack([*every, *neighbours]).double()
+    assert bool((sample > 0).all()) and bool((sample < 1).all())
+    error = sample.shape[1] ** -0.5
+    assert bool((torch.corrcoef(sample) - torch.eye(len(sample))).abs().max() < 5 * error)
+    for draw in every:
+        histogram = torch.histc(draw, 64, 0, 1).double()
+        expected = draw.numel() / 64
+        chi_squared = float(((histogram - expected) ** 2 / expected).sum())
+        assert 20 < chi_squared < 130  # 63 degrees of freedom
+    part = rounding_noise(rows[5:9], cols[:, 100:300], rounding_key(0, 1, 0))[0]
+    assert torch.equal(part, draws[0][0][5:9, 100:300])  # a place's draw does not depend on the others
 
 
 def test_blocks_come_from_the_global_shape():
@@ -146,7 +198,8 @@ def test_parts_cover_the_grid_once_or_are_refused(rows, cols, lead, units, block
         return
     seen = torch.zeros(grid.numel, dtype=torch.int)
     for part in parts:
-        element = part.element_of_row(torch.arange(part.rows))[:, None] + torch.arange(part.cols)
+        element = part.source_row(torch.arange(part.rows))[:, None] * grid.cols + part.col_base
+        element = element + torch.arange(part.cols)
         seen[element.view(-1)[: part.numel]] += 1
     assert bool((seen == 1).all())
     assert blocks_placements(grid, (len(units),), placements) is not None

@@ -6,40 +6,41 @@ the part a rank holds; a step then touches local memory only. See ``docs/optimiz
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ragged_fsdp.optim.adam8bit_reference import (
-    AdamScalars,
-    BlockEntry,
-    update_entry,
-    update_exact,
-)
-from ragged_fsdp.optim.quant import codebook, rounding_key
+from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry, update_entry, update_exact
+from ragged_fsdp.optim.options import check_options, is_excluded, name_patterns
+from ragged_fsdp.optim.quant import rounding_key, zero_code
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
     ExactStateOptimizer,
+    Gradients,
     StepCounters,
     local_of,
-    require_matching_grad,
-    require_plain_shards,
+    require_optimisable,
     require_whole_blocks,
     state_like,
     state_over_blocks,
 )
+
+if TYPE_CHECKING:
+    from ragged_fsdp.optim.adam8bit_launch import BlockBatch, ExactBatch
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 
 _LOG = logging.getLogger(__name__)
 _QUANTISED = ("exp_avg_codes", "exp_avg_scales", "exp_avg_sq_codes", "exp_avg_sq_scales")
 _EXACT = ("exp_avg", "exp_avg_sq")
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_MOST_BATCHES = 8
+"""Sets of parameters with gradients whose launches are remembered; they rarely are more than one."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,86 @@ class _Plan:
 class _Slot:
     """What a step needs of one parameter, except its gradient: that is not to be kept alive."""
 
-    param: Tensor
     plan: _Plan
     weight: Tensor
     address: int
     moments: tuple[Tensor, ...]
-    kernel_kind: tuple[Any, ...] | None
-    """What parameters of one kernel launch have in common; None on devices without the kernel."""
+    entry: BlockEntry | None
 
     @property
-    def grad(self) -> Tensor:
-        """The local gradient of this step."""
-        assert self.param.grad is not None
-        grad = local_of(self.param.grad)
-        return grad if grad.is_contiguous() else grad.contiguous()
+    def has_kernel(self) -> bool:
+        """Whether the parameter is updated by a GPU kernel."""
+        return self.weight.is_cuda and self.weight.is_contiguous() and self.weight.dtype in _KERNEL_DTYPES
+
+
+@dataclass
+class _Batches:
+    """Members of a group that step together: those of each launch, and those updated one by one."""
+
+    blocks: list[tuple[BlockBatch, list[int]]] = field(default_factory=list)
+    exact: list[tuple[ExactBatch, list[int]]] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+
+
+class _Members:
+    """The parameters of a group as the steps see them; built anew when groups or state are replaced."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.params = [param for _, param in named]
+        self.counters = StepCounters(self.params)
+        self.gradients = Gradients(named)
+        self.slots: list[_Slot | None] = [None] * len(named)
+        self.batches: dict[Any, _Batches] = {}
+
+    def drop_moved(self) -> None:
+        """Forget what was noted of parameters whose memory is another now."""
+        for index, (param, slot) in enumerate(zip(self.params, self.slots)):
+            if slot is not None and local_of(param).data_ptr() != slot.address:
+                self.slots[index] = None
+                self.batches.clear()
+
+    def batches_of(self, indices: Sequence[int], grads: dict[int, Tensor]) -> _Batches:
+        """How to update these members, whose gradients have these dtypes."""
+        key = (tuple(indices), tuple(grads[index].dtype for index in indices))
+        batches = self.batches.get(key)
+        if batches is None:
+            if len(self.batches) >= _MOST_BATCHES:
+                self.batches.clear()
+            batches = self.batches[key] = self._new_batches(*key)
+        return batches
+
+    def _new_batches(self, indices: Sequence[int], dtypes: Sequence[torch.dtype]) -> _Batches:
+        batches = _Batches()
+        blocks: dict[Any, list[int]] = defaultdict(list)
+        exact: dict[Any, list[int]] = defaultdict(list)
+        for index, grad_dtype in zip(indices, dtypes):
+            slot = self.slot(index)
+            if not slot.weight.numel():
+                continue
+            if not slot.has_kernel:
+                batches.others.append(index)
+            elif slot.entry is None:
+                exact[slot.weight.dtype, grad_dtype, slot.weight.device].append(index)
+            else:
+                from ragged_fsdp.optim.adam8bit_launch import kernel_kind
+
+                blocks[kernel_kind(slot.entry), grad_dtype].append(index)
+        if blocks or exact:
+            from ragged_fsdp.optim.adam8bit_launch import BlockBatch, ExactBatch
+
+            for members in blocks.values():
+                slots = [self.slot(index) for index in members]
+                entries = [slot.entry for slot in slots if slot.entry is not None]
+                batches.blocks.append((BlockBatch(entries, [s.plan.position for s in slots]), members))
+            for members in exact.values():
+                slots = [self.slot(index) for index in members]
+                batches.exact.append((ExactBatch([[s.weight, *s.moments] for s in slots]), members))
+        return batches
+
+    def slot(self, index: int) -> _Slot:
+        slot = self.slots[index]
+        assert slot is not None
+        return slot
 
 
 class Adam8bit(ExactStateOptimizer):
@@ -118,47 +185,33 @@ class Adam8bit(ExactStateOptimizer):
             "block_shape": tuple(block_shape),
             "run": run,
             "min_8bit_numel": min_8bit_numel,
-            "exclude": (exclude,) if isinstance(exclude, str) else tuple(exclude),
+            "exclude": name_patterns(exclude),
             "stochastic_rounding": stochastic_rounding,
             "seed": seed,
         }
         self._plans: dict[Tensor, _Plan] = {}
-        self._slots: dict[Tensor, _Slot] = {}
-        self._counters: list[StepCounters] = []
-        self._tables: dict[Any, Any] = {}
+        self._members: list[_Members] = []
         super().__init__(params, defaults)
         self._log_plans()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; nothing is changed if one of its parameters cannot be optimised."""
-        super().add_param_group(param_group)
-        try:
-            self._plan_group(len(self.param_groups) - 1)
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._plans, self._slots, self._tables, self._counters = {}, {}, {}, []
-        for index in range(len(self.param_groups)):  # options may have come with the state
-            self._plan_group(index)
+    def _forget_plans(self) -> None:
+        self._plans, self._members = {}, []
 
     def _plan_group(self, index: int) -> None:
         group = self.param_groups[index]
-        _check_options(group)
+        check_options(group, _EXPECTED)
+        block_grid((1,), tuple(group["block_shape"]), group["run"])  # validates the block shapes
         position = sum(len(g["params"]) for g in self.param_groups[:index])
-        plans = {}
-        for offset, (name, param) in enumerate(self.named_group_params(index)):
-            require_plain_shards(name, param)
-            if not param.is_floating_point():
-                raise TypeError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+        named, plans = list(self.named_group_params(index)), {}
+        for offset, (name, param) in enumerate(named):
+            require_optimisable(name, param)
             blocks = None
-            if _is_quantised(name, param, group):
+            if not is_excluded(name, group) and param.numel() >= max(1, group["min_8bit_numel"]):
                 grid = block_grid(tuple(param.shape), tuple(group["block_shape"]), group["run"])
                 blocks = require_whole_blocks(name, param, grid)
             plans[param] = _Plan(name, position + offset, blocks)
         self._plans.update(plans)
+        self._members.append(_Members(named))
 
     def _log_plans(self) -> None:
         small = [p for p, plan in self._plans.items() if plan.blocks is None]
@@ -177,33 +230,17 @@ class Adam8bit(ExactStateOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
-        if len(self._counters) != len(self.param_groups):
-            self._counters = [StepCounters(group["params"]) for group in self.param_groups]
-            self._slots = {}
-        ready = [
-            self._ready_slots(index) for index in range(len(self.param_groups))
-        ]  # raises first, if at all
-        for group, counters, slots in zip(self.param_groups, self._counters, ready):
-            before, by_step = counters.counts(), defaultdict(list)
-            for index, slot in slots:
-                by_step[before[index] + 1].append(slot)
-            counters.advance([index for index, _ in slots])
-            for step, of_step in by_step.items():
-                self._update(of_step, group, step)
+        every_grad = [members.gradients.read() for members in self._members]  # raises first, if at all
+        for group, members, grads in zip(self.param_groups, self._members, every_grad):
+            members.drop_moved()
+            for index in grads:
+                if members.slots[index] is None:
+                    members.slots[index] = self._new_slot(members.params[index], members.counters)
+            together = members.counters.by_count(grads)
+            members.counters.advance(grads)
+            for count, indices in together.items():
+                self._update(members, indices, grads, group, count + 1)
         return loss
-
-    def _ready_slots(self, group_index: int) -> list[tuple[int, _Slot]]:
-        """The parameters with a gradient and their positions in the group."""
-        slots, counters = [], self._counters[group_index]
-        for index, param in enumerate(self.param_groups[group_index]["params"]):
-            if param.grad is None:
-                continue
-            slot = self._slots.get(param)
-            if slot is None or slot.address != local_of(param).data_ptr():
-                slot = self._slots[param] = self._new_slot(param, counters)
-            require_matching_grad(slot.plan.name, param)
-            slots.append((index, slot))
-        return slots
 
     def _new_slot(self, param: Tensor, counters: StepCounters) -> _Slot:
         plan, state = self._plans[param], self.state[param]
@@ -218,38 +255,31 @@ class Adam8bit(ExactStateOptimizer):
             )
         counters.adopt(param, state)
         moments, weight = tuple(local_of(state[key]) for key in expected), local_of(param)
-        kind = None
-        if plan.blocks is not None and weight.is_cuda and weight.is_contiguous():
-            grid = plan.blocks.grid
-            kind = (grid.block_rows, grid.block_cols, weight.dtype, weight.device)
-        return _Slot(param, plan, weight, weight.data_ptr(), moments, kind)
+        entry = None
+        if plan.blocks is not None:
+            mean_codes, mean_scales, square_codes, square_scales = moments
+            entry = BlockEntry(weight, mean_codes, mean_scales, square_codes, square_scales, plan.blocks)
+        return _Slot(plan, weight, weight.data_ptr(), moments, entry)
 
-    def _update(self, slots: Sequence[_Slot], group: dict[str, Any], step: int) -> None:
-        """Update parameters that take their ``step``-th step."""
+    def _update(
+        self,
+        members: _Members,
+        indices: Sequence[int],
+        grads: dict[int, Tensor],
+        group: dict[str, Any],
+        step: int,
+    ) -> None:
+        """Update members of a group that take their ``step``-th step."""
         scalars = AdamScalars.of(group, step, self._decoupled)
-        exact: list[_Slot] = []
-        kinds: dict[Any, list[BlockEntry]] = defaultdict(list)
-        for slot in slots:
-            if not slot.weight.numel():
-                continue
-            if slot.plan.blocks is None:
-                exact.append(slot)
-            elif slot.kernel_kind is None:
-                _update_any_stride(_entry(slot, group, step), scalars)
-            else:
-                entry = _entry(slot, group, step)
-                kinds[slot.kernel_kind, entry.grad.dtype].append(entry)
-        if exact:
-            _update_exact(exact, scalars)
-        if kinds:
-            self._launch(kinds, scalars)
-
-    def _launch(self, kinds: dict[Any, list[BlockEntry]], scalars: AdamScalars) -> None:
-        from ragged_fsdp.optim.adam8bit_triton import update_entries
-
-        for kind, entries in kinds.items():
-            key = (kind, len(entries), entries[0].param.data_ptr())
-            self._tables[key] = update_entries(entries, scalars, self._tables.get(key))
+        noise = (group["seed"], step) if group["stochastic_rounding"] else None
+        batches = members.batches_of(indices, grads)
+        for blocks, of_batch in batches.blocks:
+            blocks.launch([grads[i] for i in of_batch], scalars, noise)
+        for exact, of_batch in batches.exact:
+            exact.launch([grads[i] for i in of_batch], scalars)
+        if batches.others:
+            slots = [(members.slot(i), grads[i]) for i in batches.others]
+            _update_others(slots, scalars, noise)
 
 
 class AdamW8bit(Adam8bit):
@@ -269,28 +299,12 @@ class AdamW8bit(Adam8bit):
         super().__init__(params, lr, betas, eps, weight_decay, **options)
 
 
-def _is_quantised(name: str, param: Tensor, group: dict[str, Any]) -> bool:
-    if group["exclude"] and "param_names" not in group:
-        raise ValueError(
-            f"exclude={group['exclude']!r} matches names, but parameters came without; pass "
-            "model.named_parameters()."
-        )
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in group["exclude"]):
-        return False
-    return param.numel() >= max(1, group["min_8bit_numel"])
-
-
-def _check_options(group: dict[str, Any]) -> None:
-    for key, ok, expected in (
-        ("lr", float(group["lr"]) >= 0, "non-negative"),
-        ("eps", group["eps"] > 0, "positive"),
-        ("weight_decay", group["weight_decay"] >= 0, "non-negative"),
-        ("betas", all(0 <= beta < 1 for beta in group["betas"]), "in [0, 1)"),
-        ("min_8bit_numel", group["min_8bit_numel"] >= 0, "non-negative"),
-    ):
-        if not ok:
-            raise ValueError(f"{key} must be {expected}, got {group[key]}.")
-    block_grid((1,), tuple(group["block_shape"]), group["run"])  # validates the block shapes
+_EXPECTED = {
+    "lr": "non-negative",
+    "eps": "positive",
+    "weight_decay": "non-negative",
+    "min_8bit_numel": "non-negative",
+}
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
@@ -300,40 +314,30 @@ def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
     count = blocks.grid_rows * blocks.grid_cols
     state = {}
     for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        codes = _filled_like(local, codebook(signed).zero_code, torch.uint8)
+        codes = _filled_like(local, zero_code(signed), torch.uint8)
         scales = torch.zeros(count, dtype=torch.float32, device=local.device)
         state[f"{key}_codes"] = state_like(param, codes)
         state[f"{key}_scales"] = state_over_blocks(param, blocks.grid, scales)
     return state
 
 
-def _entry(slot: _Slot, group: dict[str, Any], step: int) -> BlockEntry:
-    plan = slot.plan
-    key = rounding_key(group["seed"], step, plan.position) if group["stochastic_rounding"] else None
-    assert plan.blocks is not None
-    mean_codes, mean_scales, square_codes, square_scales = slot.moments
-    return BlockEntry(
-        slot.weight, slot.grad, mean_codes, mean_scales, square_codes, square_scales, plan.blocks, key
-    )
-
-
-def _update_exact(slots: Sequence[_Slot], scalars: AdamScalars) -> None:
-    update_exact(
-        [slot.weight for slot in slots],
-        [slot.grad for slot in slots],
-        [slot.moments[0] for slot in slots],
-        [slot.moments[1] for slot in slots],
-        scalars,
-    )
-
-
 def _filled_like(local: Tensor, value: int, dtype: torch.dtype) -> Tensor:
     return torch.full(local.shape, value, dtype=dtype, device=local.device)
 
 
-def _update_any_stride(entry: BlockEntry, scalars: AdamScalars) -> None:
-    """The reference, through a contiguous copy where the weights are not contiguous."""
-    param, grad = entry.param.contiguous(), entry.grad.contiguous()
-    update_entry(replace(entry, param=param, grad=grad), scalars)
-    if param is not entry.param:
-        entry.param.copy_(param)
+def _update_others(
+    slots: Sequence[tuple[_Slot, Tensor]], scalars: AdamScalars, noise: tuple[int, int] | None
+) -> None:
+    """The reference, for parameters that no kernel updates."""
+    exact = [(slot, grad) for slot, grad in slots if slot.entry is None]
+    if exact:
+        weights, grads = [slot.weight for slot, _ in exact], [grad for _, grad in exact]
+        means, squares = ([slot.moments[i] for slot, _ in exact] for i in (0, 1))
+        update_exact(weights, grads, means, squares, scalars)
+    for slot, grad in slots:
+        if slot.entry is not None:
+            weight = slot.weight.contiguous()  # a copy if strided
+            key = rounding_key(*noise, slot.plan.position) if noise else None
+            update_entry(replace(slot.entry, param=weight), grad, scalars, key)
+            if weight is not slot.weight:
+                slot.weight.copy_(weight)

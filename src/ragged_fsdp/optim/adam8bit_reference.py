@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ragged_fsdp.optim.quant import codebook, dequantize, quantize, rounding_noise
+from ragged_fsdp.optim.quant import dequantize, quantize, rounding_noise, zero_code
 from ragged_fsdp.optim.quant_grid import LocalBlocks
 
 __all__ = ["AdamScalars", "BlockEntry", "from_blocks", "to_blocks", "update_entry", "update_exact"]
@@ -49,19 +49,22 @@ class AdamScalars:
             maximize=group["maximize"],
         )
 
+    def for_kernel(self) -> tuple[float, ...]:
+        """The numbers in the order of the kernels' arguments."""
+        betas = (self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2)
+        return (*betas, self.eps, self.step_size, self.root_scale, self.decay_factor, self.l2)
+
 
 @dataclass(slots=True)
 class BlockEntry:
-    """The local tensors of one quantised parameter, and the blocks they hold."""
+    """The local tensors of one quantised parameter (but its gradient), and the blocks they hold."""
 
     param: Tensor
-    grad: Tensor
     exp_avg_codes: Tensor
     exp_avg_scales: Tensor
     exp_avg_sq_codes: Tensor
     exp_avg_sq_scales: Tensor
     blocks: LocalBlocks
-    noise_key: tuple[int, int] | None
 
 
 def to_blocks(flat: Tensor, blocks: LocalBlocks, fill: int = 0) -> Tensor:
@@ -132,14 +135,24 @@ def correct_sqrt(square: Tensor) -> Tensor:
     return square.sqrt() if square.is_cuda else square.double().sqrt().float()
 
 
-def update_entry(entry: BlockEntry, scalars: AdamScalars) -> None:
-    """One step of one parameter: codes, scales and weights are updated in place."""
+def update_entry(
+    entry: BlockEntry, grad: Tensor, scalars: AdamScalars, noise_key: tuple[int, int] | None = None
+) -> None:
+    """One step of one parameter, in place; ``noise_key`` makes the rounding of the moments stochastic."""
     rows_per_chunk = max(1, _CHUNK_NUMEL // entry.blocks.grid.granule_numel) * entry.blocks.grid.block_rows
     for first in range(0, entry.blocks.rows, rows_per_chunk):
-        _update_rows(entry, scalars, first, min(rows_per_chunk, entry.blocks.rows - first))
+        count = min(rows_per_chunk, entry.blocks.rows - first)
+        _update_rows(entry, grad, scalars, noise_key, first, count)
 
 
-def _update_rows(entry: BlockEntry, scalars: AdamScalars, first: int, count: int) -> None:
+def _update_rows(
+    entry: BlockEntry,
+    grad: Tensor,
+    scalars: AdamScalars,
+    noise_key: tuple[int, int] | None,
+    first: int,
+    count: int,
+) -> None:
     blocks, chunk = entry.blocks, _rows_of(entry.blocks, first, count)
     grid_first = first // blocks.grid.block_rows * blocks.grid_cols
     of_grid = slice(grid_first, grid_first + chunk.grid_rows * chunk.grid_cols)
@@ -149,12 +162,13 @@ def _update_rows(entry: BlockEntry, scalars: AdamScalars, first: int, count: int
         return to_blocks(local.view(-1)[of_flat], chunk, fill)
 
     noise: tuple[Tensor | None, Tensor | None] = (None, None)
-    if entry.noise_key is not None:
-        noise = rounding_noise(to_blocks(_elements(chunk, entry.param.device), chunk), entry.noise_key)
+    if noise_key is not None:
+        rows, cols = (to_blocks(index, chunk) for index in _places(chunk, entry.param.device))
+        noise = rounding_noise(rows, cols, noise_key)
     param = blocked(entry.param).float()
-    grad = prepared_grad(blocked(entry.grad), param, scalars)
+    grad = prepared_grad(blocked(grad), param, scalars)
     mean_scales, square_scales = entry.exp_avg_scales.view(-1), entry.exp_avg_sq_scales.view(-1)
-    mean_codes = blocked(entry.exp_avg_codes, fill=codebook(signed=True).zero_code)
+    mean_codes = blocked(entry.exp_avg_codes, fill=zero_code(signed=True))
     mean = dequantize(mean_codes, mean_scales[of_grid], signed=True)
     square = dequantize(blocked(entry.exp_avg_sq_codes), square_scales[of_grid], signed=False)
     mean, square, direction = adam_direction(grad, mean, square, scalars)
@@ -174,7 +188,9 @@ def _rows_of(blocks: LocalBlocks, first: int, count: int) -> LocalBlocks:
     return replace(blocks, numel=numel, first_row=blocks.first_row + first)
 
 
-def _elements(blocks: LocalBlocks, device: torch.device) -> Tensor:
-    """The global flat index of each local element."""
-    rows = blocks.element_of_row(torch.arange(blocks.rows, device=device))
-    return (rows[:, None] + torch.arange(blocks.cols, device=device)).view(-1)[: blocks.numel]
+def _places(blocks: LocalBlocks, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The row and the column of each local element in the parameter's rows of ``grid.cols`` elements."""
+    rows = blocks.source_row(torch.arange(blocks.rows, device=device))[:, None]
+    cols = torch.arange(blocks.cols, device=device)[None] + blocks.col_base
+    both = torch.broadcast_tensors(rows, cols)
+    return both[0].reshape(-1)[: blocks.numel], both[1].reshape(-1)[: blocks.numel]

@@ -1,38 +1,43 @@
 # mypy: allow-untyped-defs
-"""The 8-bit Adam step as one Triton kernel over many parameters.
+"""The 8-bit Adam step as one Triton kernel over many parameters, and that of the parameters kept in fp32.
 
 A program owns one row of ``TILES`` neighbouring blocks of one parameter: it reads weights, gradients,
 codes and scales once, and writes weights, codes and scales once. Parameters are found through a table
-of pointers, so a step is one launch per kind of parameter (dtypes, block shape) however many there are.
+of pointers (``adam8bit_launch``), so a step is one launch per kind of parameter however many there are.
 
 The arithmetic is that of ``adam8bit_reference``, operation for operation: contraction to fused
 multiply-adds is off and division and root round correctly, so the results are equal bit by bit.
-Codes are looked up, not searched (``quant.step_table``), and so are the values of the maps. All tensors of a
-program keep one register layout, four neighbours per thread: without the ``max_contiguous`` hints the byte
-loads and the lookups would get layouts of their own, and every value would travel through shared memory.
+Codes and values are computed (``quant``): the few constants that this needs lie in one or two cache lines,
+while tables of all values, or of all float prefixes, would make a warp wait for a dozen lines at each
+lookup. All tensors of a program keep one register layout, four neighbours per thread: without the
+``max_contiguous`` hints the byte loads and the lookups would get layouts of their own, and every value would
+travel through shared memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry
-from ragged_fsdp.optim.quant import SMALLEST_SCALE, step_table, value_table
+from ragged_fsdp.optim.quant import (
+    CELL_OFFSET,
+    FIRST_OCTAVE,
+    SMALLEST_SCALE,
+    one_edge,
+    zero_edge,
+)
 
-__all__ = ["EntryTable", "update_entries"]
+__all__ = ["FIELDS", "exact_step_kernel", "step_kernel"]
 
-# On an H200 eight elements per thread are fastest: more spill, fewer hide too little latency.
-_PROGRAM_NUMEL = 1024
-_WARP_NUMEL = 256
-_MOST_WARPS = 32
-_FIELDS = tl.constexpr(17)  # int64 words per parameter in the table; the order is that of _row_of_table
+FIELDS = tl.constexpr(14)
+"""int64 words per parameter in the table of ``step_kernel``; ``adam8bit_launch`` writes them."""
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
+_OFFSET = tl.constexpr(CELL_OFFSET)
+_FIRST = tl.constexpr(FIRST_OCTAVE)
+_ZERO_EDGE = tl.constexpr(zero_edge())
+_SIGNED_ONE_EDGE = tl.constexpr(one_edge(True))
+_UNSIGNED_ONE_EDGE = tl.constexpr(one_edge(False))
+_ROUNDER = tl.constexpr(8388608.0)  # 2^23, whose bits are 0x4B000000
 
 
 @triton.jit
@@ -44,20 +49,23 @@ def _mix32(state):
 
 @triton.jit
 def _uniform(bits):
-    return (bits >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    number = (bits | 0x4B000000).to(tl.int32).to(tl.float32, bitcast=True) - _ROUNDER  # cheaper than a cast
+    return (number + 0.5) * 1.52587890625e-05  # 2^-16
 
 
 @triton.jit
-def _noise(row_of_table, row, col):
-    """Uniform numbers of both moments for local rows and columns; as ``quant.rounding_noise``."""
-    inner = row + tl.load(row_of_table + 9).to(tl.int32)  # 64-bit divisions are slow
-    period = tl.load(row_of_table + 11).to(tl.int32)
+def _noise(row_of_table, row, col, tile, key0, key1, RUNS: tl.constexpr):
+    """Uniform numbers of both moments at local rows, columns and tiles; as ``quant.rounding_noise``."""
+    inner = tl.load(row_of_table + 8).to(tl.int32) + (tile if RUNS else row)
+    period = tl.load(row_of_table + 10).to(tl.int32)
     outer = inner // period
-    source_row = tl.load(row_of_table + 10) + outer * tl.load(row_of_table + 12) + inner - outer * period
-    source = source_row.to(tl.int64) * tl.load(row_of_table + 13) + tl.load(row_of_table + 14) + col
-    bits = _mix32(source.to(tl.uint32) ^ tl.load(row_of_table + 15).to(tl.uint32))
-    bits = _mix32(bits + (source >> 32).to(tl.uint32) + tl.load(row_of_table + 16).to(tl.uint32))
-    return _uniform(bits), _uniform(_mix32(bits ^ 0x9E3779B9))
+    stride, base = tl.load(row_of_table + 11).to(tl.int32), tl.load(row_of_table + 9).to(tl.int32)
+    source_row = base + outer * stride + inner - outer * period
+    source_col = col + tl.load(row_of_table + 12).to(tl.int32)
+    salted = key1.to(tl.uint32) + tl.load(row_of_table + 13).to(tl.uint32)
+    of_row = _mix32(_mix32(source_row.to(tl.uint32) ^ key0.to(tl.uint32)) + salted)
+    bits = _mix32(of_row + source_col.to(tl.uint32) * 0x9E3779B9)
+    return _uniform(bits >> 16), _uniform(bits & 0xFFFF)
 
 
 @triton.jit
@@ -68,51 +76,89 @@ def _block_scale(magnitudes):
 
 
 @triton.jit
-def _looked_up_index(magnitude, steps_ptr, BASE: tl.constexpr, LAST: tl.constexpr, SHIFT: tl.constexpr):
-    """The index among magnitudes: one entry per float prefix holds the index at its start and its step."""
-    bits = magnitude.to(tl.int32, bitcast=True)
-    prefix = tl.minimum(tl.maximum((bits >> SHIFT) - BASE, 0), LAST)
-    entry = tl.load(steps_ptr + tl.max_contiguous(prefix, [1, 1, 2]))
-    return (entry >> 20) + ((bits & ((1 << SHIFT) - 1)) > (entry & 0xFFFFF)).to(tl.int32)
+def _value_of_index(index, widths_ptr, SIGNED: tl.constexpr):
+    """The magnitude of k; as ``quant.value_of_index``."""
+    middle = (index | 0x4B000000).to(tl.float32, bitcast=True) - (_ROUNDER - 0.5)
+    bits = middle.to(tl.int32, bitcast=True)
+    cells = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    octave = (bits >> 23) - (126 if SIGNED else 127)
+    width = tl.load(widths_ptr + tl.max_contiguous(octave, [1, 1, 2]))
+    return tl.fma(cells, -_OFFSET, middle) * width
 
 
 @triton.jit
-def _round_stochastically(normalised, nearest, values_ptr, noise):
-    value = tl.load(values_ptr + tl.max_contiguous(nearest, [1, 1, 2]))
-    below = tl.maximum(nearest - (value > normalised).to(tl.int32), 0)
-    low = tl.load(values_ptr + tl.max_contiguous(below, [1, 1, 2]))
-    high = tl.load(values_ptr + tl.max_contiguous(tl.minimum(below + 1, 255), [1, 1, 2]))
-    return below + (noise * (high - low) < normalised - low).to(tl.int32)
+def _nearest_index(magnitude, lines_ptr, SIGNED: tl.constexpr):
+    """k of the nearest value; as ``quant.nearest_index``."""
+    octave = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, _FIRST) - _FIRST
+    line = tl.load(lines_ptr + tl.max_contiguous(octave, [1, 1, 2]))  # a slope and an offset
+    slope = line.to(tl.int32).to(tl.float32, bitcast=True)
+    offset = (line >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    here = tl.fma(magnitude, slope, offset)
+    beyond = tl.fma(here, 0.2, tl.fma(offset, 1.8, 0.5))
+    end = tl.fma(offset, 2.25, 1.625)
+    k = tl.where(here >= end, beyond, tl.minimum(here, end - 1.5))
+    index = (k + _ROUNDER).to(tl.int32, bitcast=True) & 0x1FF
+    if SIGNED:
+        index = tl.where(magnitude > _SIGNED_ONE_EDGE, 128, index)
+        index = tl.where(magnitude > _ZERO_EDGE, index, 0)
+    else:
+        index = tl.where(magnitude > _UNSIGNED_ONE_EDGE, 256, index)
+        index = tl.where(magnitude > 0, tl.maximum(index, 2), 1)
+    return index
 
 
 @triton.jit
-def _quantize(values, values_ptr, steps_ptr, noise, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _round_stochastically(magnitude, index, widths_ptr, noise, SIGNED: tl.constexpr):
+    nearest = _value_of_index(index, widths_ptr, SIGNED)
+    onwards = tl.where(magnitude >= nearest, 1, -1)
+    other = _value_of_index(index + onwards, widths_ptr, SIGNED)
+    moves = noise * tl.abs(other - nearest) < tl.abs(magnitude - nearest)
+    index = tl.where(moves, index + onwards, index)
+    if not SIGNED:
+        index = tl.where(magnitude > 0, tl.maximum(index, 2), 1)
+    return index
+
+
+@triton.jit
+def _quantize(values, widths_ptr, lines_ptr, noise, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes and scales of (rows, tiles, columns) values; as ``quant.quantize``."""
     scale = _block_scale(tl.abs(values))
     usable = scale > _SMALLEST
     inverse = tl.where(usable, tl.div_rn(1.0, scale), 0.0)
     scale = tl.where(usable | (scale != scale), scale, 0.0)
     normalised = values * inverse[None, :, None]
+    magnitude = tl.minimum(tl.abs(normalised), 1.0)  # a NaN becomes 1: its scale is NaN
+    index = _nearest_index(magnitude, lines_ptr, SIGNED)
+    if STOCHASTIC:
+        index = _round_stochastically(magnitude, index, widths_ptr, noise, SIGNED)
     if SIGNED:
-        index = _looked_up_index(tl.abs(normalised), steps_ptr, (127 - 23) << 6, 23 << 6, 17)
         codes = tl.where(normalised < 0, 127 - tl.minimum(index, 127), 127 + index)
     else:
-        codes = _looked_up_index(tl.abs(normalised), steps_ptr, (127 - 23) << 7, 23 << 7, 16)
-    if STOCHASTIC:
-        codes = _round_stochastically(normalised, codes, values_ptr, noise)
-    if not SIGNED:
-        codes = tl.where(normalised > 0, tl.maximum(codes, 1), codes)
+        codes = index - 1
     return codes.to(tl.uint8), scale
 
 
 @triton.jit
-def _step_kernel(
+def _adam(param, grad, mean, square, scalars, MAXIMIZE: tl.constexpr, L2: tl.constexpr):
+    """New weights and moments; as ``adam_direction`` and ``prepared_grad`` of the reference."""
+    beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_scale, decay_factor, l2 = scalars
+    if MAXIMIZE:
+        grad = -grad
+    if L2:
+        grad = grad + param * l2
+    mean = mean * beta1 + grad * beta1_rest
+    square = square * beta2 + (grad * beta2_rest) * grad
+    direction = tl.div_rn(mean, tl.sqrt_rn(square) * root_scale + eps)
+    return param * decay_factor - direction * step_size, mean, square
+
+
+@triton.jit(do_not_specialize=["key0", "key1"])  # they change every step: no kernel of their own for each
+def step_kernel(
     table_ptr,
+    grads_ptr,
     owner_ptr,
-    signed_values_ptr,
-    unsigned_values_ptr,
-    signed_steps_ptr,
-    unsigned_steps_ptr,
+    widths_ptr,
+    lines_ptr,
     beta1,
     beta1_rest,
     beta2,
@@ -122,27 +168,32 @@ def _step_kernel(
     root_scale,
     decay_factor,
     l2,
+    key0,
+    key1,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     TILES: tl.constexpr,
+    RUNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     FULL: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     L2: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
+    scalars = (beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_scale, decay_factor, l2)
     program = tl.program_id(0)
-    row_of_table = table_ptr + tl.load(owner_ptr + program).to(tl.int64) * _FIELDS
+    entry = tl.load(owner_ptr + program).to(tl.int64)
+    row_of_table = table_ptr + entry * FIELDS
+    grad_ptr = tl.load(grads_ptr + entry).to(tl.pointer_type(GRAD_DTYPE))
     param_ptr = tl.load(row_of_table).to(tl.pointer_type(PARAM_DTYPE))
-    grad_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(GRAD_DTYPE))
-    mean_ptr = tl.load(row_of_table + 2).to(tl.pointer_type(tl.uint8))
-    square_ptr = tl.load(row_of_table + 3).to(tl.pointer_type(tl.uint8))
-    mean_scales_ptr = tl.load(row_of_table + 4).to(tl.pointer_type(tl.float32))
-    square_scales_ptr = tl.load(row_of_table + 5).to(tl.pointer_type(tl.float32))
-    cols = tl.load(row_of_table + 6)
-    grid_cols = tl.load(row_of_table + 7).to(tl.int32)
+    mean_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(tl.uint8))
+    square_ptr = tl.load(row_of_table + 2).to(tl.pointer_type(tl.uint8))
+    mean_scales_ptr = tl.load(row_of_table + 3).to(tl.pointer_type(tl.float32))
+    square_scales_ptr = tl.load(row_of_table + 4).to(tl.pointer_type(tl.float32))
+    cols = tl.load(row_of_table + 5)
+    grid_cols = tl.load(row_of_table + 6).to(tl.int32)
     if ALIGNED:
         param_ptr = tl.multiple_of(param_ptr, 16)
         grad_ptr = tl.multiple_of(grad_ptr, 16)
@@ -150,7 +201,7 @@ def _step_kernel(
         square_ptr = tl.multiple_of(square_ptr, 16)
         cols = tl.multiple_of(cols, 16)
 
-    local = program - tl.load(row_of_table + 8).to(tl.int32)
+    local = program - tl.load(row_of_table + 7).to(tl.int32)
     stretches = (grid_cols + TILES - 1) // TILES
     grid_row = local // stretches
     first_tile = (local - grid_row * stretches) * TILES
@@ -161,7 +212,9 @@ def _step_kernel(
     square_ptr += start
 
     row = tl.arange(0, BLOCK_ROWS)[:, None, None]
-    col = tl.arange(0, TILES)[None, :, None] * BLOCK_COLS + tl.arange(0, BLOCK_COLS)[None, None, :]
+    tile = tl.arange(0, TILES)[None, :, None]
+    in_tile = tl.arange(0, BLOCK_COLS)[None, None, :]
+    col = tile * BLOCK_COLS + in_tile
     element = tl.max_contiguous(row * cols.to(tl.int32) + col, [1, 1, 4])
     # Rows of blocks are always whole; only the last stretch of a row may be short.
     mask = (col < cols - first_tile.to(tl.int64) * BLOCK_COLS) & (row >= 0)
@@ -178,31 +231,21 @@ def _step_kernel(
     mean_scales = tl.load(mean_scales_ptr + tile_index, mask=tile_mask, other=0.0)
     square_scales = tl.load(square_scales_ptr + tile_index, mask=tile_mask, other=0.0)
 
-    if MAXIMIZE:
-        grad = -grad
-    if L2:
-        grad = grad + param * l2
-    mean = tl.load(signed_values_ptr + tl.max_contiguous(mean_codes, [1, 1, 2])) * mean_scales[None, :, None]
-    square = (
-        tl.load(unsigned_values_ptr + tl.max_contiguous(square_codes, [1, 1, 2]))
-        * square_scales[None, :, None]
-    )
-    mean = mean * beta1 + grad * beta1_rest
-    square = square * beta2 + (grad * beta2_rest) * grad
-    direction = tl.div_rn(mean, tl.sqrt_rn(square) * root_scale + eps)
-    param = param * decay_factor - direction * step_size
+    magnitude = _value_of_index(tl.abs(mean_codes - 127), widths_ptr, True)
+    mean = tl.where(mean_codes < 127, -magnitude, magnitude) * mean_scales[None, :, None]
+    square = _value_of_index(square_codes + 1, widths_ptr + 16, False) * square_scales[None, :, None]
+    param, mean, square = _adam(param, grad, mean, square, scalars, MAXIMIZE, L2)
     tl.store(param_ptr + element, param.to(PARAM_DTYPE), mask=mask)
 
-    mean_noise, square_noise = direction, direction
+    mean_noise, square_noise = param, param
     if STOCHASTIC:
+        in_row = in_tile if RUNS else first_tile * BLOCK_COLS + col
         mean_noise, square_noise = _noise(
-            row_of_table, grid_row * BLOCK_ROWS + row, first_tile * BLOCK_COLS + col
+            row_of_table, grid_row * BLOCK_ROWS + row, in_row, first_tile + tile, key0, key1, RUNS
         )
-    mean_codes8, mean_scales = _quantize(
-        mean, signed_values_ptr, signed_steps_ptr, mean_noise, True, STOCHASTIC
-    )
+    mean_codes8, mean_scales = _quantize(mean, widths_ptr, lines_ptr, mean_noise, True, STOCHASTIC)
     square_codes8, square_scales = _quantize(
-        square, unsigned_values_ptr, unsigned_steps_ptr, square_noise, False, STOCHASTIC
+        square, widths_ptr + 16, lines_ptr + 32, square_noise, False, STOCHASTIC
     )
     tl.store(mean_ptr + element, mean_codes8, mask=mask)
     tl.store(square_ptr + element, square_codes8, mask=mask)
@@ -210,121 +253,43 @@ def _step_kernel(
     tl.store(square_scales_ptr + tile_index, square_scales, mask=tile_mask)
 
 
-_TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
-
-@dataclass(frozen=True)
-class EntryTable:
-    """Entries of one kind, described on the device: rebuilt only when a pointer changes."""
-
-    key: tuple[int, ...]
-    words: Tensor
-    owner: Tensor
-    tiles: int
-    aligned: bool
-    full: bool
-
-
-def _kernel_cols(entry: BlockEntry) -> tuple[int, int]:
-    """Columns and blocks per row as the kernel sees them: runs are one long row."""
-    if entry.blocks.grid.tiled:
-        return entry.blocks.cols, entry.blocks.grid_cols
-    return entry.blocks.numel, entry.blocks.grid_rows
-
-
-def _tensors(entry: BlockEntry) -> tuple[Tensor, ...]:
-    return (
-        entry.param,
-        entry.grad,
-        entry.exp_avg_codes,
-        entry.exp_avg_sq_codes,
-        entry.exp_avg_scales,
-        entry.exp_avg_sq_scales,
-    )
-
-
-def _row_of_table(entry: BlockEntry, first_program: int) -> list[int]:
-    blocks, (cols, grid_cols) = entry.blocks, _kernel_cols(entry)
-    key0, key1 = entry.noise_key or (0, 0)
-    if blocks.grid.tiled:
-        source = [blocks.first_row, blocks.row_base, blocks.row_period, blocks.row_stride]
-        source += [blocks.grid.cols, blocks.col_base]
-    else:  # one row that starts at the first element of the first run
-        source = [0, 0, 1, 0, 0, blocks.first_row * blocks.grid.cols]
-    shape = [cols, grid_cols, first_program]
-    return [t.data_ptr() for t in _tensors(entry)] + shape + source + [key0, key1]
-
-
-def build_table(entries: Sequence[BlockEntry], tiles: int) -> EntryTable:
-    """Describe entries that share dtypes and block shape."""
-    words, programs, first = [], [], 0
-    for entry in entries:
-        words.append(_row_of_table(entry, first))
-        tiled = entry.blocks.grid.tiled
-        programs.append((entry.blocks.grid_rows if tiled else 1) * -(-_kernel_cols(entry)[1] // tiles))
-        first += programs[-1]
-    device = entries[0].param.device
-    aligned = all(
-        _kernel_cols(e)[0] % 16 == 0 and all(t.data_ptr() % 16 == 0 for t in _tensors(e)[:4]) for e in entries
-    )
-    owner = torch.repeat_interleave(torch.arange(len(entries)), torch.tensor(programs)).to(torch.int32)
-    return EntryTable(
-        table_key(entries),
-        torch.tensor(words, dtype=torch.int64).to(device, non_blocking=True),
-        owner.to(device, non_blocking=True),
-        tiles,
-        aligned,
-        all(_kernel_cols(e)[0] % (tiles * e.blocks.grid.block_cols) == 0 for e in entries),
-    )
-
-
-def table_key(entries: Sequence[BlockEntry]) -> tuple[int, ...]:
-    """Equal keys mean an equal table: the pointers, and the noise keys where rounding is stochastic."""
-    pointers = [t.data_ptr() for e in entries for t in _tensors(e)]
-    return (*pointers, *(word for e in entries for word in e.noise_key or ()))
-
-
-def update_entries(
-    entries: Sequence[BlockEntry],
-    scalars: AdamScalars,
-    cached: EntryTable | None = None,
-) -> EntryTable:
-    """One step of all ``entries``, alike in dtypes, blocks and scalars; returns the table to reuse."""
-    first = entries[0]
-    grid, device = first.blocks.grid, first.param.device
-    block_numel = grid.block_rows * grid.block_cols
-    tiles = max(1, _PROGRAM_NUMEL // block_numel)
-    warps = min(_MOST_WARPS, max(1, tiles * block_numel // _WARP_NUMEL))
-    table = cached
-    if table is None or table.tiles != tiles or table.key != table_key(entries):
-        table = build_table(entries, tiles)
-    _step_kernel[(table.owner.numel(),)](
-        table.words,
-        table.owner,
-        value_table(True, device),
-        value_table(False, device),
-        step_table(True, device),
-        step_table(False, device),
-        scalars.beta1,
-        1 - scalars.beta1,
-        scalars.beta2,
-        1 - scalars.beta2,
-        scalars.eps,
-        scalars.step_size,
-        scalars.root_scale,
-        scalars.decay_factor,
-        scalars.l2,
-        _TL_DTYPES[first.param.dtype],
-        _TL_DTYPES[first.grad.dtype],
-        grid.block_rows,
-        grid.block_cols,
-        tiles,
-        table.aligned,
-        table.full,
-        scalars.maximize,
-        scalars.l2 != 0,
-        first.noise_key is not None,
-        num_warps=warps,
-        enable_fp_fusion=False,
-    )
-    return table
+@triton.jit
+def exact_step_kernel(
+    table_ptr,
+    grads_ptr,
+    owner_ptr,
+    beta1,
+    beta1_rest,
+    beta2,
+    beta2_rest,
+    eps,
+    step_size,
+    root_scale,
+    decay_factor,
+    l2,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    L2: tl.constexpr,
+):
+    """One step of parameters whose moments are fp32: a row of the table is weights, moments, numel, start."""
+    scalars = (beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_scale, decay_factor, l2)
+    program = tl.program_id(0)
+    entry = tl.load(owner_ptr + program).to(tl.int64)
+    row_of_table = table_ptr + entry * 5
+    param_ptr = tl.load(row_of_table).to(tl.pointer_type(PARAM_DTYPE))
+    grad_ptr = tl.load(grads_ptr + entry).to(tl.pointer_type(GRAD_DTYPE))
+    mean_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(tl.float32))
+    square_ptr = tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32))
+    block = program - tl.load(row_of_table + 4).to(tl.int32)
+    element = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < tl.load(row_of_table + 3)
+    param = tl.load(param_ptr + element, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + element, mask=mask, other=0.0).to(tl.float32)
+    mean = tl.load(mean_ptr + element, mask=mask, other=0.0)
+    square = tl.load(square_ptr + element, mask=mask, other=0.0)
+    param, mean, square = _adam(param, grad, mean, square, scalars, MAXIMIZE, L2)
+    tl.store(param_ptr + element, param.to(PARAM_DTYPE), mask=mask)
+    tl.store(mean_ptr + element, mean, mask=mask)
+    tl.store(square_ptr + element, square, mask=mask)

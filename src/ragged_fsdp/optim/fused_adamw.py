@@ -6,29 +6,29 @@ whose local parts are neighbours in memory form a *run*; its state is one flat t
 
     weights     | a a a a | b b | c c c c c | . |    a run: a, b, c         (. padding ends it)
     exp_avg     | a a a a | b b | c c c c c |        one tensor, three views
-    gradients   | a a a a | b b |   none    |        this step: one stretch, a and b
+    gradients   | a a a a | b b |   none    |        this step: one span, a and b
 
-A step updates each stretch of a run whose gradients are neighbours too, and whose parameters are at the same
+A step updates each span of a run whose gradients are neighbours too, and whose parameters are at the same
 step, as one tensor. The kernels are torch's fused ones, so the numbers are those of
 ``torch.optim.AdamW(fused=True)``; parameters that are not neighbours of others are runs of their own.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ragged_fsdp.optim.options import check_options, require_option
 from ragged_fsdp.optim.state import (
     ExactStateOptimizer,
+    Gradients,
     StepCounters,
     local_of,
-    require_matching_grad,
-    require_plain_shards,
+    require_optimisable,
     state_like,
 )
 
@@ -48,7 +48,10 @@ class _Member:
 
 @dataclass
 class _Run:
-    """Neighbouring parameters, their weights as one tensor, and their flat state by key."""
+    """Neighbouring parameters, their weights as one tensor, and their flat state by key.
+
+    A parameter that is alone keeps its shape, so that its gradient needs no view.
+    """
 
     members: list[_Member]
     weights: Tensor
@@ -57,157 +60,217 @@ class _Run:
     def __post_init__(self) -> None:
         self.itemsize = self.weights.element_size()
         self.held = [member for member in self.members if member.numel]
+        self.kind = (self.weights.dtype, self.weights.device)
+        self.address = self.weights.data_ptr()
+        self.whole = _Span(self, 0, self.weights.numel())
+        self.last_address = self.address + self.held[-1].start * self.itemsize if self.held else 0
+
+    def has_moved(self) -> bool:
+        """Whether the ends of the run are no longer where its weights are."""
+        if not self.held:
+            return False
+        if local_of(self.held[0].param).data_ptr() != self.address:
+            return True
+        return len(self.held) > 1 and local_of(self.held[-1].param).data_ptr() != self.last_address
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Elements [start, stop) of a run that are updated as one tensor, and their gradients."""
+@dataclass(frozen=True, eq=False)
+class _Span:
+    """Elements [start, stop) of a run."""
 
     run: _Run
     start: int
     stop: int
-    grads: Tensor
 
     def of(self, flat: Tensor) -> Tensor:
-        """The stretch's part of a flat tensor of the run."""
-        whole = self.start == 0 and self.stop == flat.numel()
-        return flat if whole else flat[self.start : self.stop]
+        """The span's part of a tensor of the run."""
+        if self.start == 0 and self.stop == flat.numel():
+            return flat
+        return flat.view(-1)[self.start : self.stop]
+
+
+@dataclass
+class _Update:
+    """Spans of one dtype and device whose parameters took ``count`` steps before, and their gradients."""
+
+    count: int
+    spans: list[_Span] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+
+
+class _Members:
+    """The parameters of one group: runs, step counts, and tensors of spans that were updated before."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.runs = list(_find_runs(named))
+        self.counters = StepCounters([param for _, param in named])
+        self.gradients = Gradients(named)
+        self.places = {member.position: (run, member) for run in self.runs for member in run.members}
+        self._spans: dict[tuple[int, int, int], _Span] = {}
+        self._tensors: dict[tuple[Any, ...], list[list[Tensor]]] = {}
+
+    def updates(self, grads: dict[int, Tensor]) -> list[_Update]:
+        """What this step does: neighbours with neighbouring gradients and equal counts are one span."""
+        counts = self.counters.counts()
+        found: dict[Any, _Update] = {}
+        for run in self.runs:
+            if len(run.held) == 1:  # most of them, where parameters are not of one buffer
+                position = run.held[0].position
+                grad = grads.get(position)
+                if grad is None:
+                    continue
+                spans = [(counts[position], run.whole, grad)]
+            else:
+                spans = list(self._stretches(run, grads, counts))
+            for count, span, span_grads in spans:
+                key = (count, run.kind)
+                update = found.get(key)
+                if update is None:
+                    update = found[key] = _Update(count)
+                update.spans.append(span)
+                update.grads.append(span_grads)
+        return list(found.values())
+
+    def _stretches(
+        self, run: _Run, grads: dict[int, Tensor], counts: Sequence[int]
+    ) -> Iterator[tuple[int, _Span, Tensor]]:
+        """The spans of a run with several parameters."""
+        first: _Member | None = None
+        count, stop, expected = 0, 0, 0
+        for member in run.held:
+            grad = grads.get(member.position)
+            if grad is None:
+                continue
+            address = grad.data_ptr()
+            extends = member.start == stop and counts[member.position] == count and address == expected
+            if first is not None and not extends:
+                yield from self._joined(run, first, stop, grads, count)
+            if first is None or not extends:
+                first, count = member, counts[member.position]
+            stop, expected = member.start + member.numel, address + member.numel * run.itemsize
+        if first is not None:
+            yield from self._joined(run, first, stop, grads, count)
+
+    def _joined(
+        self, run: _Run, first: _Member, stop: int, grads: dict[int, Tensor], count: int
+    ) -> Iterator[tuple[int, _Span, Tensor]]:
+        """Neighbours from ``first`` to ``stop`` as one span, if their gradients lie in one storage."""
+        grad, numel = grads[first.position], stop - first.start
+        if numel == first.numel:
+            yield count, self._span(run, first.start, stop), grad.view(-1)
+        elif (grad.storage_offset() + numel) * run.itemsize <= grad.untyped_storage().nbytes():
+            yield count, self._span(run, first.start, stop), _flat_from(grad, numel)
+        else:  # allocations that touch by chance
+            for member in run.held:
+                if first.start <= member.start < stop:
+                    flat = grads[member.position].view(-1)
+                    yield count, self._span(run, member.start, member.start + member.numel), flat
+
+    def _span(self, run: _Run, start: int, stop: int) -> _Span:
+        if stop - start == run.weights.numel():
+            return run.whole
+        return self._spans.setdefault((id(run), start, stop), _Span(run, start, stop))
+
+    def tensors(self, spans: Sequence[_Span], keys: Sequence[str]) -> list[list[Tensor]]:
+        """The weights of the spans, then their state by key."""
+        key = (*keys, *spans)
+        if key not in self._tensors:
+            if len(self._tensors) >= _MOST_REMEMBERED:
+                self._tensors.clear()
+            weights = [span.of(span.run.weights) for span in spans]
+            states = [[span.of(span.run.state[key]) for span in spans] for key in keys]
+            self._tensors[key] = [weights, *states]
+        return self._tensors[key]
+
+
+_MOST_REMEMBERED = 8
 
 
 class _FlatOptimizer(ExactStateOptimizer):
-    """What the fused optimizers share: runs, their state, and the stretches of a step."""
+    """What the fused optimizers share: runs, their state, and the spans of a step."""
+
+    _expected: ClassVar[dict[str, str]]
+    """Options and their ranges; see ``options.check_options``."""
 
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._runs: list[list[_Run]] | None = None
-        self._counters: list[StepCounters] = []
+        self._members: list[_Members] | None = None
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; nothing is changed if one of its options or parameters is refused."""
-        super().add_param_group(param_group)
-        try:
-            self._check_group(self.param_groups[-1])
-            for name, param in self.named_group_params(len(self.param_groups) - 1):
-                require_plain_shards(name, param)
-                if not param.is_floating_point():
-                    raise TypeError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
-        except Exception:
-            self.param_groups.pop()
-            raise
-        self._runs = None
+    def _forget_plans(self) -> None:
+        self._members = None  # loaded state is moved into flat tensors at the next step
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._runs = None  # loaded state is moved into flat tensors at the next step
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+    def _plan_group(self, index: int) -> None:
+        check_options(self.param_groups[index], self._expected)
+        for name, param in self.named_group_params(index):
+            require_optimisable(name, param)
+        self._members = None
 
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def _update(self, group: dict[str, Any], count: int, stretches: Sequence[_Stretch]) -> None:
-        """Update stretches of one dtype and device whose parameters took ``count`` steps before."""
+    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
+        """Update spans of one dtype and device; ``tensors`` are their weights, then their state."""
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
-        runs = self._current_runs()
-        for group, counters, of_group in zip(self.param_groups, self._counters, runs):
-            before, ready = counters.counts(), defaultdict(list)
-            for run in of_group:
-                for count, stretch in _stretches(run, before):
-                    ready[count, run.weights.dtype, run.weights.device].append(stretch)
-            stepped = [i for i, param in enumerate(group["params"]) if param.grad is not None]
-            if fresh := [i for i in stepped if before[i] == 0]:
-                self._start(group, counters, of_group, fresh)
-            for (count, _, _), stretches in ready.items():
-                self._update(group, count, stretches)
-            counters.advance(stepped)
+        every = self._current_members()
+        every_grad = [_checked(members) for members in every]  # raises first, if at all
+        for group, members, grads in zip(self.param_groups, every, every_grad):
+            updates = members.updates(grads)
+            counts = members.counters.counts()
+            if fresh := [index for index in grads if counts[index] == 0]:
+                self._start(group, members, fresh)
+            keys = self._state_keys(group)
+            for update in updates:
+                self._apply(group, update, members.tensors(update.spans, keys))
+            members.counters.advance(grads)
         return loss
 
-    # -- runs ------------------------------------------------------------------------------------
-
-    def _current_runs(self) -> list[list[_Run]]:
+    def _current_members(self) -> list[_Members]:
         """The runs of each group; found again after parameters moved, were added or state was loaded."""
-        if self._runs is not None and not any(_has_moved(run) for runs in self._runs for run in runs):
-            return self._runs
-        self._runs, self._counters = [], []
+        known = self._members
+        if known is not None and not any(run.has_moved() for members in known for run in members.runs):
+            return known
+        self._members = []
         for index, group in enumerate(self.param_groups):
-            runs, counters = list(_find_runs(self.named_group_params(index))), StepCounters(group["params"])
+            members = _Members(list(self.named_group_params(index)))
+            self._members.append(members)
             loaded = [i for i, param in enumerate(group["params"]) if self.state.get(param)]
-            self._runs.append(runs)
-            self._counters.append(counters)
-            self._start(group, counters, runs, loaded)
-        return self._runs
+            self._start(group, members, loaded)
+        return self._members
 
-    def _start(
-        self, group: dict[str, Any], counters: StepCounters, runs: Sequence[_Run], positions: Sequence[int]
-    ) -> None:
+    def _start(self, group: dict[str, Any], members: _Members, positions: Sequence[int]) -> None:
         """Give parameters their views of the runs' state, keeping values they already have.
 
         In the order of the parameters, not of addresses: ranks must create state in the same order.
         """
-        places = {member.position: (run, member) for run in runs for member in run.members}
         for position in positions:
-            run, member = places[position]
+            run, member = members.places[position]
             state = self.state[member.param]
-            counters.adopt(member.param, state, missing=1.0 if state else 0.0)  # torch's SGD saves none
+            # torch's SGD saves no step
+            members.counters.adopt(member.param, state, missing=1.0 if state else 0.0)
             for key in self._state_keys(group):
                 if key not in run.state:
                     run.state[key] = torch.zeros_like(run.weights)
-                view = run.state[key][member.start : member.start + member.numel]
+                view = run.state[key].view(-1)[member.start : member.start + member.numel]
                 if key in state:
                     view.copy_(local_of(state[key]).reshape(-1))
                 state[key] = state_like(member.param, view.view(local_of(member.param).shape))
 
 
-def _stretches(run: _Run, counts: Sequence[int]) -> Iterator[tuple[int, _Stretch]]:
-    """The stretches of this step, each with the steps its parameters took before."""
-    first: _Member | None = None
-    grads, count, stop, expected = run.weights, 0, 0, 0
-    for member in run.held:
-        if member.param.grad is None:
-            continue
-        grad = _local_grad(run, member)
-        address = grad.data_ptr()
-        extends = member.start == stop and counts[member.position] == count and address == expected
-        if first is not None and not extends:
-            yield from _joined(run, first, stop, grads, count)
-        if first is None or not extends:
-            first, grads, count = member, grad, counts[member.position]
-        stop, expected = member.start + member.numel, address + member.numel * run.itemsize
-    if first is not None:
-        yield from _joined(run, first, stop, grads, count)
-
-
-def _joined(
-    run: _Run, first: _Member, stop: int, grads: Tensor, count: int
-) -> Iterator[tuple[int, _Stretch]]:
-    """Neighbours from ``first`` to ``stop`` as one stretch: their gradients lie in one storage."""
-    numel = stop - first.start
-    if numel == first.numel:
-        yield count, _Stretch(run, first.start, stop, grads.view(-1))
-        return
-    end = (grads.storage_offset() + numel) * run.itemsize
-    if end <= grads.untyped_storage().nbytes():
-        yield count, _Stretch(run, first.start, stop, _flat_from(grads, numel))
-        return
-    for member in run.held:  # allocations that touch by chance
-        if first.start <= member.start < stop:
-            flat = _local_grad(run, member).reshape(-1)
-            yield count, _Stretch(run, member.start, member.start + member.numel, flat)
-
-
-def _local_grad(run: _Run, member: _Member) -> Tensor:
-    require_matching_grad(member.name, member.param)
-    assert member.param.grad is not None
-    grad = local_of(member.param.grad)
-    if grad.dtype != run.weights.dtype:
-        raise TypeError(f"{member.name}: expected a gradient of {run.weights.dtype}, got {grad.dtype}.")
-    return grad if grad.is_contiguous() else grad.contiguous()
+def _checked(members: _Members) -> dict[int, Tensor]:
+    """The gradients of a group: torch's fused kernels want the dtype of the weights."""
+    grads = members.gradients.read()
+    for run in members.runs:
+        dtype = run.kind[0]
+        for member in run.held:
+            grad = grads.get(member.position)
+            if grad is not None and grad.dtype is not dtype:
+                raise TypeError(f"{member.name}: expected a gradient of {dtype}, got {grad.dtype}.")
+    return grads
 
 
 def _find_runs(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Run]:
@@ -220,31 +283,26 @@ def _find_runs(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Run]:
         if not local.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous parameter, got stride {local.stride()}.")
         if not local.numel():  # a rank that holds nothing still has state to save
-            yield _Run([_Member(name, param, position, 0, 0)], local.reshape(-1))
+            yield _Run([_Member(name, param, position, 0, 0)], local.detach())
             continue
         if members and not _are_neighbours(local_of(members[-1].param), local):
-            yield _Run(members, _flat_from(local_of(members[0].param), stop))
+            yield _run_of(members, stop)
             members, stop = [], 0
         members.append(_Member(name, param, position, stop, local.numel()))
         stop += local.numel()
     if members:
-        yield _Run(members, _flat_from(local_of(members[0].param), stop))
+        yield _run_of(members, stop)
+
+
+def _run_of(members: list[_Member], numel: int) -> _Run:
+    first = local_of(members[0].param).detach()
+    return _Run(members, first if len(members) == 1 else _flat_from(first, numel))
 
 
 def _are_neighbours(left: Tensor, right: Tensor) -> bool:
     end = left.data_ptr() + left.numel() * left.element_size()
     same_storage = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
     return left.dtype == right.dtype and end == right.data_ptr() and same_storage
-
-
-def _has_moved(run: _Run) -> bool:
-    """Whether the ends of the run are no longer where its weights are."""
-    if not run.held:
-        return False
-    first, last, address = run.held[0], run.held[-1], run.weights.data_ptr()
-    if local_of(first.param).data_ptr() != address:
-        return True
-    return local_of(last.param).data_ptr() != address + last.start * run.itemsize
 
 
 def _flat_from(first: Tensor, numel: int) -> Tensor:
@@ -261,6 +319,7 @@ class FusedAdam(_FlatOptimizer):
     """
 
     _kernel = staticmethod(torch._fused_adam_)
+    _expected: ClassVar = {"lr": "non-negative", "eps": "non-negative", "weight_decay": "non-negative"}
 
     def __init__(
         self,
@@ -283,27 +342,20 @@ class FusedAdam(_FlatOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        _require(group, "lr", float(group["lr"]) >= 0, "non-negative")
-        _require(group, "eps", group["eps"] >= 0, "non-negative")
-        _require(group, "weight_decay", group["weight_decay"] >= 0, "non-negative")
-        _require(group, "betas", all(0 <= beta < 1 for beta in group["betas"]), "in [0, 1)")
-
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
 
-    def _update(self, group: dict[str, Any], count: int, stretches: Sequence[_Stretch]) -> None:
+    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
         beta1, beta2 = group["betas"]
-        weights = [s.of(s.run.weights) for s in stretches]
-        states = {key: [s.of(s.run.state[key]) for s in stretches] for key in self._state_keys(group)}
-        step = torch.full((), float(count + 1), dtype=torch.float32, device=weights[0].device)
+        weights, means, squares, *largest = tensors
+        step = torch.full((), float(update.count + 1), dtype=torch.float32, device=weights[0].device)
         kernel: Callable[..., Any] = self._kernel
         kernel(
             weights,
-            [s.grads for s in stretches],
-            states["exp_avg"],
-            states["exp_avg_sq"],
-            states.get("max_exp_avg_sq", []),
+            update.grads,
+            means,
+            squares,
+            largest[0] if largest else [],
             [step] * len(weights),
             lr=float(group["lr"]),
             beta1=beta1,
@@ -342,6 +394,8 @@ class FusedSGD(_FlatOptimizer):
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch, also per group.
     """
 
+    _expected: ClassVar = {"lr": "non-negative", "momentum": "non-negative", "weight_decay": "non-negative"}
+
     def __init__(
         self,
         params: Iterable[Any],
@@ -363,32 +417,27 @@ class FusedSGD(_FlatOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        _require(group, "lr", float(group["lr"]) >= 0, "non-negative")
-        _require(group, "momentum", group["momentum"] >= 0, "non-negative")
-        _require(group, "weight_decay", group["weight_decay"] >= 0, "non-negative")
+    def _plan_group(self, index: int) -> None:
+        super()._plan_group(index)
+        group = self.param_groups[index]
         plain = group["momentum"] > 0 and group["dampening"] == 0
-        _require(group, "nesterov", not group["nesterov"] or plain, "with momentum and without dampening")
+        ok = not group["nesterov"] or plain
+        require_option(group, "nesterov", ok, "with momentum and without dampening")
 
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def _update(self, group: dict[str, Any], count: int, stretches: Sequence[_Stretch]) -> None:
-        buffers = [s.of(s.run.state["momentum_buffer"]) for s in stretches] if group["momentum"] else []
+    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
+        weights, *buffers = tensors
         torch._fused_sgd_(
-            [s.of(s.run.weights) for s in stretches],
-            [s.grads for s in stretches],
-            buffers,
+            weights,
+            update.grads,
+            buffers[0] if buffers else [],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
             lr=float(group["lr"]),
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            is_first_step=count == 0,
+            is_first_step=update.count == 0,
         )
-
-
-def _require(group: dict[str, Any], key: str, ok: bool, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"{key} must be {expected}, got {group[key]}.")

@@ -1,4 +1,4 @@
-"""Block-wise 8-bit codes: the dynamic map of Dettmers et al., its thresholds, and the plain reference.
+"""Block-wise 8-bit codes: the dynamic map of Dettmers et al., its arithmetic, and the plain reference.
 
 A block stores one fp32 scale, its largest magnitude, and one byte per element: the index of a value
 of a fixed map of 256 numbers in [-1, 1] (*signed*, first moment) or [0, 1] (*unsigned*, second
@@ -10,113 +10,171 @@ or ``2^(i+1)`` unsigned. Zero and one complete it::
                  1e-7      1e-6                         0.1        1
     signed     the mirror image of  1 | 2 | 4 | 8 | 16 | 32 | 64  and  0 | 1 | 2 | ... | 64 | 1
 
-Because the cells of a decade double, ``n + cell`` counts the values like the bits of a small float:
-a code can be computed with a handful of multiplications (the GPU kernel does) instead of searched.
-Both ways are the same function: the search thresholds below are those at which the computed index
-steps, found by bisection over floats, so that codes agree bit by bit on every device.
+Because the cells of a decade double, ``k = n + cell`` counts the values like the bits of a small float: its
+leading bit is ``n``. A magnitude of 0 has k = 0 (signed) or 1 (unsigned), 1 has k = 128 or 256. In a decade,
+k is linear in the magnitude, so a dozen operations on a few constants turn one into the other
+(``nearest_index``, ``value_of_index``): that is what the GPU kernel does, since looking 256 values up costs
+it more. On the CPU codes are searched among thresholds. Both ways are the same function: the thresholds are
+those at which the computed index steps, found by bisection over floats, so that codes agree bit by bit on
+every device.
 """
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 __all__ = [
-    "DECADES",
+    "CELL_OFFSET",
+    "FIRST_OCTAVE",
     "SMALLEST_SCALE",
-    "Codebook",
-    "codebook",
     "dequantize",
+    "fused_multiply_add",
+    "map_constants",
+    "nearest_index",
+    "one_edge",
     "quantize",
     "rounding_key",
     "rounding_noise",
+    "rounding_salt",
+    "value_of_index",
     "value_table",
+    "zero_code",
+    "zero_edge",
 ]
 
-DECADES = 7
 SMALLEST_SCALE = 1e-36
 """A block whose largest magnitude is below this is stored as zeros: its reciprocal would overflow."""
+FIRST_OCTAVE = 104
+"""Biased exponent of 2^-23, the first octave with constants of its own; 1 is in the last, 127."""
+CELL_OFFSET = 0.888888955116272
+"""8/9 as the fp32 number next above: with it, the last value of both maps is exactly 1."""
+
+_DECADES = 7
+_ROUNDER = 8388608.0  # 2^23: adding it rounds to an integer, left in the low bits
+_MASK = 0xFFFFFFFF
 
 
-@dataclass(frozen=True)
-class Codebook:
-    """One of the two maps, with what the kernels need to compute codes without a search.
+def zero_code(signed: bool) -> int:
+    """The code of the value 0: what a fresh state is filled with."""
+    return 127 if signed else 0
 
-    For a normalised magnitude ``a`` in decade ``i`` (the last with ``a > edges[i-1]``), the index among
-    magnitudes is ``min(floor(a * slopes[i] + offsets[i]), 2 * cells[i] - 1)``; below ``zero_edge`` it is
-    zero, above ``one_edge`` it is the value 1.
-    """
 
-    signed: bool
-    cells: tuple[int, ...]
-    slopes: tuple[float, ...]
-    offsets: tuple[float, ...]
-    edges: tuple[float, ...]
-    zero_edge: float
-    one_edge: float
-    values: tuple[float, ...]
-    """The 256 values, ascending, rounded to fp32."""
+def _top_index(signed: bool) -> int:
+    return 128 if signed else 256
 
-    @property
-    def zero_code(self) -> int:
-        """The code of the value 0: what a fresh state is filled with."""
-        return 127 if self.signed else 0
+
+def _decades(signed: bool) -> list[tuple[int, float]]:
+    """Cells and upper end of each decade."""
+    return [(2 ** (i if signed else i + 1), 10.0 ** (i - _DECADES + 1)) for i in range(_DECADES)]
 
 
 @cache
-def codebook(signed: bool) -> Codebook:
-    """The signed or the unsigned dynamic map."""
-    cells = tuple(2 ** (i if signed else i + 1) for i in range(DECADES))
-    tops = [10.0 ** (i - DECADES + 1) for i in range(DECADES)]
-    decades = [[top * (0.1 + 0.9 * (c + 0.5) / n) for c in range(n)] for top, n in zip(tops, cells)]
-    magnitudes = [v for decade in decades for v in decade]
-    edges = [(below[-1] + above[0]) / 2 for below, above in itertools.pairwise(decades)]
-    negative = [-v for v in reversed(magnitudes)] if signed else []
-    return Codebook(
-        signed=signed,
-        cells=cells,
-        slopes=tuple(_fp32(n / (0.9 * top)) for n, top in zip(cells, tops)),
-        offsets=tuple(_fp32(n * 8 / 9) for n in cells),
-        edges=tuple(_fp32(e) for e in edges),
-        zero_edge=_fp32(magnitudes[0] / 2),
-        one_edge=_fp32((magnitudes[-1] + 1) / 2),
-        values=tuple(_fp32(v) for v in [*negative, 0.0, *magnitudes, 1.0]),
-    )
+def map_constants(signed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a map, as fp32: slopes and offsets by octave of a magnitude, cell widths by octave of ``k``.
+
+    ``k`` is near ``magnitude * slope + offset + 1/2`` in the decade in which the octave begins. Entry j of
+    the widths belongs to k in ``[2^(j-1), 2^j)`` if signed, so that j = 0 is k = 0, and to ``[2^j, 2^(j+1))``
+    otherwise; the width of the value 0 is 0, so that it needs no case of its own.
+    """
+    decades = _decades(signed)
+    slopes, offsets = [], []
+    for octave in range(FIRST_OCTAVE, 128):
+        start = 2.0 ** (octave - 127)
+        cells, top = next((cells, top) for cells, top in decades if start < top * (1 + 0.9 / cells))
+        slopes.append(cells / (0.9 * top))
+        offsets.append(cells * 8 / 9 - 0.5)
+    top_index = float(_top_index(signed))
+    to_one = 1 / (_fp32(top_index + 0.5) - _fp32(top_index) * _fp32(CELL_OFFSET))
+    widths = [0.0, *(0.9 * top / cells for cells, top in decades), float(to_one)]
+    return _fp32(slopes), _fp32(offsets), _fp32(widths)
 
 
-def _fp32(value: float) -> float:
-    return float(torch.tensor(value, dtype=torch.float32))
+def _fp32(value: float | list[float]) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64).to(torch.float32)
 
 
-def computed_codes(normalised: Tensor, signed: bool) -> Tensor:
-    """Codes by arithmetic, as the GPU kernel computes them; the definition of the rounding to nearest."""
-    book = codebook(signed)
-    magnitude = normalised.abs()
-    decade = sum((magnitude > edge).long() for edge in book.edges)
-    cells = torch.tensor(book.cells)[decade]
-    index = magnitude * torch.tensor(book.slopes)[decade] + torch.tensor(book.offsets)[decade]
-    index = torch.minimum(index.floor().long(), 2 * cells - 1) - (0 if signed else 1)
-    index = torch.where(magnitude > book.zero_edge, index, 0)
-    top = 128 if signed else 255
-    index = torch.where(magnitude > book.one_edge, top, index)
+def value_of_index(index: Tensor, signed: bool) -> Tensor:
+    """The fp32 magnitude of ``k``, by the operations of the kernel."""
+    middle = index.to(torch.float32) + 0.5  # of the cell; it has the leading bit of k, or is 1/2
+    bits = middle.view(torch.int32)
+    cells = (bits & 0x7F800000).view(torch.float32)
+    octave = (bits >> 23) - (126 if signed else 127)
+    return (middle - cells * CELL_OFFSET) * _on(index.device, signed)[2][octave.long()]
+
+
+def nearest_index(magnitude: Tensor, signed: bool) -> Tensor:
+    """``k`` of the nearest value (a rounding error of fp32 aside): the definition of rounding to nearest.
+
+    Across the upper end of a decade k continues at a fifth of the slope; the last cell reaches over the
+    end, to the middle between its value and the next decade's first. A positive second moment never
+    becomes zero: dividing by its root would make the next step as large as the first moment over epsilon.
+    """
+    slopes, offsets, _ = _on(magnitude.device, signed)
+    magnitude = torch.fmin(magnitude, torch.ones((), device=magnitude.device))
+    octave = ((magnitude.view(torch.int32) >> 23).clamp(min=FIRST_OCTAVE) - FIRST_OCTAVE).long()
+    slope, offset = slopes[octave], offsets[octave]
+    here = fused_multiply_add(magnitude, slope, offset)
+    beyond = fused_multiply_add(here, 0.2, fused_multiply_add(offset, 1.8, 0.5))
+    end = fused_multiply_add(offset, 2.25, 1.625)
+    k = torch.where(here >= end, beyond, torch.minimum(here, end - 1.5))
+    index = (k + _ROUNDER).view(torch.int32) & 0x1FF
+    index = torch.where(magnitude > one_edge(signed), _top_index(signed), index)
+    if signed:
+        return torch.where(magnitude > zero_edge(), index, 0)
+    return torch.where(magnitude > 0, index.clamp(min=2), 1)
+
+
+def fused_multiply_add(left: Tensor, right: Tensor | float, addend: Tensor | float) -> Tensor:
+    """``left * right + addend``, rounded once: products of fp32 numbers are exact in fp64.
+
+    (The sum is then rounded twice. That could only matter to a value whose exact result lies within 2^-30 of
+    the middle between two floats; a test proves that no threshold is such a value.)
+    """
+    wide = [torch.as_tensor(x, dtype=torch.float32).double() for x in (right, addend)]
+    return (left.double() * wide[0].to(left.device) + wide[1].to(left.device)).float()
+
+
+@cache
+def _on(device: torch.device, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    slopes, offsets, widths = map_constants(signed)
+    return slopes.to(device), offsets.to(device), widths.to(device)
+
+
+@cache
+def one_edge(signed: bool) -> float:
+    """Above this magnitude the nearest value is 1."""
+    last = value_of_index(torch.tensor([_top_index(signed) - 1]), signed)
+    return float(_fp32(float(1 + last.double()) / 2))
+
+
+@cache
+def zero_edge() -> float:
+    """Up to this magnitude the nearest value of the signed map is 0."""
+    return float(value_of_index(torch.tensor([1]), True) / 2)
+
+
+@cache
+def value_table(signed: bool, device: torch.device) -> Tensor:
+    """The 256 values of a map as an fp32 tensor, ascending."""
     if not signed:
-        return index
-    return torch.where(normalised < 0, 127 - index.clamp(max=127), 127 + index)
+        return value_of_index(torch.arange(1, 257), False).to(device)
+    magnitudes = value_of_index(torch.arange(129), True)
+    return torch.cat([-magnitudes[1:128].flip(0), magnitudes]).to(device)
 
 
 @cache
 def _thresholds(signed: bool, device: torch.device) -> Tensor:
-    """255 floats: a normalised value gets the code ``k`` if exactly ``k`` of them lie below it."""
-    low = torch.zeros(128 if signed else 255, dtype=torch.int32)
+    """255 floats: a normalised value gets the code ``c`` if exactly ``c`` of them lie below it."""
+    first = 1 if signed else 2
+    target = torch.arange(first, _top_index(signed) + 1, dtype=torch.int32)
+    low = torch.zeros(target.numel(), dtype=torch.int32)
     high = torch.full_like(low, torch.tensor(1.0).view(torch.int32).item())
-    target = torch.arange(1, low.numel() + 1) + (127 if signed else 0)
     while bool((high - low > 1).any()):  # non-negative floats are ordered like their bits
         middle = (low + high) // 2
-        reached = computed_codes(middle.view(torch.float32), signed) >= target
+        reached = nearest_index(middle.view(torch.float32), signed) >= target
         high, low = torch.where(reached, middle, high), torch.where(reached, low, middle)
     positive = low.view(torch.float32)
     if signed:  # strictly below -t is the next cell outwards; -1 has no value of its own
@@ -125,39 +183,12 @@ def _thresholds(signed: bool, device: torch.device) -> Tensor:
     return positive.to(device)
 
 
-@cache
-def value_table(signed: bool, device: torch.device) -> Tensor:
-    """The 256 values of a map as an fp32 tensor."""
-    return torch.tensor(codebook(signed).values, dtype=torch.float32, device=device)
-
-
-@cache
-def step_table(signed: bool, device: torch.device) -> Tensor:
-    """The index among magnitudes for every prefix of a float in [2^-23, 1]: one lookup instead of a search.
-
-    A prefix (exponent and 6 or 7 bits) spans at most one threshold. Its int32 entry holds the index at
-    its start above bit 20, and below it the largest suffix that does not reach the next index.
-    """
-    shift = 17 if signed else 16
-    prefix = torch.arange((127 - 23) << (23 - shift), (127 << (23 - shift)) + 1, dtype=torch.int32)
-    low = prefix << shift
-    high = torch.minimum(low + (1 << shift) - 1, torch.tensor(127 << 23))
-    thresholds = _thresholds(signed, torch.device("cpu"))[127 if signed else 0 :]
-    first, last = (torch.bucketize(bits.view(torch.float32), thresholds) for bits in (low, high))
-    if bool((last - first > 1).any()):
-        raise AssertionError("a prefix spans two thresholds")
-    suffix = thresholds[first.clamp(max=thresholds.numel() - 1)].view(torch.int32) - low
-    suffix = torch.where(last > first, suffix, (1 << 20) - 1)
-    return ((first.to(torch.int32) << 20) | suffix).to(torch.int32).to(device)
-
-
 def quantize(blocks: Tensor, signed: bool, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Codes and scales of fp32 ``blocks`` (count, block_numel): the reference of the kernels.
 
     Every operation rounds once, so the result does not depend on vector width or device. Without
-    ``noise`` values round to the nearest of the map; with it (uniform in [0, 1), one per element) up
-    with the probability that keeps the mean. A positive second moment never becomes zero: dividing
-    by the root of a zero would make the next step as large as the first moment over epsilon.
+    ``noise`` values round to the nearest of the map; with it (uniform in (0, 1), one per element) to one of
+    the two neighbours, with the probability that keeps the mean.
 
     Returns:
         uint8 codes of the shape of ``blocks``, and fp32 scales (count,).
@@ -167,27 +198,29 @@ def quantize(blocks: Tensor, signed: bool, noise: Tensor | None = None) -> tuple
     inverse = torch.where(usable, scales.reciprocal(), 0.0)
     scales = torch.where(usable | scales.isnan(), scales, 0.0)
     normalised = blocks * inverse[:, None]
-    if noise is None:
-        codes = torch.bucketize(normalised, _thresholds(signed, blocks.device), out_int32=True)
-    else:
-        codes = _round_stochastically(normalised, value_table(signed, blocks.device), noise)
-    if not signed:
-        codes = torch.where(normalised > 0, codes.clamp(min=1), codes)
+    codes = torch.bucketize(normalised, _thresholds(signed, blocks.device), out_int32=True)
+    if noise is not None:
+        codes = _round_stochastically(normalised, codes, signed, noise)
     return codes.to(torch.uint8), scales
 
 
-def _round_stochastically(normalised: Tensor, values: Tensor, noise: Tensor) -> Tensor:
-    below = (torch.bucketize(normalised, values, right=True) - 1).clamp(0, 255)
-    low, high = values[below], values[(below + 1).clamp(max=255)]
-    return below + (noise * (high - low) < normalised - low)
+def _round_stochastically(normalised: Tensor, codes: Tensor, signed: bool, noise: Tensor) -> Tensor:
+    """Move on to the neighbour beyond, with probability |value - nearest| / |neighbour - nearest|."""
+    magnitude = torch.fmin(normalised.abs(), torch.ones((), device=normalised.device))
+    index = (codes - 127).abs() if signed else codes + 1
+    nearest = value_of_index(index, signed)
+    onwards = torch.where(magnitude >= nearest, 1, -1)  # 0 has no neighbour below
+    other = value_of_index(index + onwards, signed)
+    moves = noise * (other - nearest).abs() < (magnitude - nearest).abs()
+    index = torch.where(moves, index + onwards, index)
+    if signed:
+        return torch.where(normalised < 0, 127 - index.clamp(max=127), 127 + index)
+    return torch.where(magnitude > 0, index.clamp(min=2), 1) - 1
 
 
 def dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The fp32 values of (count, block_numel) codes and (count,) scales."""
     return value_table(signed, codes.device)[codes.long()] * scales[:, None]
-
-
-_MASK = 0xFFFFFFFF
 
 
 def _mix32(state: Tensor) -> Tensor:
@@ -197,23 +230,28 @@ def _mix32(state: Tensor) -> Tensor:
     return state ^ (state >> 16)
 
 
-def rounding_noise(element: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Uniform numbers in [0, 1) for both moments, a function of the global element index and the key.
+def rounding_noise(row: Tensor, col: Tensor, key: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """Uniform numbers in (0, 1) for both moments, a function of the element's global place and the key.
 
-    Nothing else enters, so a step rounds alike however the parameter is sharded.
+    Nothing else enters, so a step rounds alike however the parameter is sharded. Rows are mixed once for all
+    their elements; an element then costs one mix, whose halves serve the two moments.
     """
-    state = _mix32((element & _MASK) ^ key[0])
-    first = _mix32((state + (element >> 32) + key[1]) & _MASK)
-    second = _mix32(first ^ 0x9E3779B9)
-    return (first >> 8).float() * 2.0**-24, (second >> 8).float() * 2.0**-24
+    of_row = _mix32((_mix32(row ^ key[0]) + key[1]) & _MASK)
+    bits = _mix32((of_row + col * 0x9E3779B9) & _MASK)
+    return ((bits >> 16).float() + 0.5) * 2.0**-16, ((bits & 0xFFFF).float() + 0.5) * 2.0**-16
 
 
-def rounding_key(*words: int) -> tuple[int, int]:
-    """Two 32-bit keys from integers such as the seed, the step and the parameter's position."""
+def rounding_key(seed: int, step: int, position: int) -> tuple[int, int]:
+    """Two 32-bit keys; the parameter's position changes the second alone, so that a kernel can add it."""
     state = 0
-    for word in words:  # splitmix64, absorbing one word at a time
+    for word in (seed, step):  # splitmix64, absorbing one word at a time
         state = (state + (word & (2**64 - 1)) + 0x9E3779B97F4A7C15) & (2**64 - 1)
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
         state ^= state >> 31
-    return state & _MASK, state >> 32
+    return state & _MASK, ((state >> 32) + rounding_salt(position)) & _MASK
+
+
+def rounding_salt(position: int) -> int:
+    """What the position of a parameter adds to the second key."""
+    return (position * 0x85EBCA6B) & _MASK

@@ -82,7 +82,7 @@ class BlockGrid:
 class LocalBlocks:
     """The whole blocks on one rank: ``numel`` elements in rows of ``cols``, and where they come from.
 
-    Element (r, c) of the local matrix is element ``element_of_row(r) + c`` of the flattened parameter.
+    Element (r, c) of the local matrix is element ``col_base + c`` of the parameter's row ``source_row(r)``.
     """
 
     grid: BlockGrid
@@ -109,13 +109,11 @@ class LocalBlocks:
         """Columns of blocks on this rank."""
         return -(-self.cols // self.grid.block_cols)
 
-    def element_of_row(self, row: Tensor) -> Tensor:
-        """Global flat index of the first element of local rows."""
+    def source_row(self, row: Tensor) -> Tensor:
+        """Which of the parameter's rows of ``grid.cols`` elements local rows lie in."""
         inner = row + self.first_row
         outer = inner // self.row_period
-        return (
-            self.row_base + outer * self.row_stride + inner - outer * self.row_period
-        ) * self.grid.cols + self.col_base
+        return self.row_base + outer * self.row_stride + inner - outer * self.row_period
 
 
 def _power_of_two(what: str, value: int) -> None:

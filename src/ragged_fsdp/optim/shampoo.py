@@ -9,7 +9,6 @@ whole, and gives the same numbers at any world size. Inverse roots are renewed e
 
 from __future__ import annotations
 
-import fnmatch
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,12 +24,13 @@ from ragged_fsdp.optim.adam8bit_reference import (
     prepared_grad,
     to_blocks,
 )
+from ragged_fsdp.optim.options import check_options, is_excluded, name_patterns
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
     ExactStateOptimizer,
     local_of,
     require_matching_grad,
-    require_plain_shards,
+    require_optimisable,
     require_whole_blocks,
     state_like,
     state_over_blocks,
@@ -89,7 +89,7 @@ class Shampoo(ExactStateOptimizer):
             "exponent": exponent,
             "damping": damping,
             "min_numel": min_numel,
-            "exclude": (exclude,) if isinstance(exclude, str) else tuple(exclude),
+            "exclude": name_patterns(exclude),
             "maximize": maximize,
         }
         self._blocks: dict[Tensor, LocalBlocks | None] = {}
@@ -98,37 +98,18 @@ class Shampoo(ExactStateOptimizer):
         plain = [self._names[param] for param, blocks in self._blocks.items() if blocks is None]
         _LOG.info("Shampoo: Adam alone for %d parameters: %s", len(plain), ", ".join(plain) or "none")
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; nothing is changed if one of its parameters cannot be optimised."""
-        super().add_param_group(param_group)
-        try:
-            self._plan_group(len(self.param_groups) - 1)
-        except Exception:
-            self.param_groups.pop()
-            raise
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def _forget_plans(self) -> None:
         self._blocks, self._names = {}, {}
-        for index in range(len(self.param_groups)):
-            self._plan_group(index)
 
     def _plan_group(self, index: int) -> None:
         group = self.param_groups[index]
-        _check_options(group)
+        check_options(group, _EXPECTED)
         blocks: dict[Tensor, LocalBlocks | None] = {}
         names = {}
         for name, param in self.named_group_params(index):
-            require_plain_shards(name, param)
-            if not param.is_floating_point():
-                raise TypeError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+            require_optimisable(name, param)
             grid = block_grid(tuple(param.shape), tuple(group["block_shape"]))
-            if group["exclude"] and "param_names" not in group:
-                raise ValueError(
-                    "exclude matches names, but parameters came without; pass named_parameters()."
-                )
-            alone = not grid.tiled or param.numel() < group["min_numel"]
-            alone = alone or any(fnmatch.fnmatchcase(name, pattern) for pattern in group["exclude"])
+            alone = is_excluded(name, group) or not grid.tiled or param.numel() < group["min_numel"]
             blocks[param] = None if alone else require_whole_blocks(name, param, grid)
             names[param] = name
         self._blocks.update(blocks)
@@ -174,19 +155,16 @@ class Shampoo(ExactStateOptimizer):
         weight.copy_(weight.float() * scalars.decay_factor - direction * scalars.step_size)
 
 
-def _check_options(group: dict[str, Any]) -> None:
-    for key, ok, expected in (
-        ("lr", float(group["lr"]) >= 0, "non-negative"),
-        ("eps", group["eps"] > 0, "positive"),
-        ("weight_decay", group["weight_decay"] >= 0, "non-negative"),
-        ("betas", all(0 <= beta < 1 for beta in group["betas"]), "in [0, 1)"),
-        ("root_interval", group["root_interval"] >= 1, "at least 1"),
-        ("start_step", group["start_step"] >= 1, "at least 1"),
-        ("exponent", group["exponent"] > 0, "positive"),
-        ("damping", group["damping"] > 0, "positive"),
-    ):
-        if not ok:
-            raise ValueError(f"{key} must be {expected}, got {group[key]}.")
+_EXPECTED = {
+    "lr": "non-negative",
+    "eps": "positive",
+    "weight_decay": "non-negative",
+    "root_interval": "at least 1",
+    "start_step": "at least 1",
+    "exponent": "positive",
+    "damping": "positive",
+    "min_numel": "non-negative",
+}
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:

@@ -7,7 +7,8 @@ it like the parameter. All of it is local bookkeeping: nothing here communicates
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +27,15 @@ from ragged_fsdp.optim.quant_grid import (
     whole_blocks,
 )
 
-__all__ = ["ExactStateOptimizer", "local_of", "require_whole_blocks", "state_like", "state_over_blocks"]
+__all__ = [
+    "ExactStateOptimizer",
+    "Gradients",
+    "StepCounters",
+    "local_of",
+    "require_whole_blocks",
+    "state_like",
+    "state_over_blocks",
+]
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -99,8 +108,10 @@ def require_whole_blocks(name: str, param: Tensor, grid: BlockGrid) -> LocalBloc
     return part
 
 
-def require_plain_shards(name: str, param: Tensor) -> None:
-    """Raise unless each rank may update its part of the parameter alone."""
+def require_optimisable(name: str, param: Tensor) -> None:
+    """Raise unless the parameter holds floats of which each rank may update its part alone."""
+    if not param.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
     for placement in getattr(param, "placements", ()):
         if placement.is_partial():
             raise ValueError(f"{name}: a parameter cannot be {placement}; redistribute it first.")
@@ -120,6 +131,27 @@ def require_matching_grad(name: str, param: Tensor) -> None:
         raise RuntimeError(f"{name}: the gradient's placements {theirs} differ from the parameter's {ours}.")
 
 
+class Gradients:
+    """Reads the local gradients of a group's parameters: each step the same checks, as cheap as can be."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._expected = [(name, param, getattr(param, "_spec", None)) for name, param in named]
+
+    def read(self) -> dict[int, Tensor]:
+        """Contiguous local gradients of the parameters that have one, by their index in the group."""
+        grads = {}
+        for index, (name, param, spec) in enumerate(self._expected):
+            grad = param.grad
+            if grad is None:
+                continue
+            plain = type(grad) is Tensor and spec is None and grad.layout is torch.strided
+            if not plain and (spec is None or getattr(grad, "_spec", None) is not spec):
+                require_matching_grad(name, param)
+            local = grad if plain else local_of(grad)
+            grads[index] = local if local.is_contiguous() else local.contiguous()
+        return grads
+
+
 class StepCounters:
     """Step counts of the parameters of a group: one addition counts a step for all of them.
 
@@ -130,10 +162,13 @@ class StepCounters:
         self.flat = torch.zeros(len(params), dtype=torch.float32)
         self.views = list(self.flat)
         self.index_of = {param: index for index, param in enumerate(params)}
+        self._counts, self._version = [0] * len(params), self.flat._version
 
     def counts(self) -> list[int]:
-        """Steps of each parameter; read anew, since a checkpoint may have been loaded into the views."""
-        return [int(count) for count in self.flat.tolist()]
+        """Steps of each parameter; read anew if written to, as by a checkpoint loaded into the views."""
+        if self._version != self.flat._version:
+            self._counts, self._version = [int(count) for count in self.flat.tolist()], self.flat._version
+        return self._counts
 
     def adopt(self, param: Tensor, state: dict[str, Any], missing: float = 0.0) -> None:
         """Make ``state["step"]`` the parameter's view, keeping a value that was loaded."""
@@ -143,12 +178,25 @@ class StepCounters:
             self.flat[index] = float(state.get("step", missing))
             state["step"] = view
 
-    def advance(self, indices: Sequence[int]) -> None:
+    def advance(self, indices: Collection[int]) -> None:
         """Count one step for these parameters."""
-        if len(indices) == len(self.views):
+        counts = self.counts()
+        if len(indices) == len(counts):
             self.flat += 1
+            counts = [count + 1 for count in counts]
         elif indices:
-            self.flat[torch.tensor(indices)] += 1
+            self.flat[torch.tensor(list(indices))] += 1
+            counts = list(counts)
+            for index in indices:
+                counts[index] += 1
+        self._counts, self._version = counts, self.flat._version
+
+    def by_count(self, indices: Iterable[int]) -> dict[int, list[int]]:
+        """Those of ``indices`` that have taken the same number of steps."""
+        counts, members = self.counts(), defaultdict(list)
+        for index in indices:
+            members[counts[index]].append(index)
+        return members
 
 
 @dataclass(frozen=True)
@@ -159,7 +207,24 @@ class _Untouched:
 
 
 class ExactStateOptimizer(torch.optim.Optimizer):
-    """An optimizer whose state keeps its dtypes through ``load_state_dict``, and that can name parameters."""
+    """An optimizer that plans each group as it is added, and whose state keeps its dtypes when loaded."""
+
+    def _plan_group(self, index: int) -> None:
+        """Check the options and parameters of a group and prepare for them; may raise, changing nothing."""
+        raise NotImplementedError
+
+    def _forget_plans(self) -> None:
+        """Drop what was prepared: groups or state have been replaced."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; nothing is changed if one of its options or parameters is refused."""
+        super().add_param_group(param_group)
+        try:
+            self._plan_group(len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
 
     def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a group with the names given to the constructor, or their position."""
@@ -173,6 +238,9 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # written by an optimizer without some of our options
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+        self._forget_plans()
+        for index in range(len(self.param_groups)):  # options may have come with the state
+            self._plan_group(index)
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

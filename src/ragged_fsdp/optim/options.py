@@ -1,0 +1,45 @@
+"""Checks of options that the optimizers have in common."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["check_options", "is_excluded", "name_patterns", "require_option"]
+
+_CHECKS: dict[str, Callable[[float], bool]] = {
+    "positive": lambda value: value > 0,
+    "non-negative": lambda value: value >= 0,
+    "at least 1": lambda value: value >= 1,
+}
+
+
+def check_options(group: dict[str, Any], expected: dict[str, str]) -> None:
+    """Raise, naming the option, unless each has the range that ``expected`` names; betas are in [0, 1)."""
+    for key, what in expected.items():
+        require_option(group, key, _CHECKS[what](float(group[key])), what)
+    if "betas" in group:
+        betas = group["betas"]
+        require_option(group, "betas", len(betas) == 2 and all(0 <= b < 1 for b in betas), "two, in [0, 1)")
+
+
+def require_option(group: dict[str, Any], key: str, ok: bool, expected: str) -> None:
+    """Raise if an option of a group is not as it must be."""
+    if not ok:
+        raise ValueError(f"{key} must be {expected}, got {group[key]}.")
+
+
+def name_patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    """Shell patterns of names, of which one may be given alone."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
+def is_excluded(name: str, group: dict[str, Any]) -> bool:
+    """Whether the group's ``exclude`` patterns match a parameter; they need names."""
+    if group["exclude"] and "param_names" not in group:
+        raise ValueError(
+            f"exclude={group['exclude']!r} matches names, but parameters came without; pass "
+            "model.named_parameters()."
+        )
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in group["exclude"])
