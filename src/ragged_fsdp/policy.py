@@ -5,10 +5,11 @@ It is torch-free and hashable, so that every rank computes the same plan from it
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Elements", "Granularity", "Rows", "Whole"]
+__all__ = ["Elements", "Granularity", "Rows", "Whole", "parse_granularity"]
 
 
 def _positive(kind: str, count: int) -> None:
@@ -56,3 +57,23 @@ class Whole:
 
 
 Granularity = Elements | Rows | Whole
+
+_TEXT = re.compile(r"(?P<before>\d*)(?P<unit>rows?|elements?|whole)(?::(?P<after>\d+))?")
+
+
+def parse_granularity(text: str) -> Granularity:
+    """A granularity as commands and settings write it: ``32rows``, ``rows:32``, ``256elements``, ``whole``."""
+    match = _TEXT.fullmatch(text)
+    counts = [count for count in (match["before"], match["after"]) if count] if match else []
+    if (
+        match is None
+        or len(counts) > 1
+        or (match["unit"] == "whole" and counts)
+        or (counts and not int(counts[0]))
+    ):
+        raise ValueError(
+            f"granularity {text!r}: expected 32rows or rows:32, 256elements or elements:256, or whole."
+        )
+    if match["unit"] == "whole":
+        return Whole()
+    return (Rows if match["unit"].startswith("row") else Elements)(int(counts[0]) if counts else 1)

@@ -16,7 +16,7 @@ from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.moe import grouped_matmul, loop_matmul
 from ragged_fsdp.models.sample import sample_tokens
 from ragged_fsdp.models.source import find_model
-from ragged_fsdp.policy import Elements, Rows, Whole
+from ragged_fsdp.policy import Elements, Rows, Whole, parse_granularity
 from ragged_fsdp.trainer.batches import Batches, permuted, share
 from ragged_fsdp.trainer.config import OptimizerConfig, TrainConfig
 from ragged_fsdp.trainer.config_check import check
@@ -24,7 +24,6 @@ from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml,
 from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.ranks import rank_variables
 from ragged_fsdp.trainer.schedule import lr_factor
-from ragged_fsdp.trainer.sharding import parse_granularity
 
 
 def test_every_setting_has_one_home():
@@ -73,7 +72,7 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"sharding": "ddp", "replicas": 2}, 2, "replicas = 2 needs sharding"),
         ({"replicas": 3}, 4, "does not divide the 4 processes"),
         ({"sharding": "fsdp2", "granularity": {"*": "rows"}}, 2, "granularity needs sharding = ragged"),
-        ({"granularity": {"*": "colums:2"}}, 2, "expected whole, rows:<count> or elements:<count>"),
+        ({"granularity": {"*": "colums:2"}}, 2, "'colums:2': expected 32rows or rows:32"),
         ({"model": "dmeo"}, 1, "did you mean 'demo'?"),
         ({"model": "LammaConfig"}, 1, "did you mean 'LlamaConfig'?"),
         ({"model_set": {"layer": "2"}}, 1, "did you mean 'layers'?"),
@@ -103,10 +102,13 @@ def test_impossible_combinations_are_refused_before_a_start(values, processes, m
 
 
 def test_granularity_texts():
-    assert parse_granularity("rows:32") == Rows(32)
+    assert parse_granularity("rows:32") == parse_granularity("32rows") == Rows(32)
     assert parse_granularity("rows") == Rows(1)
-    assert parse_granularity("elements:4096") == Elements(4096)
+    assert parse_granularity("elements:4096") == parse_granularity("4096elements") == Elements(4096)
     assert parse_granularity("whole") == Whole()
+    for bad in ("", "rows:", "rows:0", "0rows", "4rows:4", "4whole", "whole:1", "rows32", "-1rows"):
+        with pytest.raises(ValueError, match="expected 32rows or rows:32"):
+            parse_granularity(bad)
 
 
 @given(count=st.integers(1, 500), seed=st.integers(0, 99))

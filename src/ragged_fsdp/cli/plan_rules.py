@@ -1,7 +1,6 @@
 """The small languages of ``ragged-fsdp plan``: granularity rules, wrap rules and lists of FSDP sizes."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -9,11 +8,9 @@ from itertools import product
 
 from ragged_fsdp.cli.plan_models import TensorShape
 from ragged_fsdp.layout import TensorSpec
-from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
+from ragged_fsdp.policy import Elements, Granularity, Rows, parse_granularity
 
 __all__ = ["GranularityRule", "Group", "expand_rules", "parse_rule", "parse_sizes", "spec_of", "wrap_groups"]
-
-_RULE = re.compile(r"^(?P<count>\d*)(?P<unit>rows?|elements?|whole)$")
 
 
 @dataclass(frozen=True)
@@ -36,21 +33,12 @@ class GranularityRule:
 def parse_rule(text: str) -> GranularityRule:
     """``PATTERN=GRANULARITY``, the granularity being ``128rows``, ``256elements`` or ``whole``."""
     pattern, separator, granularity = text.rpartition("=")
-    match = _RULE.match(granularity)
-    if not separator or not pattern or match is None:
+    if not separator or not pattern:
         raise ValueError(
             f"granularity {text!r}: expected PATTERN=GRANULARITY, such as '*.experts.*=128rows', "
             "'*=256elements' or '*=whole'."
         )
-    count, unit = match["count"], match["unit"]
-    if unit == "whole":
-        if count:
-            raise ValueError(f"granularity {text!r}: whole takes no number.")
-        return GranularityRule(pattern, Whole())
-    number = int(count or 1)
-    if number < 1:
-        raise ValueError(f"granularity {text!r}: the number must be at least 1.")
-    return GranularityRule(pattern, Rows(number) if unit.startswith("row") else Elements(number))
+    return GranularityRule(pattern, parse_granularity(granularity))
 
 
 def expand_rules(texts: Sequence[str]) -> list[tuple[GranularityRule, ...]]:

@@ -6,9 +6,9 @@ import torch
 
 from ragged_fsdp.models.source import find_model
 from ragged_fsdp.models.splits import refusal
+from ragged_fsdp.policy import parse_granularity
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError, nearest
-from ragged_fsdp.trainer.sharding import parse_granularity
 
 __all__ = ["check"]
 
@@ -20,7 +20,10 @@ def check(config: TrainConfig, world_size: int) -> None:
     _check_batch(config, world_size // config.sharding.tp)
     _check_device(config.sharding)
     for text in config.sharding.granularity.values():
-        parse_granularity(text)
+        try:
+            parse_granularity(text)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     if config.sharding.granularity and config.sharding.sharding != "ragged":
         raise ConfigError(f"granularity needs sharding = ragged, not {config.sharding.sharding}")
     try:

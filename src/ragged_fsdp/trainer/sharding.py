@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ragged_fsdp.models.names import plain_name
-from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
+from ragged_fsdp.policy import Granularity, parse_granularity
 from ragged_fsdp.trainer.config import ShardingConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.ranks import Ranks
 
-__all__ = ["ShardedModel", "parse_granularity", "prepare_layers", "shard", "transformer_layers"]
+__all__ = ["ShardedModel", "prepare_layers", "shard", "transformer_layers"]
 
 
 GranularityRule = Callable[[str, nn.Parameter], Granularity | None]
@@ -155,17 +155,6 @@ def resolved_precision(config: ShardingConfig, device: torch.device) -> str:
     if config.precision != "auto":
         return config.precision
     return "bf16" if device.type == "cuda" else "fp32"
-
-
-def parse_granularity(text: str) -> Granularity:
-    """``rows:32``, ``elements:1024``, ``rows``, or ``whole``."""
-    kind, _, count = text.partition(":")
-    kinds: dict[str, Callable[[int], Granularity]] = {"rows": Rows, "elements": Elements}
-    if kind == "whole" and not count:
-        return Whole()
-    if kind in kinds and (not count or (count.isdecimal() and int(count) > 0)):
-        return kinds[kind](int(count or 1))
-    raise ConfigError(f"granularity {text!r}: expected whole, rows:<count> or elements:<count>")
 
 
 def _granularity_policy(
