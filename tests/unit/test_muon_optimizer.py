@@ -197,6 +197,17 @@ def test_scales() -> None:
     assert scale_function("none", False)(4, 25) == 1.0
 
 
+@pytest.mark.parametrize("shape", [(64, 64), (32, 200), (200, 32), (3, 48, 16)], ids=str)
+def test_rms_matched_updates_have_the_size_of_adamws(shape) -> None:
+    """0.2 whatever the shape, up to singular values that end between 0.65 and 1.25."""
+    (parameter,) = params = parameters(shape)
+    before = parameter.detach().clone()
+    set_gradients(params)
+    options = {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0, "ns_dtype": torch.float32}
+    Muon([muon_group([parameter])], lr=1.0, **options).step()
+    assert 0.65 * 0.2 < (parameter.detach() - before).square().mean().sqrt() < 1.25 * 0.2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
