@@ -14,11 +14,11 @@ FROZEN = {"int8": torch.int8, "int32": torch.int32, "bf16": torch.bfloat16}
 
 
 class Adapted(nn.Module):
-    """A frozen base of its own dtype between trainable layers, each larger than a shard."""
+    """A frozen base of its own dtype; on four ranks ``up`` covers a shard, wherever it lies."""
 
     def __init__(self, frozen: torch.dtype) -> None:
         super().__init__()
-        self.down, self.up = nn.Linear(16, 40), nn.Linear(40, 8)
+        self.down, self.up = nn.Linear(16, 40), nn.Linear(40, 64)
         self.base = nn.Parameter((torch.arange(40 * 40) % 7 - 3).view(40, 40).to(frozen), requires_grad=False)
         self.empty = nn.Parameter(torch.empty(0, 3))
 
@@ -56,7 +56,7 @@ def test_casts_between_steps(rank: Rank, frozen: str) -> None:
         copied += bool(getattr(weight, "_together", None))
     assert recast >= 2
     if rank.world_size == 4 and frozen != "int8":
-        assert copied  # the base spans a whole shard; where it is not the largest it is copied together
+        assert copied  # a shard of ``up`` alone is not the largest any more: it is copied together
     state = model.state_dict()
     assert torch.equal(full(state["base"]), reference.base)
 

@@ -25,6 +25,7 @@ __all__ = ["GroupPlan", "agree", "gathered_dtype", "make_plan"]
 _ALIGN_BYTES = 16
 _UNIT_CELLS = 128
 _SMALL_SHARD_UNITS = 8  # below this many units per shard, padding to 128 cells would show
+_LINE_BYTES = 128  # what memory and NCCL's low-latency protocol move at least: smaller shards save nothing
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def make_plan(
     align = max(1, _ALIGN_BYTES // smallest)
     total = sum(spec.numel for spec in specs)
     large = total >= ranks * _UNIT_CELLS * _SMALL_SHARD_UNITS
-    unit = max(_UNIT_CELLS, align) if large else align
+    unit = max(_UNIT_CELLS, align) if large else max(_LINE_BYTES // smallest, align)
     layout = plan_group(specs, ranks, unit=unit, align=align)
     return GroupPlan(
         tuple(names),

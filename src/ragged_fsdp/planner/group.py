@@ -11,6 +11,7 @@ from ragged_fsdp.planner.earliest import place_in_order
 from ragged_fsdp.planner.orders import Order, ordered
 from ragged_fsdp.planner.problem import Kind, Problem
 from ragged_fsdp.planner.search import best_layout, order_layout, quick_bound
+from ragged_fsdp.planner.settle import settle
 
 __all__ = ["bound_group", "plan", "plan_group"]
 
@@ -85,19 +86,17 @@ def _plan_kinds(kinds: tuple[Kind, ...], ranks: int, unit: int, align: int, orde
     problem = Problem.build([k[0] for k in kinds], [k[1] for k in kinds], ranks, unit, align)
     if not problem.kinds:
         return _Planned(0, (0,) * len(kinds), 0)
-    if order == "best":
-        outcome = best_layout(problem)
-    else:
-        outcome = order_layout(problem, [problem.kinds[i] for i in ordered(order, problem.kinds)])
-    starts = place_in_order(outcome.order, ranks, outcome.shard, align)
-    if starts is None:
-        raise RuntimeError(f"planner: no layout at shard size {outcome.shard}; this is a bug.")
     if order != "best":
-        return _Planned(
-            outcome.shard, _scatter(kinds, ordered(order, problem.kinds), starts), outcome.lower_bound
-        )
+        indices = ordered(order, problem.kinds)
+        outcome = order_layout(problem, [problem.kinds[i] for i in indices])
+        starts = place_in_order(outcome.order, ranks, outcome.shard, align)
+        if starts is None:
+            raise RuntimeError(f"planner: no layout at shard size {outcome.shard}; this is a bug.")
+        return _Planned(outcome.shard, _scatter(kinds, indices, starts), outcome.lower_bound)
+    outcome = best_layout(problem)
+    placed, starts = settle(problem, outcome.shard, outcome.order)
     waiting: dict[Kind, deque[int]] = defaultdict(deque)
-    for kind, start in zip(outcome.order, starts):
+    for kind, start in zip(placed, starts):
         waiting[kind].append(start)
     offsets = tuple(waiting[kind].popleft() if kind[0] else 0 for kind in kinds)
     return _Planned(outcome.shard, offsets, outcome.lower_bound)
