@@ -35,19 +35,26 @@ class Group:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+_RAGGED = "tests/spmd/test_ragged_{}.py"
+_MOVES = tuple(_RAGGED.format(part) for part in ("redistribute", "properties", "checkpoint"))
+_OPS = tuple(_RAGGED.format(part) for part in ("ops", "optim", "tensors", "compile"))
+_POISONED = {"RAGGED_FSDP_DEBUG": "1"}
+
 GROUPS = {
-    "ragged-2": Group("ragged DTensors, 2 NCCL ranks", ("tests/spmd/test_ragged_*.py",), ("-k", "2]")),
-    "ragged-4": Group("ragged DTensors, 4 NCCL ranks", ("tests/spmd/test_ragged_*.py",), ("-k", "not 2]")),
-    "runtime": Group(
-        "DBuffer and fully_shard, NCCL, freed memory poisoned",
-        (
-            "tests/spmd/test_dbuffer_*.py",
-            "tests/spmd/test_fsdp_core_*.py",
-            "tests/spmd/test_fsdp_exchange.py",
-            "tests/spmd/test_fsdp_parallelism.py",
-            "tests/spmd/test_fsdp_reuse.py",
-        ),
-        environment={"RAGGED_FSDP_DEBUG": "1"},
+    "ragged-2": Group("ragged DTensors, 2 NCCL ranks", (*_MOVES, *_OPS), ("-k", "2]")),
+    "ragged-4-moves": Group(
+        "moves and checkpoints of ragged DTensors, 4 NCCL ranks", _MOVES, ("-k", "not 2]")
+    ),
+    "ragged-4-ops": Group("ops on ragged DTensors, 4 NCCL ranks", _OPS, ("-k", "not 2]")),
+    "runtime-core": Group(
+        "DBuffer and fully_shard, 1 to 4 NCCL ranks, freed memory poisoned",
+        ("tests/spmd/test_dbuffer_*.py", "tests/spmd/test_fsdp_core_*.py"),
+        environment=_POISONED,
+    ),
+    "runtime-more": Group(
+        "reductions by exchange, meshes, reuse of buffers, NCCL, freed memory poisoned",
+        tuple(f"tests/spmd/test_fsdp_{part}.py" for part in ("exchange", "parallelism", "reuse")),
+        environment=_POISONED,
     ),
     "gpu": Group("what only a GPU has: streams, memory, kernels", ("tests/gpu/test_*.py",)),
 }
