@@ -84,6 +84,19 @@ def fully_shard(
             gradients added in fp32 half the bytes, no cast and no buffer of the whole gradient.
         gathered_budget_bytes: with ``reshard_after_forward="auto"``: bytes of gathered parameters, below one
             root, that may stay between forward and backward. The largest value given counts.
+
+    Raises:
+        TypeError: an argument has the wrong type; the message names it.
+        ValueError: a parameter, the mesh or a granularity cannot be used, or the ranks disagree. Raised on
+            every rank, naming the parameter, before anything is changed.
+        AssertionError: the module was sharded before.
+
+    Example::
+
+        for layer in model.layers:
+            fully_shard(layer, orig_param_policy=lambda name, p: Rows(32) if p.ndim == 2 else None)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())   # after sharding: parameters are DTensors now
     """
     options = Options(
         mesh=mesh,

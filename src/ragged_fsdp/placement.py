@@ -125,7 +125,13 @@ class RaggedShard(Placement):
     def even(
         cls, shape: Sequence[int], ranks: int, granularity: Granularity | BlockShape = _ELEMENTS
     ) -> RaggedShard:
-        """Blocks of ``granularity`` spread over ``ranks`` as evenly as whole blocks allow."""
+        """Blocks of ``granularity`` spread over ``ranks`` as evenly as whole blocks allow.
+
+        Args:
+            shape: of the inner tensor: what other placements leave of it.
+            ranks: the size of the mesh dim.
+            granularity: ``Elements``, ``Rows``, ``Whole`` or a block shape; it must divide the tensor.
+        """
         return cls.by_weights(shape, (1,) * _at_least_one("ranks", ranks), granularity)
 
     @classmethod
@@ -135,7 +141,7 @@ class RaggedShard(Placement):
         weights: Sequence[float],
         granularity: Granularity | BlockShape = _ELEMENTS,
     ) -> RaggedShard:
-        """Whole blocks of ``granularity`` in proportion to ``weights``, one weight per rank."""
+        """Whole blocks of ``granularity`` in proportion to ``weights``, one per rank; see :meth:`even`."""
         numel, block = math.prod(shape), block_numel(shape, granularity)
         return cls(ragged_dims(shape, block), _apportion(numel // block, weights))
 

@@ -21,7 +21,11 @@ def _positive(kind: str, count: int) -> None:
 
 @dataclass(frozen=True)
 class Elements:
-    """Blocks of ``count`` consecutive elements of the flattened tensor."""
+    """Blocks of ``count`` consecutive elements of the flattened tensor.
+
+    ``Elements(256)`` keeps runs of 256 elements together, as block-wise quantised vectors need. The count
+    must divide the tensor's elements; ``fully_shard`` raises and names the parameter otherwise.
+    """
 
     count: int = 1
 
@@ -35,7 +39,11 @@ class Elements:
 
 @dataclass(frozen=True)
 class Rows:
-    """Blocks of ``count`` consecutive rows; a row is one index of all dims but the last."""
+    """Blocks of ``count`` consecutive rows; a row is one index of all dims but the last.
+
+    ``Rows(32)`` on a matrix keeps tiles of 32 rows together; on experts stacked as ``(experts, rows,
+    columns)``, ``Rows(rows)`` keeps each expert whole. The count must divide the tensor's rows.
+    """
 
     count: int = 1
 
@@ -49,7 +57,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole tensor is one block: it lives on a single rank."""
+    """The whole tensor is one block: it lives on a single rank, as a matrix optimizer likes it."""
 
     def block_numel(self, shape: Sequence[int]) -> int:
         """Elements in one block of a tensor of ``shape``."""
@@ -62,7 +70,11 @@ _TEXT = re.compile(r"(?P<before>\d*)(?P<unit>rows?|elements?|whole)(?::(?P<after
 
 
 def parse_granularity(text: str) -> Granularity:
-    """A granularity as commands and settings write it: ``32rows``, ``rows:32``, ``256elements``, ``whole``."""
+    """A granularity as commands and settings write it: ``32rows`` or ``rows:32``, ``256elements``, ``whole``.
+
+    Raises:
+        ValueError: for any other text, with what was expected.
+    """
     match = _TEXT.fullmatch(text)
     counts = [count for count in (match["before"], match["after"]) if count] if match else []
     if (

@@ -137,7 +137,14 @@ class DBuffer:
         granularity: Mapping[str, Granularity] | None = None,
         unit: int = 1,
     ) -> DBuffer:
-        """Plan a group of full tensors, the same on every rank, and keep this rank's shard of it."""
+        """Plan a group of full tensors, the same on every rank, and keep this rank's shard of it.
+
+        Args:
+            tensors: full tensors of one dtype by name.
+            mesh: the mesh; its last dim shards.
+            granularity: of tensors that may not be cut anywhere, by name.
+            unit: the shard size is a multiple of this many elements.
+        """
         if not tensors:
             raise ValueError("DBuffer.distribute: a group needs at least one tensor, got none.")
         kinds = {tensor.dtype for tensor in tensors.values()}
@@ -297,10 +304,16 @@ class DBuffer:
         average: bool = False,
         async_op: bool = False,
     ) -> DBuffer:
-        """The same buffer in other placements; ``out`` receives it, in its dtype, if given.
+        """The same buffer in other placements, by one collective per mesh dim that changes.
 
-        ``average`` makes reductions means over the ranks. With ``async_op`` call :meth:`wait` on the
-        result before using it.
+        Args:
+            placements: one per mesh dim.
+            out: receives the result, in its dtype.
+            average: reductions are means over the ranks.
+            async_op: return at once; call :meth:`wait` on the result before using it.
+
+        Raises:
+            ValueError: the transition does not exist, such as anything to ``Partial()``.
         """
         target = checked_placements(self.mesh, placements)
         check_transition(self.placements, target)

@@ -41,8 +41,15 @@ def distribute_tensor(
 ) -> DTensor:
     """``torch.distributed.tensor.distribute_tensor`` that also knows ragged placements.
 
-    ``tensor`` is the whole tensor; with ``src_data_rank=None`` each rank keeps its part of its own
-    copy, without communication.
+    Args:
+        tensor: the whole tensor, a contiguous leaf.
+        device_mesh: the mesh; default is the current one.
+        placements: one per mesh dim, at most one of them ragged.
+        src_data_rank: the rank whose values all get; None lets each rank keep its part of its own copy,
+            without communication.
+
+    Raises:
+        ValueError: the placements do not fit the shape or the mesh; raised before any communication.
     """
     if placements is None or ragged_mesh_dim(placements) is None or isinstance(tensor, DTensor):
         return stock_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)

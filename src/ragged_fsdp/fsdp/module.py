@@ -348,7 +348,10 @@ def _no_deepcopy(self: Any, memo: Any) -> NoReturn:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let a method other than ``forward`` gather and reshard; no effect on a module that is not sharded."""
+    """Let a method other than ``forward``, such as ``generate``, gather and reshard.
+
+    No effect on a module that is not sharded; ``ValueError`` if there is no such method.
+    """
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):
@@ -370,7 +373,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots, such as the chunks of a pipeline stage, use the same streams."""
+    """Let several roots, such as the chunks of a pipeline stage, use the same streams.
+
+    Call it before the first forward; ``ValueError`` if one of them is not sharded.
+    """
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects list of FSDPModules but got {module}")
