@@ -55,6 +55,7 @@ def fully_shard(
     orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None,
     reduction: str = "reduce_scatter",
     gathered_budget_bytes: int | None = None,
+    max_buffers: int = 1,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it.
 
@@ -84,6 +85,8 @@ def fully_shard(
             gradients added in fp32 half the bytes, no cast and no buffer of the whole gradient.
         gathered_budget_bytes: with ``reshard_after_forward="auto"``: bytes of gathered parameters, below one
             root, that may stay between forward and backward. The largest value given counts.
+        max_buffers: into how many buffers the group may be split where blocks of different size would pad a
+            common one by more than a percent; each has a gather and a reduction of its own.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
@@ -109,6 +112,7 @@ def fully_shard(
         orig_param_policy=orig_param_policy,
         reduction=reduction,
         gathered_budget_bytes=gathered_budget_bytes,
+        max_buffers=max_buffers,
     )
     options.check_types()
     for one in [module] if isinstance(module, nn.Module) else _listed(module):

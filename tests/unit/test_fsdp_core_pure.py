@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ragged_fsdp.fsdp.autograd import cast_floating, map_tensors
 from ragged_fsdp.fsdp.gather_pool import pooled_bytes
 from ragged_fsdp.fsdp.grad_layout import grad_layout
-from ragged_fsdp.fsdp.plan import GroupPlan, gathered_dtype, make_plan
+from ragged_fsdp.fsdp.plan import GroupPlan, GroupTensors, gathered_dtype, make_plan
 from ragged_fsdp.fsdp.reduction import scaling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -24,7 +24,7 @@ def groups(draw: st.DrawFn) -> tuple[GroupPlan, list[bool]]:
     blocks = [draw(st.sampled_from([1, shape[1]])) for shape in shapes]
     dtypes = [draw(st.sampled_from(DTYPES)) for _ in range(count)]
     ranks = draw(st.integers(1, 6))
-    plan = make_plan([f"p{i}" for i in range(count)], shapes, blocks, dtypes, None, ranks)
+    plan = make_plan(GroupTensors([f"p{i}" for i in range(count)], shapes, blocks, dtypes, None), ranks)
     return plan, [draw(st.booleans()) for _ in range(count)]
 
 
@@ -64,7 +64,7 @@ def test_gradients_of_a_rank_lie_in_its_chunk(case: tuple[GroupPlan, list[bool]]
 def test_frozen_parameters_do_not_travel() -> None:
     """A small adapter beside a large frozen matrix: the gradient buffer has the size of the adapter."""
     names, shapes = ["frozen", "down", "up"], [(1024, 1024), (8, 1024), (1024, 8)]
-    plan = make_plan(names, shapes, [1, 1, 1], [torch.bfloat16] * 3, None, 8)
+    plan = make_plan(GroupTensors(names, shapes, [1, 1, 1], [torch.bfloat16] * 3, None), 8)
     made = grad_layout(plan, [False, True, True])
     assert plan.layout.buffer_numel >= 1024 * 1024
     assert made.layout.buffer_numel <= 8 * (8 * 1024 * 2)
@@ -101,7 +101,7 @@ def test_dtypes_that_are_never_cast() -> None:
 def test_plans_do_not_depend_on_the_dtype() -> None:
     shapes = [(64, 33), (33,)]
     low, high = (
-        make_plan(["w", "b"], shapes, [1, 1], [torch.float32] * 2, dtype, 4)
+        make_plan(GroupTensors(["w", "b"], shapes, [1, 1], [torch.float32] * 2, dtype), 4)
         for dtype in (torch.bfloat16, None)
     )
     assert low.same_items and low.layout.shard_numel % 8 == 0 and high.layout.shard_numel % 4 == 0

@@ -24,7 +24,7 @@ from ragged_fsdp.fsdp.param import ManagedParam
 from ragged_fsdp.fsdp.param_group import ParamGroup
 from ragged_fsdp.fsdp.parking import ParkingSpot, parking_mesh
 from ragged_fsdp.fsdp.placing import outer_shapes, place, shrink_to
-from ragged_fsdp.fsdp.plan import GroupPlan, agree, make_plan
+from ragged_fsdp.fsdp.plan import GroupPlan, GroupTensors, agree, make_plan, split_by_blocks
 from ragged_fsdp.fsdp.row_plan import RowPlan, row_plan
 from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import Elements, Rows, Whole
@@ -49,6 +49,7 @@ class Options:
     orig_param_policy: Callable[[str, nn.Parameter], Any] | None
     reduction: str = "reduce_scatter"
     gathered_budget_bytes: int | None = None
+    max_buffers: int = 1
 
     def check_types(self) -> None:
         """Raise on an argument of the wrong type, naming it."""
@@ -63,6 +64,12 @@ class Options:
                 raise TypeError(f"fully_shard: {name} must be a {kind}, got {getattr(self, name)!r}.")
         if self.reduction not in _REDUCTIONS:
             raise ValueError(f"fully_shard: reduction must be one of {_REDUCTIONS}, got {self.reduction!r}.")
+        if (
+            not isinstance(self.max_buffers, int)
+            or isinstance(self.max_buffers, bool)
+            or self.max_buffers < 1
+        ):
+            raise ValueError(f"fully_shard: max_buffers must be an int >= 1, got {self.max_buffers!r}.")
         for name in ("shard_placement_fn", "orig_param_policy"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
@@ -244,10 +251,33 @@ class GroupBuilder:
         planned = []
         for members in by_mesh.values():
             mesh = self._choices[members[0]].mesh
-            plan = self._plan(managed, members, mesh)
-            agree(plan.description, (mesh.shard_group, mesh.replicate_group), self.device)
-            planned.append((members, mesh, plan))
-        return [self._make_group(managed, modules, *entry) for entry in planned]
+            for part in self._split(managed, members, mesh):
+                plan = self._plan(managed, part, mesh)
+                agree(plan.description, (mesh.shard_group, mesh.replicate_group), self.device)
+                planned.append((part, mesh, plan))
+        groups = [self._make_group(managed, modules, *entry) for entry in planned]
+        if len(groups) > 1:
+            for number, group in enumerate(groups, 1):
+                group.label_suffix = f" ({number} of {len(groups)})"
+        return groups
+
+    def _split(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> list[list[int]]:
+        """The members of each buffer: one buffer for all unless ``max_buffers`` allows more and they pay."""
+        kind = self._group_class(self._choices[members[0]], managed.params[members[0]])
+        if self.options.max_buffers == 1 or kind is not ParamGroup:
+            return [list(members)]
+        tensors = self._tensors(managed, members)
+        parts = split_by_blocks(tensors, mesh.shard_size, max_buffers=self.options.max_buffers)
+        return [[members[position] for position in part] for part in parts]
+
+    def _tensors(self, managed: Managed, members: Sequence[int]) -> GroupTensors:
+        return GroupTensors(
+            [managed.names[i] for i in members],
+            [outer_shapes(managed.params[i])[0] for i in members],
+            [self._choices[i].block for i in members],
+            [managed.params[i].dtype for i in members],
+            self.options.mp_policy.param_dtype,
+        )
 
     @staticmethod
     def _group_class(choice: _Choice, param: nn.Parameter) -> type[ParamGroup]:
@@ -266,14 +296,7 @@ class GroupBuilder:
                 [self._choices[i].shard_dim or 0 for i in members],
                 mesh.shard_size,
             )
-        plan = make_plan(
-            [managed.names[i] for i in members],
-            [outer_shapes(param)[0] for param in params],
-            [self._choices[i].block for i in members],
-            [param.dtype for param in params],
-            self.options.mp_policy.param_dtype,
-            mesh.shard_size,
-        )
+        plan = make_plan(self._tensors(managed, members), mesh.shard_size)
         return shrink_to(plan, [_inner(param).shape for param in params])
 
     @torch.no_grad()

@@ -260,7 +260,7 @@ class FSDPModule(TorchFSDPModule):
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Call ``hook`` with the reduced shard, after the all-reduce on HSDP, to reduce it further."""
-        for group in self._single_group("set_all_reduce_hook"):
+        for group in self._groups_of_one_mesh("set_all_reduce_hook"):
             if stream is not None and group.mesh.replicate_group is not None:
                 raise ValueError("stream cannot be set when using native HSDP")
             group.settings.all_reduce_hook = hook
@@ -272,7 +272,7 @@ class FSDPModule(TorchFSDPModule):
         If it has an ``allocate(size, *, dtype, device)`` the output is a tensor from there, and is copied
         into the group's buffer afterwards. Without one the output is that buffer and nothing is copied.
         """
-        for group in self._single_group("set_custom_all_gather"):
+        for group in self._groups_of_one_mesh("set_custom_all_gather"):
             group.settings.custom_all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
@@ -280,7 +280,7 @@ class FSDPModule(TorchFSDPModule):
 
         If it has an ``allocate(size, *, dtype, device)`` gradients are collected in a tensor from there.
         """
-        for group in self._single_group("set_custom_reduce_scatter"):
+        for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
             group.settings.custom_reduce_scatter = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -322,9 +322,9 @@ class FSDPModule(TorchFSDPModule):
         for state in self._states(recurse):
             yield from state.groups
 
-    def _single_group(self, method: str) -> list[ParamGroup]:
+    def _groups_of_one_mesh(self, method: str) -> list[ParamGroup]:
         groups = self._get_fsdp_state().groups
-        if len(groups) > 1:
+        if len({group.mesh.key() for group in groups}) > 1:
             raise ValueError(
                 f"{method} is not supported with multiple param groups (from per-param mesh via "
                 "shard_placement_fn). It would be ambiguous across groups with different meshes."

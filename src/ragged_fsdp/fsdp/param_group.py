@@ -92,6 +92,8 @@ class ParamGroup:
         self.parking: ParkingSpot | None = None
         self.reshard_after_forward = True
         self.fqn: str | None = None
+        self.label_suffix = ""
+        """Which of the groups of its call this one is, if there are several."""
         self.phase = Phase.IDLE
         self.residence = Residence.SHARDED
         self.keep_gathered = False
@@ -115,7 +117,7 @@ class ParamGroup:
     @property
     def label(self) -> str:
         """Name for errors and profiles."""
-        return self.fqn or (self.params[0].name if self.params else "")
+        return (self.fqn or (self.params[0].name if self.params else "")) + self.label_suffix
 
     @property
     def gathered_bytes(self) -> int:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from ragged_fsdp.collectives import explain_failure, same_on_all_ranks
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
-from ragged_fsdp.planner import plan_group
+from ragged_fsdp.planner import plan_buffers, plan_group
 
-__all__ = ["GroupPlan", "agree", "gathered_dtype", "make_plan"]
+__all__ = ["GroupPlan", "GroupTensors", "agree", "gathered_dtype", "make_plan", "split_by_blocks"]
 
 _ALIGN_BYTES = 16
 _UNIT_CELLS = 128
@@ -94,36 +94,62 @@ def gathered_dtype(dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch
     return param_dtype
 
 
-def make_plan(
-    names: Sequence[str],
-    shapes: Sequence[Sequence[int]],
-    blocks: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    param_dtype: torch.dtype | None,
-    ranks: int,
-) -> GroupPlan:
-    """Plan a group of tensors of ``shapes`` whose ``blocks`` (in elements) may not be cut."""
-    item_bytes = tuple(gathered_dtype(dtype, param_dtype).itemsize for dtype in dtypes)
-    mixed = len(set(item_bytes)) > 1
-    cell_bytes = math.gcd(*item_bytes) if item_bytes else 1
-    specs = tuple(
-        TensorSpec(name, math.prod(shape) * (item // cell_bytes), block * (item // cell_bytes))
-        for name, shape, block, item in zip(names, shapes, blocks, item_bytes)
-    )
-    smallest = cell_bytes if mixed else min([cell_bytes, *(d.itemsize for d in dtypes)])
-    align = max(1, _ALIGN_BYTES // smallest)
-    total = sum(spec.numel for spec in specs)
-    large = total >= ranks * _UNIT_CELLS * _SMALL_SHARD_UNITS
-    unit = max(_UNIT_CELLS, align) if large else max(_LINE_BYTES // smallest, align)
-    layout = plan_group(specs, ranks, unit=unit, align=align)
+@dataclass(frozen=True)
+class GroupTensors:
+    """The tensors of a group before they are planned; ``blocks`` are elements that may not be cut apart."""
+
+    names: Sequence[str]
+    shapes: Sequence[Sequence[int]]
+    blocks: Sequence[int]
+    dtypes: Sequence[torch.dtype]
+    param_dtype: torch.dtype | None
+
+    @cached_property
+    def item_bytes(self) -> tuple[int, ...]:
+        """Bytes of one gathered element of each tensor."""
+        return tuple(gathered_dtype(dtype, self.param_dtype).itemsize for dtype in self.dtypes)
+
+    @cached_property
+    def cell_bytes(self) -> int:
+        """Bytes of a cell of their buffer."""
+        return math.gcd(*self.item_bytes) if self.item_bytes else 1
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """The tensors in cells."""
+        return tuple(
+            TensorSpec(name, math.prod(shape) * (item // self.cell_bytes), block * (item // self.cell_bytes))
+            for name, shape, block, item in zip(self.names, self.shapes, self.blocks, self.item_bytes)
+        )
+
+    def multiples(self, ranks: int) -> tuple[int, int]:
+        """What shard sizes and what offsets must be multiples of: 16 bytes in every dtype there may be."""
+        mixed = len(set(self.item_bytes)) > 1
+        smallest = self.cell_bytes if mixed else min([self.cell_bytes, *(d.itemsize for d in self.dtypes)])
+        align = max(1, _ALIGN_BYTES // smallest)
+        large = sum(spec.numel for spec in self.specs) >= ranks * _UNIT_CELLS * _SMALL_SHARD_UNITS
+        return max(_UNIT_CELLS if large else _LINE_BYTES // smallest, align), align
+
+
+def make_plan(tensors: GroupTensors, ranks: int) -> GroupPlan:
+    """Plan a group in one buffer."""
+    unit, align = tensors.multiples(ranks)
     return GroupPlan(
-        tuple(names),
-        tuple(tuple(s) for s in shapes),
-        tuple(str(d) for d in dtypes),
-        item_bytes,
-        layout,
-        cell_bytes,
+        tuple(tensors.names),
+        tuple(tuple(s) for s in tensors.shapes),
+        tuple(str(d) for d in tensors.dtypes),
+        tensors.item_bytes,
+        plan_group(tensors.specs, ranks, unit=unit, align=align),
+        tensors.cell_bytes,
     )
+
+
+def split_by_blocks(tensors: GroupTensors, ranks: int, *, max_buffers: int) -> list[list[int]]:
+    """The tensors of each buffer, if the padding falls with up to ``max_buffers`` instead of one."""
+    unit, align = tensors.multiples(ranks)
+    layouts = plan_buffers(tensors.specs, ranks, max_buffers=max_buffers, unit=unit, align=align)
+    position = {name: index for index, name in enumerate(tensors.names)}
+    return [[position[spec.name] for spec in layout.specs] for layout in layouts if layout.specs]
 
 
 def agree(description: str, groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["RootContext"]
 
 logger = logging.getLogger("ragged_fsdp")
-_KEPT_GROUPS = 2  # backward starts with one of them gathered and the next one prefetched
+_KEPT_MODULES = 2  # backward starts with one of them gathered and the next one prefetched
 
 
 class RootContext:
@@ -189,7 +189,8 @@ class RootContext:
 
     def note_gather(self, group: ParamGroup) -> None:
         """The first groups that backward had to gather: their forward need not give the data up next time."""
-        if len(self.first_gathered) < _KEPT_GROUPS and group not in self.first_gathered:
+        owners = {self._owner[other] for other in self.first_gathered} | {self._owner[group]}
+        if len(owners) <= _KEPT_MODULES and group not in self.first_gathered:
             self.first_gathered.append(group)
 
     @outside_compile

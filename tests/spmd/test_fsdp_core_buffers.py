@@ -1,0 +1,66 @@
+"""``max_buffers``: a group in several buffers where one would be padded."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_core_cases import assert_same_grads, assert_same_params, clone
+from ragged_fsdp import Rows, fully_shard
+from rank_pool import Rank, spmd
+
+
+class Mixed(nn.Module):
+    """Nine blocks of 80 elements and one of 3584 for each rank: together they would pad by most of a rank."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 45), nn.Linear(56, 64 * ranks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.pad(self.first(x).tanh(), (0, 11)))
+
+
+def policy(name: str, param: nn.Parameter) -> Rows | None:
+    return {"first.weight": Rows(5), "second.weight": Rows(64)}.get(name)
+
+
+def _padding(model: nn.Module) -> int:
+    return sum(group.plan.layout.padding_numel for group in model._get_fsdp_state().groups)
+
+
+@spmd(1, 3, 4)
+def test_split_groups_pad_less_and_train_alike(rank: Rank) -> None:
+    torch.manual_seed(1)
+    ranks = rank.world_size
+    net = nn.Sequential(Mixed(ranks), nn.Linear(64 * ranks, 16), Mixed(ranks)).to(rank.device)
+    reference = clone(net)
+    single = clone(net)
+    fully_shard(single[0], mesh=rank.mesh(), orig_param_policy=policy)
+    for index in (0, 2):
+        fully_shard(net[index], mesh=rank.mesh(), orig_param_policy=policy, max_buffers=3)
+    fully_shard(net, mesh=rank.mesh())
+    groups = net[0]._get_fsdp_state().groups
+    if rank.world_size > 2:
+        assert len(groups) > 1 and _padding(net[0]) < _padding(single[0])
+        assert [group.label_suffix for group in groups[:2]] == [f" ({i} of {len(groups)})" for i in (1, 2)]
+    else:
+        assert len(groups) == 1
+    assert sorted(p.name for g in groups for p in g.params) == sorted(
+        n for n, _ in Mixed(ranks).named_parameters()
+    )
+    for name, block in (("first", 5 * 16), ("second", 64 * 56)):
+        assert getattr(net[0], name).weight.to_local().numel() % block == 0
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (net, reference)]
+    for step in range(3):
+        x = torch.linspace(-1, 1, 64, device=rank.device).view(4, 16) + step
+        for module in (net, reference):
+            module.zero_grad()
+            module(x).square().mean().backward()
+        assert_same_grads(net, reference, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_same_params(net, reference, rtol=1e-4, atol=1e-6)
+    net[0].set_custom_reduce_scatter(None)  # all groups have one mesh
+    with pytest.raises(ValueError, match="max_buffers must be an int >= 1, got 0"):
+        fully_shard(nn.Linear(2, 2), max_buffers=0)
