@@ -2,12 +2,25 @@
 
 import argparse
 import os
+import socket
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
-__all__ = ["join_ranks"]
+__all__ = ["join_ranks", "start_ranks"]
+
+
+def start_ranks(
+    run_rank: Callable[[int, argparse.Namespace, int], None], arguments: argparse.Namespace
+) -> None:
+    """Run ``run_rank(rank, arguments, port)`` in ``arguments.ranks`` processes and wait for them."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(run_rank, args=(arguments, port), nprocs=arguments.ranks)
 
 
 def join_ranks(rank: int, arguments: argparse.Namespace, port: int) -> torch.device:

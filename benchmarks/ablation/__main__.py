@@ -13,12 +13,11 @@ round by round. With CUDA the ranks use NCCL, and share a GPU where there are fe
 from __future__ import annotations
 
 import argparse
-import socket
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from benchmarks.ablation.worker import SIZES, run_rank
+from benchmarks.ranks import start_ranks
 
 
 def main() -> None:
@@ -46,10 +45,7 @@ def main() -> None:
     if arguments.wire is not None:
         run_rank(0, arguments, port=0)
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, args=(arguments, port), nprocs=arguments.ranks)
+    start_ranks(run_rank, arguments)
 
 
 if __name__ == "__main__":

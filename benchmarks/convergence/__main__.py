@@ -14,14 +14,13 @@ takes some minutes on a laptop.
 from __future__ import annotations
 
 import argparse
-import socket
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from benchmarks.convergence.report import write_report
 from benchmarks.convergence.runs import LEARNING_RATES, MODELS
 from benchmarks.convergence.worker import run_rank
+from benchmarks.ranks import start_ranks
 
 
 def _arguments() -> argparse.Namespace:
@@ -60,10 +59,7 @@ def main() -> None:
 
 def _train(arguments: argparse.Namespace) -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(run_rank, args=(arguments, port), nprocs=arguments.ranks)
+    start_ranks(run_rank, arguments)
 
 
 if __name__ == "__main__":

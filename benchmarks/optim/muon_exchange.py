@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
 import statistics
 import tempfile
 from dataclasses import asdict, dataclass
@@ -26,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from ragged_fsdp import fully_shard
@@ -34,7 +32,7 @@ from ragged_fsdp.dtensor import wrap_local
 from ragged_fsdp.optim import Muon
 from ragged_fsdp.optim.newton_schulz import orthogonalize, per_iteration
 
-from ..ranks import join_ranks
+from ..ranks import join_ranks, start_ranks
 from ..step.wire import Wire, join
 from .muon_step import COEFFICIENTS, LLAMA_LAYER, STEPS, timed
 from .stage_spans import StageSpan, draw, overlap, stage_spans, write_trace
@@ -216,10 +214,7 @@ def main() -> None:
         write(arguments, modelled(arguments), "muon_exchange")
         return
     arguments.ranks = arguments.real
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(real_rank, args=(arguments, port), nprocs=arguments.ranks)
+    start_ranks(real_rank, arguments)
 
 
 def write(arguments: argparse.Namespace, record: dict[str, Any], name: str) -> None:
