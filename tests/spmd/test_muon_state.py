@@ -179,3 +179,25 @@ def test_under_fully_shard(rank, implementation):
         torch.testing.assert_close(
             cases.whole(parameter.detach()), wanted[name].detach(), rtol=1e-4, atol=1e-5
         )
+
+
+@spmd(2)
+def test_sharded_after_the_optimizer_was_made(rank):
+    """Libraries that shard later put the new parameters into the groups; nothing is planned before a step."""
+    from ragged_fsdp import fully_shard
+
+    batch = torch.randn(3, 7, 6, generator=torch.Generator().manual_seed(1)).to(rank.device)
+    single, model = small_transformer().to(rank.device), small_transformer().to(rank.device)
+    optimizers = [Muon(network.named_parameters(), **OPTIONS) for network in (single, model)]
+    fully_shard(model, mesh=rank.mesh())
+    named = dict(model.named_parameters())
+    for group in optimizers[1].param_groups:
+        group["params"] = [named[name] for name in group["param_names"]]
+    for network, optimizer in zip((single, model), optimizers):
+        for _ in range(2):
+            network(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in single.named_parameters():
+        found = cases.whole(named[name].detach())
+        torch.testing.assert_close(found, parameter.detach(), rtol=1e-4, atol=1e-5)
