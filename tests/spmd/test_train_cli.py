@@ -1,8 +1,14 @@
 """The commands as users call them."""
 
+import contextlib
 import json
+import os
+import random
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +16,9 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
+from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.cli.main import main
-from train_cases import settings, train
+from train_cases import losses, settings, train
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +88,18 @@ def test_mistakes_on_the_command_line(tmp_path):
         assert code == 2 and message in text, text
 
 
-def test_torchrun_runs_the_same_command(tmp_path):
-    values = settings(tmp_path / "run", steps=2)
-    values.pop("processes")
+def _train_command(run_dir: Path, **changes: object) -> list[str]:
+    """The command line of a run of the tests, without a number of processes."""
+    values = settings(run_dir, **changes)
     flags = [
         f"--{k.replace('_', '-')}={v[0] if isinstance(v, list) else v}"
         for k, v in values.items()
-        if k != "tensorboard"
+        if k not in ("tensorboard", "processes")
     ]
-    program = Path(sys.executable).with_name("ragged-fsdp")
+    return [str(Path(sys.executable).with_name("ragged-fsdp")), "train", "--no-tensorboard", *flags]
+
+
+def test_torchrun_runs_the_same_command(tmp_path):
     torchrun = [
         sys.executable,
         "-m",
@@ -98,7 +108,49 @@ def test_torchrun_runs_the_same_command(tmp_path):
         "--nproc-per-node=2",
         "--no-python",
     ]
-    command = [*torchrun, str(program), "train", "--no-tensorboard", *flags]
+    command = [*torchrun, *_train_command(tmp_path / "run", steps=2)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stderr
     assert "ragged over 2 cpu processes" in done.stdout and "step     2/2  loss" in done.stdout
+
+
+def _srun(command: list[str], job: int) -> list[subprocess.Popen[str]]:
+    """Two processes with the variables that srun gives them."""
+    common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost"}
+    return [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def _free_job() -> int:
+    """A job number whose port nobody uses."""
+    while True:
+        job = random.randrange(20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", 20_000 + job))
+            return job
+
+
+def test_slurm_runs_the_same_command_and_its_warning_saves(tmp_path):
+    """SIGUSR1 to one rank, as before a time limit: both save and end."""
+    run_dir, ranks = tmp_path / "run", []
+    try:
+        ranks = _srun(_train_command(run_dir, steps=100_000, timeout=20.0), _free_job())
+        deadline = time.monotonic() + 120
+        while len(losses(run_dir)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks[1].send_signal(signal.SIGUSR1)
+        said = [rank.communicate(timeout=60)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [130, 130], said
+        (stopped,) = CheckpointStore(run_dir / "checkpoints").steps()
+        assert stopped == max(losses(run_dir)) and f"checkpoint {run_dir}" in said[0] and said[1] == ""
+    finally:
+        for rank in ranks:
+            rank.kill()

@@ -26,9 +26,9 @@ class StopRequest:
         self._deadline = time.monotonic() + 60 * minutes if minutes else None
         self._asked = threading.Event()
 
-    def listen_to_signals(self) -> None:
-        """SIGINT, SIGTERM, and SIGUSR1 (SLURM's before a time limit); a second one ends at once."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    def listen_to(self, *signals: int) -> None:
+        """Stop at the first of these signals; a second one ends at once."""
+        for number in signals:
             signal.signal(number, self._on_signal)
 
     def listen_to_launcher(self, channel: Connection) -> None:

@@ -1,5 +1,6 @@
 """What one rank runs. Loaded by the fork server, so that its imports are paid for once."""
 
+import signal
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -14,11 +15,15 @@ __all__ = ["run_rank"]
 def run_rank(config: TrainConfig, channel: Connection | None) -> dict[str, Any]:
     """Train on this rank; ``channel`` leads to our launcher, or is None under torchrun and SLURM."""
     stop = StopRequest(config.run.minutes)
-    if channel is None:
-        stop.listen_to_signals()
-    else:
+    if channel is not None:
         stop.listen_to_launcher(channel)
-    ranks = join(config.sharding)
+        ranks = join(config.sharding)
+    else:
+        # Ranks that wait for one that never comes are inside torch, where no handler of ours would run.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        stop.listen_to(signal.SIGUSR1)  # SLURM's, before a time limit
+        ranks = join(config.sharding)
+        stop.listen_to(signal.SIGINT, signal.SIGTERM)
     outcome = TrainingJob(config, ranks, stop).run()
     leave()
     return outcome
