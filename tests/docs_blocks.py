@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DOCUMENTS", "ROOT", "at_hand", "blocks", "check_command", "on_this_machine"]
+__all__ = ["DOCUMENTS", "ROOT", "at_hand", "blocks", "check_command", "known_flags", "on_this_machine"]
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -62,7 +62,8 @@ def _parse(words: list[str]) -> None:
     name, *arguments = words
     while hasattr(command, "resolve_command"):  # a group; typer may carry a click of its own
         name, command, arguments = command.resolve_command(command.context_class(command), arguments)
-    files = [p.type for p in command.params if getattr(p.type, "exists", False)]
+    kinds = [getattr(parameter, "type", None) for parameter in command.params]
+    files = [kind for kind in kinds if getattr(kind, "exists", False)]
     for kind in files:
         kind.exists = False  # the reader's files
     try:
@@ -116,3 +117,22 @@ def at_hand(folder: Path) -> dict[str, Any]:
         "unit": 4,
         "__name__": "document",
     }
+
+
+def known_flags() -> set[str]:
+    """Every option of every subcommand."""
+    from importlib import import_module
+
+    import typer
+
+    from ragged_fsdp.cli.main import main
+
+    flags, found = set(), [main]
+    for name in main.list_commands(None):
+        command = import_module(f"ragged_fsdp.cli.{name}").command
+        found.append(typer.main.get_command(command) if isinstance(command, typer.Typer) else command)
+    for command in found:
+        found += getattr(command, "commands", {}).values()
+        for parameter in command.params:
+            flags |= {*parameter.opts, *parameter.secondary_opts}
+    return flags | {"--help"}

@@ -1,8 +1,10 @@
 """The code blocks of README and docs run, and the commands in them are understood."""
 
+import re
+
 import pytest
 
-from docs_blocks import DOCUMENTS, at_hand, blocks, check_command, on_this_machine
+from docs_blocks import DOCUMENTS, ROOT, at_hand, blocks, check_command, known_flags, on_this_machine
 from rank_pool import spmd
 
 
@@ -35,3 +37,16 @@ def test_no_block_escapes():
                 assert first not in ("ragged-fsdp", "torchrun", "make", "import", "from"), (
                     f"{document}:{line}"
                 )
+
+
+def test_flags_in_prose_exist():
+    known = known_flags() | {
+        "--nproc-per-node",
+        "--no-python",
+        "--checkpoint",
+        "--torchao",
+    }  # of other programs
+    for document in DOCUMENTS:
+        text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+        for flag in re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z-]*)", text):
+            assert flag in known, f"{document}: {flag}"

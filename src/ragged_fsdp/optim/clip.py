@@ -36,9 +36,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients in place so that the norm of all of them together is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, with one small all-reduce per mesh and sums in fp32 (fp64 for
-    fp64 gradients). Call it on every rank with the same parameters; ``foreach`` is accepted for
-    compatibility, gradients are always processed in groups.
+    As ``torch.nn.utils.clip_grad_norm_``, with one small all-reduce per mesh; norms of parts are taken in
+    fp32 (fp64 for fp64 gradients) and added up in fp64. Call it on every rank with the same parameters;
+    ``foreach`` is accepted for compatibility, gradients are always processed in groups.
 
     Returns:
         The norm before clipping, a plain tensor, the same on every rank.
