@@ -72,7 +72,8 @@ def fully_shard(
             True, except for the root, which is needed again at once. ``"auto"`` is None, but the layers that
             backward needs first stay gathered, as many as fit in ``gathered_budget_bytes``.
         shard_placement_fn: per parameter, ``None``, ``Shard(dim)`` or a ``ShardPlacementResult`` with a mesh
-            of its own. ``Shard(0)`` keeps rows whole; other dims take the nearest ragged layout, by elements.
+            of its own. ``Shard(dim)`` gives FSDP2's equal chunks, with its copies, unless
+            ``orig_param_policy`` names a granularity for the parameter.
         mp_policy: dtypes of computation, reduction and output.
         offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and optimizer state on the host.
         ignored_params: parameters to leave alone.
