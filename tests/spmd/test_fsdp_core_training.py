@@ -24,8 +24,8 @@ from ragged_fsdp.dtensor import is_ragged
 from rank_pool import Rank, spmd
 
 
-@pytest.mark.parametrize(("optimizer", "reshard"), [("adamw", None), ("sgd", False), ("adamw", True)])
-@spmd(1, 2, 3, 4)
+@pytest.mark.parametrize(("optimizer", "reshard"), [("adamw", None), ("sgd", False)])
+@spmd(1, 3)
 def test_parity_of_nested_groups(rank: Rank, optimizer: str, reshard: bool | None) -> None:
     reference = make_net(rank.device)
     model = shard(clone(reference), mesh=rank.mesh(), reshard_after_forward=reshard)
