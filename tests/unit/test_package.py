@@ -70,6 +70,15 @@ def test_a_missing_command_line_package_is_one_line():
     assert result.stderr.strip() == "ragged-fsdp: typer is not installed; pip install 'ragged-fsdp[cli]'"
 
 
+def test_a_missing_model_package_is_named_with_its_extra():
+    program = (
+        "import sys; sys.modules['transformers'] = None; sys.argv = ['ragged-fsdp', 'plan', 'gpt-oss-120b'];"
+        "from ragged_fsdp.__main__ import main; main()"
+    )
+    result = _run(program=program)
+    assert result.returncode == 2 and "pip install 'ragged-fsdp[hf]'" in result.stderr, result.stderr
+
+
 def test_an_old_torch_is_refused_in_one_line():
     program = "import torch; torch.__version__ = '2.10.1+cu130'; from ragged_fsdp import fully_shard"
     result = _run(program=program)

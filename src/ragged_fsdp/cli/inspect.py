@@ -60,11 +60,12 @@ def _summary(reader: Any) -> dict[str, Any]:
 
 def _print(summary: dict[str, Any], show_all: bool) -> None:
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
     info = summary["info"]
-    console.print(f"[bold]{summary['path']}[/bold]")
+    console.print(f"[bold]{escape(str(summary['path']))}[/bold]")
     for key in ("step", "samples", "tokens", "train_loss", "eval_loss", "world_size"):
         if info.get(key) is not None:
             shown_value = f"{info[key]:,}" if isinstance(info[key], int) else f"{info[key]:.4f}"
@@ -88,6 +89,6 @@ def _print(summary: dict[str, Any], show_all: bool) -> None:
     console.print(counts)
     if summary["problems"] is not None:
         for problem in summary["problems"]:
-            console.print(f"[red]damaged:[/red] {problem}")
+            console.print(f"[red]damaged:[/red] {escape(str(problem))}")
         if not summary["problems"]:
             console.print("every file is as it was written")

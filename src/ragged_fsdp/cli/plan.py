@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ragged_fsdp.cli.plan_advice import Candidate, PaddingWarning, advise, recommendation, warnings_for
 from ragged_fsdp.cli.plan_models import NAMED_MODELS, load_shapes
@@ -108,7 +109,7 @@ def plan(
         else:
             report.print(console, results)
     except (ValueError, TypeError) as error:
-        status.print(f"[red]error:[/] {error}", highlight=False)
+        status.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 
@@ -199,7 +200,7 @@ class _Report:
 
     def print(self, console: Console, results: list[Planned]) -> None:
         for settings, _, plans in results:
-            console.print(f"[bold]{self.title}[/], {_label(settings)}", highlight=False)
+            console.print(f"[bold]{escape(self.title)}[/], {escape(_label(settings))}", highlight=False)
             if self.advising:
                 candidates = self._candidates(plans)
                 console.print(advice_table(candidates, self.gpus, self.threshold))
@@ -210,7 +211,7 @@ class _Report:
             if len(plans) > 1:
                 console.print(summary_table(plans, self.threshold))
             for warning in self._warnings(settings, plans):
-                console.print(f"[yellow]warning:[/] {warning.text}", highlight=False)
+                console.print(f"[yellow]warning:[/] {escape(warning.text)}", highlight=False)
 
     def _warnings(self, settings: PlanSettings, plans: list[ModelPlan]) -> list[PaddingWarning]:
         """Warnings for the sizes shown in detail, or for the worst one of a range."""
