@@ -22,7 +22,7 @@ _POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
 
 
 def debug_enabled() -> bool:
-    """Whether ``RAGGED_FSDP_DEBUG`` asks for poisoned storage, stream and order checks."""
+    """Whether ``RAGGED_FSDP_DEBUG`` asks for poisoned storage and order checks."""
     return os.environ.get("RAGGED_FSDP_DEBUG", "0") not in ("", "0")
 
 
@@ -46,8 +46,9 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class FlatStorage:
     """``nbytes`` of memory on ``device``, released and materialised on the stream that uses it.
 
-    ``stream`` is the stream of the last allocation. Memory must be released on it, after it has waited
-    for every other stream's use: the caching allocator then orders any reuse behind those uses.
+    ``stream`` is the stream of the last allocation: the caching allocator orders any reuse of the memory
+    behind the work of that stream. Where memory is released on another stream, it first waits for that one;
+    uses on further streams must have been waited for by the stream that releases.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class FlatStorage:
         if self.untyped.nbytes() == 0 or self.is_borrowed:
             return
         if self.debug:
-            self._check_stream()
             self.poison()
+        now = current_stream(self.device)
+        if now != self.stream:  # the allocator orders reuse behind the stream of the allocation only
+            self.stream.wait_stream(now)
         self.untyped.resize_(0)
 
     def poison(self) -> None:
@@ -124,11 +127,3 @@ class FlatStorage:
         if had_bytes == 0:
             self.untyped.resize_(0)  # set_ grows a storage that is too small
         return made
-
-    def _check_stream(self) -> None:
-        now = current_stream(self.device)
-        if now != self.stream:
-            raise RuntimeError(
-                f"storage allocated on stream {self.stream} is released on stream {now}; "
-                "its reuse would not wait for the work of the first."
-            )

@@ -2,8 +2,8 @@
 
 Before each collective of a group its ranks compare a running hash of everything they launched so far on
 that process group, with one 16-byte all-reduce. The first difference raises on every rank and names the
-first rank that differs, with what each was about to do. Released storage is filled with NaN bytes and
-checked to be released on the stream that allocated it (:mod:`ragged_fsdp.dbuffer.storage`).
+first rank that differs, with what each was about to do. Storage is filled with NaN bytes
+when it is released and when it is allocated (:mod:`ragged_fsdp.dbuffer.storage`).
 """
 
 from __future__ import annotations

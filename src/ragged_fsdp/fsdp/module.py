@@ -383,10 +383,13 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     if not modules:
         return
     states = [module._get_fsdp_state() for module in modules]
+    comm = states[0].comm
     for state in states[1:]:
-        state.comm = state.root.comm = states[0].comm
-        for group in state.groups:
-            group.context = states[0].comm
+        state.root.comm = comm
+        for below in {state, *state.root.states}:  # the states below are known after the first forward
+            below.comm = comm
+            for group in below.groups:
+                group.context = comm
 
 
 def _states_of(modules: Iterable[Any]) -> list[ModuleState]:
