@@ -25,7 +25,6 @@ __all__ = ["GroupPlan", "GroupTensors", "agree", "gathered_dtype", "make_plan", 
 _ALIGN_BYTES = 16
 _UNIT_CELLS = 128
 _SMALL_SHARD_UNITS = 8  # below this many units per shard, padding to 128 cells would show
-_LINE_BYTES = 128  # what memory and NCCL's low-latency protocol move at least: smaller shards save nothing
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class GroupTensors:
         smallest = self.cell_bytes if mixed else min([self.cell_bytes, *(d.itemsize for d in self.dtypes)])
         align = max(1, _ALIGN_BYTES // smallest)
         large = sum(spec.numel for spec in self.specs) >= ranks * _UNIT_CELLS * _SMALL_SHARD_UNITS
-        return max(_UNIT_CELLS if large else _LINE_BYTES // smallest, align), align
+        return max(_UNIT_CELLS if large else 1, align), align
 
 
 def make_plan(tensors: GroupTensors, ranks: int) -> GroupPlan:
