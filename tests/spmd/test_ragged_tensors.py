@@ -191,6 +191,11 @@ def test_random_numbers_are_those_of_the_whole_tensor(rank):
         tensor.normal_(generator=mine)
         assert_same(tensor, reference.normal_(generator=theirs), exact=True)
         assert torch.equal(mine.get_state(), theirs.get_state())
+    for made, expected in ((dtensor_module.rand, torch.rand), (dtensor_module.randn, torch.randn)):
+        torch.manual_seed(4)
+        tensor = made(8, 6, device_mesh=mesh, placements=[RaggedShard((0,), world_units(8, world))])
+        torch.manual_seed(4)
+        assert_same(tensor, expected(8, 6, device=device), exact=True)
     grid = rank.mesh(1, world)
     tensor = distribute_tensor(
         torch.zeros(6, 4, device=device), grid, [Shard(1), RaggedShard((0,), world_units(6, world))]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ragged_fsdp.dtensor import factories, random_ops, reduce_direct, views
+from ragged_fsdp.dtensor import factories, masks, random_ops, reduce_direct, views
 from ragged_fsdp.dtensor.geometry import is_ragged
 
 __all__ = ["run_direct"]
@@ -21,7 +21,7 @@ def run_direct(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         return op(*settled, **kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
         return random_ops.run(op, args, kwargs)
-    for handlers in (views.HANDLERS, factories.HANDLERS, reduce_direct.HANDLERS):
+    for handlers in (views.HANDLERS, factories.HANDLERS, masks.HANDLERS, reduce_direct.HANDLERS):
         if op in handlers:
             return handlers[op](op, args, kwargs)
     return NotImplemented

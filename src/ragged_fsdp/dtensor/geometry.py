@@ -138,8 +138,12 @@ def contiguous_stride(shape: Sequence[int]) -> Shape:
 def ragged_layout(tensor_or_spec: Any) -> RaggedLayout:
     """The layout of a ragged DTensor or DTensorSpec on this rank."""
     spec: Any = tensor_or_spec._spec if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
+    mesh, coordinate = spec.mesh, spec.mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in the mesh {mesh}, so it holds no part of {spec.placements}.")
     # Sizes are SymInts under dynamic shapes; a ragged layout specialises on them.
-    return _cached_layout(tuple(int(s) for s in spec.tensor_meta.shape), spec.mesh, spec.placements)
+    shape = tuple(int(s) for s in spec.tensor_meta.shape)
+    return _cached_layout(shape, mesh, tuple(coordinate), spec.placements)
 
 
 def ragged_spec(
@@ -165,12 +169,12 @@ def with_placements(
 
 
 @lru_cache(maxsize=8192)
-def _cached_layout(shape: Shape, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> RaggedLayout:
+def _cached_layout(
+    shape: Shape, mesh: DeviceMesh, coordinate: Shape, placements: tuple[Placement, ...]
+) -> RaggedLayout:
+    """Meshes of different ranks can be equal, where a process has been several ranks: the coordinate counts."""
     tag_rank()
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise ValueError(f"this rank is not in the mesh {mesh}, so it holds no part of {placements}.")
-    return compute_layout(shape, tuple(mesh.size(d) for d in range(mesh.ndim)), tuple(coordinate), placements)
+    return compute_layout(shape, tuple(mesh.size(d) for d in range(mesh.ndim)), coordinate, placements)
 
 
 def compute_layout(

@@ -29,6 +29,22 @@ def wrap_all(table: dict[Any, Callable[..., Any]]) -> None:
             table[op] = _unscaling(handler)
         elif op not in _FINE:
             table[op] = _guarded(handler)
+    table[aten._local_scalar_dense.default] = _item
+
+
+def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``item()``: refused where it would give each rank a number of its own.
+
+    On any DTensor the item of a Partial is the local one. An optimizer that asks for the norm of a ragged
+    parameter in this way would go on with another norm on every rank.
+    """
+    tensor = args[0]
+    if is_ragged(tensor._spec):
+        return run_direct(op, args, kwargs)
+    marked = getattr(tensor._spec, "_of_ragged_pieces", False)
+    if marked and any(p.is_partial() for p in tensor.placements):
+        raise refusal(op, tensor, "its reduction over the ranks is pending: call full_tensor() before item()")
+    return op(tensor._local_tensor) if tensor.device_mesh.get_coordinate() is not None else None
 
 
 def _guarded(handler: Callable[..., Any]) -> Callable[..., Any]:

@@ -130,6 +130,12 @@ TOUCHED = (
         ("ctx", "grad_output"),
         "stock rebuilds the global stride from the local tensor; a ragged one needs the spec's",
     ),
+    Touched(
+        api_module,
+        "_dtensor_init_helper",
+        ("init_op", "size", "device_mesh", "placements"),
+        "rand and randn draw with an offset that knows even shards only",
+    ),
     Touched(DTensor, "__reduce_ex__", ("self", "proto"), "pickling a piece that lies inside a larger buffer"),
     Touched(DTensor, "__deepcopy__", ("self", "memo"), "copying a piece that lies inside a larger buffer"),
     Touched(DTensor, "__create_write_items__", ("self", "fqn", "object"), "checkpoints: pieces as boxes"),
@@ -164,6 +170,7 @@ def install() -> None:
     _patch_redistribute_backward()
     _patch_local_shape()
     _rebind(construct.stock_distribute_tensor, construct.distribute_tensor)
+    _patch_random_factories()
     _patch_from_local()
     _patch_to_local_backward()
     dcp.install()
@@ -269,6 +276,22 @@ def _patch_local_shape() -> None:
         return layout.local_shape, boxes[0][0]
 
     _rebind(stock, compute_local_shape_and_global_offset)
+
+
+def _patch_random_factories() -> None:
+    stock = api_module._dtensor_init_helper
+    draws: dict[Any, Any] = {torch.rand: DTensor.uniform_, torch.randn: DTensor.normal_}
+
+    def init_helper(
+        init_op: Any, size: Any, device_mesh: Any = None, placements: Any = None, **options: Any
+    ) -> DTensor:
+        if init_op not in draws or ragged_mesh_dim(placements or ()) is None:
+            return stock(init_op, size, device_mesh, placements, **options)
+        wants_grad = options.pop("requires_grad", False)
+        made = stock(torch.empty, size, device_mesh, placements, requires_grad=False, **options)
+        return draws[init_op](made).requires_grad_(wants_grad)
+
+    api_module._dtensor_init_helper = init_helper
 
 
 def _patch_from_local() -> None:

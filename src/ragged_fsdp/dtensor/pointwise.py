@@ -17,7 +17,15 @@ from ragged_fsdp.dtensor.geometry import is_ragged, ragged_mesh_dim, replicated,
 from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
 from ragged_fsdp.placement import RaggedShard
 
-__all__ = ["LIST_OPS", "is_elementwise", "is_foreach", "list_rule", "op_name", "tensor_rule"]
+__all__ = [
+    "LIST_OPS",
+    "compares_shapes",
+    "is_elementwise",
+    "is_foreach",
+    "list_rule",
+    "op_name",
+    "tensor_rule",
+]
 
 aten = torch.ops.aten
 
@@ -86,6 +94,11 @@ def is_elementwise(op: torch._ops.OpOverload) -> bool:
     if is_foreach(name):
         return name not in _REDUCING_FOREACH
     return (torch.Tag.pointwise in op.tags or op in _UNTAGGED) and op.namespace == "aten"
+
+
+def compares_shapes(schema: Any) -> bool:
+    """Whether this is ``equal`` of two tensors that differ in shape already."""
+    return schema.op is aten.equal.default and schema.args_schema[0].shape != schema.args_schema[1].shape
 
 
 def tensor_rule(propagator: Any, schema: Any) -> OutputSharding:

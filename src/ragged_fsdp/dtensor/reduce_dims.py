@@ -22,7 +22,15 @@ from ragged_fsdp.dtensor.geometry import contiguous_stride, ragged_layout
 from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta
 from ragged_fsdp.placement import RaggedShard
 
-__all__ = ["EXTREMES", "Combine", "along_dims", "extreme_identity", "on_whole_rows", "partial_scalar"]
+__all__ = [
+    "EXTREMES",
+    "Combine",
+    "along_dims",
+    "extreme_identity",
+    "on_whole_rows",
+    "partial_scalar",
+    "pending",
+]
 
 LocalReduction = Callable[[torch.Tensor, list[int], bool], torch.Tensor]
 
@@ -94,13 +102,23 @@ def on_whole_rows(op: Any, tensor: DTensor, dim: int, run: Callable[[torch.Tenso
     return tuple(map(wrap, results)) if isinstance(results, (tuple, list)) else wrap(results)
 
 
+def pending(spec: DTensorSpec) -> DTensorSpec:
+    """``spec``, marked as what a reduction of a ragged tensor left to be combined.
+
+    ``item()`` of a Partial is the number of this rank alone, and a rank without a piece has none to tell:
+    see :mod:`ragged_fsdp.dtensor.handlers`.
+    """
+    spec._of_ragged_pieces = True  # type: ignore[attr-defined]
+    return spec
+
+
 def partial_scalar(tensor: DTensor, local: torch.Tensor, reduce_op: str) -> DTensor:
     """One number per rank, to be combined over every mesh dim that ``tensor`` is cut along."""
     placements = tuple(
         Partial(reduce_op) if isinstance(p, (RaggedShard, Shard)) else p for p in tensor.placements
     )
     meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    return wrap_local(local, DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta))
+    return wrap_local(local, pending(DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)))
 
 
 def _reduced_shape(shape: tuple[int, ...], reduced: list[int], keepdim: bool) -> tuple[int, ...]:
@@ -128,4 +146,4 @@ def _wrapped(
 
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
     placements = tuple(after(p) for p in tensor.placements)
-    return wrap_local(local, DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta))
+    return wrap_local(local, pending(DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)))

@@ -99,6 +99,8 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     dims, keepdim = _dims_of(tensor, call.get("dim")), bool(call.get("keepdim"))
     if call.get("dtype") is not None:
         tensor = tensor.to(call["dtype"])
+    if call.get("dim") and len(dims) == tensor.ndim and not keepdim:
+        return aten.linalg_vector_norm.default(tensor, order)
     if math.isinf(order):
         reduce = aten.amax.default if order > 0 else aten.amin.default
         combine = EXTREMES["max" if order > 0 else "min"] if order < 0 else Combine("max", lambda dtype: 0)
@@ -143,6 +145,45 @@ def _variance(root: bool) -> Handler:
         return aten.sqrt.default(variance) if root else variance
 
     return handler
+
+
+def _with_mean(variance: Handler) -> Handler:
+    """var_mean and std_mean."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+        call = bound_arguments(op, args, kwargs)
+        return variance(op, args, kwargs), aten.mean.dim(call["self"], call["dim"], call["keepdim"])
+
+    return handler
+
+
+def _both_extremes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    """aminmax, of all elements or along one dim."""
+    call = bound_arguments(op, args, kwargs)
+    dims = [] if call["dim"] is None else [call["dim"]]
+    low = aten.amin.default(call["self"], dims, call["keepdim"])
+    return low, aten.amax.default(call["self"], dims, call["keepdim"])
+
+
+def _nansum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    call = bound_arguments(op, args, kwargs)
+    known = aten.nan_to_num.default(call["self"], 0.0, math.inf, -math.inf)
+    return aten.sum.dim_IntList(known, call["dim"], call["keepdim"], dtype=call["dtype"])
+
+
+def _allclose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    call = bound_arguments(op, args, kwargs)
+    options = (call["rtol"], call["atol"], call["equal_nan"])
+    return bool(
+        _truth(
+            aten.all.default, (aten.isclose.default(call["self"], call["other"], *options),), {}
+        ).to_local()
+    )
+
+
+def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Only tensors of different shapes come here: they are not equal."""
+    return False
 
 
 def _arg_extreme(largest: bool) -> Handler:
@@ -243,8 +284,14 @@ HANDLERS: dict[Any, Handler] = {
     aten.norm.ScalarOpt_dim: _norm,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten._foreach_max.default: _foreach_max,
+    aten.allclose.default: _allclose,
+    aten.aminmax.default: _both_extremes,
+    aten.equal.default: _equal,
+    aten.nansum.default: _nansum,
     aten.var.correction: _variance(root=False),
     aten.std.correction: _variance(root=True),
+    aten.var_mean.correction: _with_mean(_variance(root=False)),
+    aten.std_mean.correction: _with_mean(_variance(root=True)),
     aten.count_nonzero.default: _count_nonzero,
     aten.count_nonzero.dim_IntList: _count_nonzero,
     **dict.fromkeys(

@@ -10,6 +10,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from ragged_fsdp.dtensor.geometry import is_ragged
 from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
+from ragged_fsdp.dtensor.reduce_dims import pending
 from ragged_fsdp.placement import RaggedShard
 
 __all__ = ["full_rule", "is_full_reduction"]
@@ -42,9 +43,8 @@ def is_full_reduction(schema: Any) -> bool:
         if isinstance(order, (int, float)) and (math.isinf(order) or order < 0):
             return False  # max and min have no value on an empty piece
     if op is aten.linalg_vector_norm.default:
-        dims = args[2] if len(args) > 2 else None
-        keepdim = args[3] if len(args) > 3 else False
-        return not keepdim and (dims is None or len(dims) in (0, args[0].ndim))
+        # dims count those of the global tensor, of which a flat piece has one
+        return not (len(args) > 2 and args[2]) and not (len(args) > 3 and args[3])
     return True
 
 
@@ -54,8 +54,6 @@ def full_rule(propagator: Any, schema: Any) -> OutputSharding | None:
     None where a pending reduction of another mesh dim must come first.
     """
     first, *rest = schema.args_schema
-    if schema.op is aten.linalg_vector_norm.default and len(rest) > 1:
-        rest[1] = None  # all dims, as given, of the flat tensor
     tensors = first if isinstance(first, (list, tuple)) else [first]
     outputs = []
     for spec in tensors:  # one by one: the tensors of a list may lie on different meshes
@@ -66,8 +64,8 @@ def full_rule(propagator: Any, schema: Any) -> OutputSharding | None:
             return None
         outputs.append(answer.output_spec)
     if not isinstance(first, (list, tuple)):
-        return OutputSharding(outputs[0], schema)
-    return OutputSharding(tuple(output[0] for output in outputs), schema)
+        return OutputSharding(pending(outputs[0]), schema)
+    return OutputSharding(tuple(pending(output[0]) for output in outputs), schema)
 
 
 def _flat(spec: Any) -> Any:
