@@ -31,7 +31,8 @@ def _public(module_name):
 @pytest.mark.parametrize("module_name", MODULES)
 def test_public_names_are_in_the_reference(module_name):
     for name, value in _public(module_name):
-        if value.__module__.startswith("torch."):
+        standing_in = value.__name__ == f"_{name}"  # for a class that this torch does not have yet
+        if value.__module__.startswith("torch.") or standing_in:
             assert f"`{name}`" in PAGE, f"docs/api.md does not say that {name} is torch's"
             continue
         assert name in DOCUMENTED, f"docs/api.md lacks {module_name}.{name}"
