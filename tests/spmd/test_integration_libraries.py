@@ -17,14 +17,14 @@ def _rows(name, parameter):
     return Rows(2) if parameter.ndim == 2 else None
 
 
-def _loop(model, rank, backward=torch.Tensor.backward):
+def _loop(model, rank, make_optimizer=lambda named: torch.optim.AdamW(named, lr=1e-2)):
     """Three steps in a plain loop; the mean loss of each."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = make_optimizer(model.named_parameters())
     losses = []
     for step in range(3):
         ids = own_rows(step, rank.rank)
         loss = model(input_ids=ids, labels=ids).loss
-        backward(loss)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean(loss))
@@ -73,12 +73,9 @@ def test_substitution_reaches_names_and_ends(rank):
     assert torch_fsdp.fully_shard is stock
 
 
-@spmd(2)
-def test_accelerate_prepares_a_ragged_model(rank):
+def _accelerator():
     from accelerate import Accelerator
     from accelerate.utils import FullyShardedDataParallelPlugin
-
-    from ragged_fsdp.integrations.substitute import ragged_fully_shard
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -88,9 +85,46 @@ def test_accelerate_prepares_a_ragged_model(rank):
         cpu_ram_efficient_loading=False,
         state_dict_type="SHARDED_STATE_DICT",
     )
+    return Accelerator(cpu=True, fsdp_plugin=plugin)
+
+
+@spmd(2)
+def test_accelerate_exchanges_the_parameters_of_our_optimizers(rank):
+    """Accelerate makes the optimizer first and shards then: the steps are those of one made afterwards."""
+    from ragged_fsdp import fully_shard, optim
+    from ragged_fsdp.integrations.substitute import ragged_fully_shard
+
+    makers = {
+        "AdamW8bit": lambda p: optim.AdamW8bit(p, lr=1e-2, min_8bit_numel=512),
+        "Shampoo": lambda p: optim.Shampoo(p, lr=1e-2, block_shape=(16, 16), start_step=2, min_numel=512),
+        "FusedAdamW": lambda p: optim.FusedAdamW(p, lr=1e-2),
+        "Muon": lambda p: optim.Muon(p, lr=1e-2),
+    }
+    policy = optim.block_policy(min_numel=512)
+    for name, make in makers.items():
+        model = llama()
+        for layer in model.model.layers:
+            fully_shard(layer, orig_param_policy=policy)
+        fully_shard(model, orig_param_policy=policy)
+        expected = _loop(model, rank, make)
+        with fsdp_on_cpu() as count_as_accelerator:
+            count_as_accelerator()
+            accelerator, model = _accelerator(), llama()
+            optimizer = make(model.named_parameters())
+            with ragged_fully_shard(policy):
+                model, optimizer = accelerator.prepare(model, optimizer)
+            losses = _loop(model, rank, lambda _, made=optimizer: made)
+        assert losses == pytest.approx(expected, abs=1e-4), name
+        assert losses[-1] != pytest.approx(reference_losses(4)[0], abs=1e-3)
+
+
+@spmd(2)
+def test_accelerate_prepares_a_ragged_model(rank):
+    from ragged_fsdp.integrations.substitute import ragged_fully_shard
+
     with fsdp_on_cpu() as count_as_accelerator:
         count_as_accelerator()
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        accelerator = _accelerator()
         assert accelerator.is_fsdp2
         model = llama()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

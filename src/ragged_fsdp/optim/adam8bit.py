@@ -230,6 +230,7 @@ class Adam8bit(ExactStateOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
+        self._follow_parameters()
         every_grad = [members.gradients.read() for members in self._members]  # raises first, if at all
         for group, members, grads in zip(self.param_groups, self._members, every_grad):
             members.drop_moved()

@@ -216,6 +216,7 @@ class _FlatOptimizer(ExactStateOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
+        self._follow_parameters()
         every = self._current_members()
         every_grad = [_checked(members) for members in every]  # raises first, if at all
         for group, members, grads in zip(self.param_groups, every, every_grad):

@@ -119,6 +119,7 @@ class Shampoo(ExactStateOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
+        self._follow_parameters()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

@@ -7,6 +7,7 @@ it like the parameter. All of it is local bookkeeping: nothing here communicates
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,9 @@ class _Untouched:
 class ExactStateOptimizer(torch.optim.Optimizer):
     """An optimizer that plans each group as it is added, and whose state keeps its dtypes when loaded."""
 
+    _planned: list[list[Tensor]]
+    """The parameters of each group when it was planned."""
+
     def _plan_group(self, index: int) -> None:
         """Check the options and parameters of a group and prepare for them; may raise, changing nothing."""
         raise NotImplementedError
@@ -225,6 +229,7 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
+        self._planned = [list(group["params"]) for group in self.param_groups]
 
     def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a group with the names given to the constructor, or their position."""
@@ -238,9 +243,24 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # written by an optimizer without some of our options
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+        self._plan_all()  # options may have come with the state
+
+    def _plan_all(self) -> None:
         self._forget_plans()
-        for index in range(len(self.param_groups)):  # options may have come with the state
+        for index in range(len(self.param_groups)):
             self._plan_group(index)
+        self._planned = [list(group["params"]) for group in self.param_groups]
+
+    def _follow_parameters(self) -> None:
+        """Plan anew if parameters were exchanged, as by Accelerate, which shards after making the optimizer.
+
+        Called before a step changes anything; what was planned for other tensors would update those.
+        """
+        planned, current = self._planned, [group["params"] for group in self.param_groups]
+        if [*map(len, planned)] != [*map(len, current)] or not all(
+            all(map(operator.is_, before, now)) for before, now in zip(planned, current)
+        ):
+            self._plan_all()
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
