@@ -74,6 +74,21 @@ class _Pass:
     columns: SegmentColumns | None
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What one step works on: this rank's parameters, their families, and addresses if they have them."""
+
+    states: Sequence[LocalState]
+    families: Sequence[FamilyStep]
+    addresses: Addresses | None
+
+    def at_once(self, work: _Pass, far: Sequence[Tensor]) -> tuple[SegmentColumns, Addresses] | None:
+        """The columns and addresses of a pass that one launch can do."""
+        if self.addresses is None or work.columns is None or far[0].dtype == torch.float64:
+            return None
+        return work.columns, self.addresses
+
+
 @dataclass
 class _Bucket:
     """The buffers of one bucket in flight."""
@@ -113,25 +128,18 @@ class Exchange:
     def run(self, states: Sequence[LocalState], families: Sequence[FamilyStep], device: torch.device) -> None:
         """One step of all parameters of the plan."""
         live: dict[int, _Bucket] = {}
-        addresses = addresses_of(states)
+        step = _Step(states, families, addresses_of(states))
         for stage, index in _schedule(len(self.programs), self.in_flight):
             with record_function(f"Muon {stage} {index}"):  # what profiles are read by
                 if stage == "start":
-                    live[index] = self._start(index, states, addresses, families, device)
+                    live[index] = self._start(index, step, device)
                     self.most_in_flight = max(self.most_in_flight, len(live))
                 elif stage == "iterate":
                     self._iterate(live[index], families)
                 else:
-                    self._finish(live.pop(index), self._from_roots[index], states, addresses, families)
+                    self._finish(live.pop(index), self._from_roots[index], step)
 
-    def _start(
-        self,
-        index: int,
-        states: Sequence[LocalState],
-        addresses: Addresses | None,
-        families: Sequence[FamilyStep],
-        device: torch.device,
-    ) -> _Bucket:
+    def _start(self, index: int, step: _Step, device: torch.device) -> _Bucket:
         program = self.programs[index]
         batches = [
             torch.empty(count * kind.rows * kind.columns, dtype=self.dtype, device=device)
@@ -139,7 +147,7 @@ class Exchange:
         ]
         sent = torch.empty(sum(program.gather.send), dtype=self.dtype, device=device)
         for work in self._to_roots[index]:
-            _update_momentum(work, states, addresses, [sent, *batches], families[work.family])
+            _update_momentum(work, step, [sent, *batches])
         bucket = _Bucket(program, batches, sent.new_empty(sum(program.gather.receive)), sent, None)
         bucket.work = self._transfer(bucket, program.gather)
         return bucket
@@ -158,18 +166,10 @@ class Exchange:
         _copy([(_near(i.copy, bucket.sent), _far(i.copy, bucket.batches[i.batch])) for i in program.results])
         bucket.work = self._transfer(bucket, program.scatter)
 
-    def _finish(
-        self,
-        bucket: _Bucket,
-        from_roots: list[_Pass],
-        states: Sequence[LocalState],
-        addresses: Addresses | None,
-        families: Sequence[FamilyStep],
-    ) -> None:
+    def _finish(self, bucket: _Bucket, from_roots: list[_Pass], step: _Step) -> None:
         _wait(bucket)
         for work in from_roots:
-            far = [bucket.packed, *bucket.batches]
-            _apply_updates(work, states, addresses, far, families[work.family])
+            _apply_updates(work, step, [bucket.packed, *bucket.batches])
 
     def _transfer(self, bucket: _Bucket, route: Route) -> dist.Work | None:
         if not bucket.program.moves:
@@ -196,24 +196,20 @@ def _schedule(buckets: int, in_flight: int) -> Iterator[tuple[str, int]]:
             yield "finish", index - 2
 
 
-def _update_momentum(
-    work: _Pass,
-    states: Sequence[LocalState],
-    addresses: Addresses | None,
-    far: Sequence[Tensor],
-    step: FamilyStep,
-) -> None:
+def _update_momentum(work: _Pass, step: _Step, far: Sequence[Tensor]) -> None:
     """Update the momentum of some segments and write the updates into ``far``: packed buffer, batches."""
-    if addresses is not None and work.columns is not None and far[0].dtype != torch.float64:
+    momentum, nesterov = step.families[work.family].momentum, step.families[work.family].nesterov
+    if (found := step.at_once(work, far)) is not None:
         from ragged_fsdp.optim.muon_elementwise_triton import launch_momentum_rows
 
-        rows = momentum_rows(work.columns, addresses, far)
+        columns, addresses = found
         dtypes = addresses.gradient_dtype, addresses.dtype, far[0].dtype
-        launch_momentum_rows(rows, dtypes, far[0].device, step.momentum, step.nesterov)
+        rows = momentum_rows(columns, addresses, far)
+        launch_momentum_rows(rows, dtypes, far[0].device, momentum, nesterov)
         return
     gradients, buffers, targets = [], [], []
     for segment in work.segments:
-        state = states[segment.parameter]
+        state = step.states[segment.parameter]
         wanted = segment.batch >= 0 or segment.sent  # if not, another replica sends these elements
         target = _far(segment.copy, far[segment.batch + 1]) if wanted else None
         if state.gradient is not None:
@@ -222,30 +218,26 @@ def _update_momentum(
             targets.append(target)
         elif target is not None:
             target.view().zero_()  # the transfer has a fixed size; the result is not used
-    update_momentum(gradients, buffers, targets, step.momentum, step.nesterov)
+    update_momentum(gradients, buffers, targets, momentum, nesterov)
 
 
-def _apply_updates(
-    work: _Pass,
-    states: Sequence[LocalState],
-    addresses: Addresses | None,
-    far: Sequence[Tensor],
-    step: FamilyStep,
-) -> None:
+def _apply_updates(work: _Pass, step: _Step, far: Sequence[Tensor]) -> None:
     """Apply updates that lie in ``far`` to the parameters that have a gradient."""
-    if addresses is not None and work.columns is not None and far[0].dtype != torch.float64:
+    family = step.families[work.family]
+    if (found := step.at_once(work, far)) is not None:
         from ragged_fsdp.optim.muon_elementwise_triton import launch_apply_rows
 
-        lengths = [step.lr * _slab_scale(kind, step) for kind in work.columns.kinds]
-        rows = apply_rows(work.columns, addresses, far, lengths)
-        launch_apply_rows(rows, (addresses.dtype, far[0].dtype), far[0].device, step.decay)
+        columns, addresses = found
+        lengths = [family.lr * _slab_scale(kind, family) for kind in columns.kinds]
+        rows = apply_rows(columns, addresses, far, lengths)
+        launch_apply_rows(rows, (addresses.dtype, far[0].dtype), far[0].device, family.decay)
         return
-    present = [s for s in work.segments if states[s.parameter].gradient is not None]
+    present = [s for s in work.segments if step.states[s.parameter].gradient is not None]
     apply_updates(
-        [_near(s.copy, states[s.parameter].parameter) for s in present],
+        [_near(s.copy, step.states[s.parameter].parameter) for s in present],
         [_far(s.copy, far[s.batch + 1]) for s in present],
-        [step.lr * _slab_scale(s.kind, step) for s in present],
-        step.decay,
+        [family.lr * _slab_scale(s.kind, family) for s in present],
+        family.decay,
     )
 
 
