@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -62,6 +63,19 @@ def test_export_writes_what_the_checkpoint_holds(run_dir, tmp_path):
     for file in set(index["weight_map"].values()):
         parts.update(load_file(tmp_path / "cut" / file))
     assert code == 0 and parts.keys() == stored.keys() == index["weight_map"].keys()
+
+
+def test_a_damaged_checkpoint_is_not_exported(run_dir, tmp_path):
+    shutil.copytree(run_dir, tmp_path / "run")
+    newest = tmp_path / "run/checkpoints/step-00000008"
+    victim = next(newest.glob("*.distcp"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    for arguments in ((newest,), (tmp_path / "run", "--best")):
+        code, text = _call("export", arguments[0], tmp_path / "out", *arguments[1:])
+        assert code == 1 and f"{victim} has changed since it was written" in text.replace("\n", "")
+    code, text = _call("export", tmp_path / "run", tmp_path / "out")
+    assert code == 0 and "passing over a damaged checkpoint" in text
+    assert _call("inspect", newest, "--verify")[0] == 1
 
 
 def test_report_draws_runs(run_dir, tmp_path):

@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
 from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.run_folder import RunLock
 from train_cases import losses, settings, tensors, train
 
 
@@ -86,6 +88,8 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(tmp_path, reference):
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
     (store.path(4) / ".metadata").unlink()
+    with pytest.raises(ConfigError, match="has changed since it was written"):
+        train(tmp_path / "other", resume=str(store.path(6)))
     train(tmp_path)
     said = _notes(tmp_path)
     assert f"{victim} has changed since it was written" in said and ".metadata is missing" in said
@@ -169,6 +173,13 @@ def test_refusals_come_from_the_ranks_as_such(tmp_path):
         train(tmp_path, resume="never")
     with pytest.raises(ConfigError, match="has model hidden = 32, this run has 64"):
         train(tmp_path, model_set={"hidden": "64"})
+    with pytest.raises(ConfigError, match="trained with optimizer = adamw, this run has muon"):
+        train(tmp_path, optimizer="muon")
+    with RunLock(tmp_path).file, pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+        train(tmp_path)
+    np.arange(4000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    with pytest.raises(ConfigError, match="is not in the model's vocabulary of 256"):
+        train(tmp_path / "tokens", data=[str(tmp_path / "tokens.bin")])
     with pytest.raises(ConfigError, match="holds no complete checkpoint"):
         train(tmp_path / "other", resume="must")
 
@@ -187,12 +198,14 @@ def test_metrics_trace_sample_and_time_limit(tmp_path):
     assert outcome["sample"].startswith("def ")
     rows = [row for row in read_metrics(tmp_path) if row["kind"] == "train"]
     assert {"loss", "grad_norm", "lr", "tokens_per_s", "mfu", "memory", "phases_s"} <= rows[-1].keys()
+    assert 0 < rows[-1]["memory"]["held"] <= rows[-1]["memory"]["allocated"]
     assert sum(rows[-1]["phases_s"].values()) <= rows[-1]["step_s"] and 0 < rows[-1]["mfu"] < 1
     start = next(row for row in read_metrics(tmp_path) if row["kind"] == "start")
     assert 0 <= start["padding"] < 1 and start["shard_bytes"] > 0
     trace = json.loads((tmp_path / "trace/steps-2-2.json").read_text())
     assert any("all_gather" in event.get("name", "") for event in trace["traceEvents"])
     assert list((tmp_path / "tensorboard").iterdir())
-    late = train(tmp_path, steps=10_000, minutes=1e-9)
+    late = train(tmp_path, steps=10_000, minutes=1e-9, lr=2e-3, profile=1)
     assert late["status"] == "time" and late["step"] == 3
+    assert "lr is 0.002, was 0.01 when the checkpoint was written" in _notes(tmp_path)
     assert settings(tmp_path)["model"] in (tmp_path / "config.toml").read_text()

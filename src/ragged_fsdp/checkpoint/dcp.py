@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
 
-__all__ = ["Saver", "copy_state", "first_good_step", "load", "stored_names"]
+__all__ = ["Saver", "copy_state", "first_good_step", "load", "shared_damage", "stored_names"]
 
 
 def copy_state(state: Any) -> Any:
@@ -121,20 +121,24 @@ def first_good_step(
 
     ``warn`` is told what is wrong with each checkpoint that is passed over.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    steps: list[Any] = [store.steps() if rank == 0 else None]
+    steps: list[Any] = [store.steps() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(steps, src=0, group=group)
     for step in reversed(steps[0]):
-        path = store.path(step)
-        try:
-            mine = sorted(read_manifest(path)["files"])[rank::world]
-        except ValueError:
-            mine = []  # damage() says what is wrong with the manifest
-        found: list[list[str]] = [[]] * world
-        dist.all_gather_object(found, damage(path, mine), group=group)
-        problems = sorted({problem for part in found for problem in part})
+        problems = shared_damage(store.path(step), group)
         if not problems:
             return step
         for problem in problems:
             warn(f"passing over a damaged checkpoint: {problem}")
     return None
+
+
+def shared_damage(path: Path, group: dist.ProcessGroup | None) -> list[str]:
+    """What is wrong with a checkpoint, the same on every rank; each checks its share of the files."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        mine = sorted(read_manifest(path)["files"])[rank::world]
+    except ValueError:
+        mine = []  # damage() says what is wrong with the manifest
+    found: list[list[str]] = [[]] * world
+    dist.all_gather_object(found, damage(path, mine), group=group)
+    return sorted({problem for part in found for problem in part})

@@ -4,14 +4,19 @@ from pathlib import Path
 
 import click
 
-from ragged_fsdp.checkpoint.store import CheckpointStore, damage
+from ragged_fsdp.checkpoint.store import MANIFEST, CheckpointStore, damage
 
 __all__ = ["find_checkpoint"]
 
 
-def find_checkpoint(path: Path, *, best: bool = False) -> Path:
-    """``path`` if it is a checkpoint; of a run's folder the best or the newest one that is whole."""
+def find_checkpoint(path: Path, *, best: bool = False, verify: bool = False) -> Path:
+    """``path`` if it is a checkpoint; of a run's folder the best or the newest one that is whole.
+
+    With ``verify`` a damaged checkpoint is refused even if it was named.
+    """
     if (path / ".metadata").exists():
+        if verify and (path / MANIFEST).exists() and (problems := damage(path)):
+            raise click.ClickException(f"the checkpoint is damaged: {problems[0]}")
         return path
     for root in (path / "checkpoints", path):
         store = CheckpointStore(root)
@@ -21,6 +26,8 @@ def find_checkpoint(path: Path, *, best: bool = False) -> Path:
         if best:
             if (step := store.best_step()) is None:
                 raise click.ClickException(f"{root} has no checkpoint that was evaluated")
+            if problems := damage(store.path(step)):
+                raise click.ClickException(f"the best checkpoint is damaged: {problems[0]}")
             return store.path(step)
         for step in reversed(steps):
             problems = damage(store.path(step))

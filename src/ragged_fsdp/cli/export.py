@@ -28,7 +28,7 @@ def command(checkpoint: Path, out: Path, dtype: str, max_file_gib: float, best: 
 
     from ragged_fsdp.trainer.exporting import export
 
-    source = find_checkpoint(checkpoint, best=best)
+    source = find_checkpoint(checkpoint, best=best, verify=True)
     type_name = _DTYPES[dtype]
     with Console(stderr=True).status("") as status:
         try:

@@ -1,6 +1,5 @@
 """Hugging Face's causal language models: built on the meta device, by config class or from a local folder."""
 
-import difflib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from ragged_fsdp.models.hf_parallel import tensor_split
 from ragged_fsdp.models.materialize import InitModule
+from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.source import ModelSource
 
 __all__ = ["find_hugging_face", "model_from_settings"]
@@ -68,11 +68,9 @@ def _config_class(name: str) -> type[PretrainedConfig]:
     known = {cls.__name__: cls for cls in AutoModelForCausalLM._model_mapping}
     if name in known:
         return known[name]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ValueError(
         f"model = {name!r}: transformers {transformers.__version__} has no causal language model with this "
-        f"config class{hint}"
+        f"config class; {nearest(name, known)}"
     )
 
 
@@ -83,9 +81,8 @@ def _parsed(config: PretrainedConfig, changes: Mapping[str, str]) -> dict[str, A
     values: dict[str, Any] = {}
     for key, text in changes.items():
         if key not in fields:
-            close = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"fields are {', '.join(fields)}"
-            raise ValueError(f"model_set {key}={text}: unknown field of {type(config).__name__}; {hint}")
+            unknown = f"model_set {key}={text}: unknown field of {type(config).__name__}"
+            raise ValueError(f"{unknown}; {nearest(key, fields)}")
         try:
             values[key] = json.loads(text)
         except json.JSONDecodeError:

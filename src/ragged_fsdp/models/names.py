@@ -1,6 +1,9 @@
-"""The name a parameter has in the plain model, whatever has been wrapped around its modules."""
+"""Names: of parameters whatever is wrapped around their modules, and the one that was meant."""
 
-__all__ = ["plain_name"]
+import difflib
+from collections.abc import Collection
+
+__all__ = ["nearest", "plain_name"]
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing, torch.compile
 
@@ -10,3 +13,9 @@ def plain_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+def nearest(name: str, valid: Collection[str]) -> str:
+    """A sentence that names the closest valid name, or all of them."""
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"valid names are {', '.join(sorted(valid))}"

@@ -4,7 +4,6 @@ The first part of every path is the same: :class:`ModelSource` builds the model 
 often as asked, and knows how to give one module its initial values.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from ragged_fsdp.models.config import BUILT_IN_SIZES, MoEConfig
 from ragged_fsdp.models.materialize import InitModule
 from ragged_fsdp.models.moe import MoETransformer
 from ragged_fsdp.models.moe_parallel import split_experts, split_tensors
+from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.splits import Split
 
 __all__ = ["ModelSource", "find_model"]
@@ -53,10 +53,9 @@ def find_model(name: str, changes: Mapping[str, str], *, random_weights: bool = 
         from ragged_fsdp.models.huggingface import find_hugging_face
 
         return find_hugging_face(name, changes, random_weights=random_weights)
-    close = difflib.get_close_matches(name, BUILT_IN_SIZES, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}?" if close else f"built-in sizes are {', '.join(BUILT_IN_SIZES)}"
     raise ValueError(
-        f"model = {name!r}: not a built-in size, a Hugging Face config class or a local folder; {hint}"
+        f"model = {name!r}: not a built-in size, a Hugging Face config class or a local folder; "
+        f"{nearest(name, BUILT_IN_SIZES)}"
     )
 
 
@@ -94,9 +93,7 @@ def _typed(changes: Mapping[str, str]) -> dict[str, Any]:
     typed: dict[str, Any] = {}
     for key, text in changes.items():
         if key not in names:
-            close = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
-            hint = f"did you mean {close[0]!r}?" if close else f"fields are {', '.join(names)}"
-            raise ValueError(f"model_set {key}={text}: unknown field; {hint}")
+            raise ValueError(f"model_set {key}={text}: unknown field; {nearest(key, names)}")
         try:
             typed[key] = (
                 {"true": True, "false": False}[text.lower()] if hints[key] is bool else hints[key](text)

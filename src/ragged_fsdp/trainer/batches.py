@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ragged_fsdp.trainer.config_file import ConfigError
+
 __all__ = ["Batches", "permuted", "share"]
 
 _ROUNDS = 4
@@ -52,8 +54,9 @@ def permuted(index: int, count: int, key: bytes) -> int:
 class Batches:
     """Sequences of ``seq_len`` inputs and their next tokens, by sample number."""
 
-    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int) -> None:
+    def __init__(self, tokens: np.ndarray, seq_len: int, seed: int, vocab_size: int | None = None) -> None:
         self._tokens = tokens
+        self._vocab_size = vocab_size
         self._seq_len = seq_len
         self._seed = seed
         self.windows = (len(tokens) - 1) // seq_len
@@ -63,7 +66,13 @@ class Batches:
         rows = [self._window(sample) for sample in samples]
         if not rows:
             return torch.empty(0, self._seq_len + 1, dtype=torch.int64)
-        return torch.from_numpy(np.stack(rows).astype(np.int64))
+        ids = np.stack(rows).astype(np.int64)
+        if self._vocab_size is not None and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise ConfigError(
+                f"data: token {wrong} is not in the model's vocabulary of {self._vocab_size}; see token_dtype"
+            )
+        return torch.from_numpy(ids)
 
     def _window(self, sample: int) -> np.ndarray:
         epoch, index = divmod(sample, self.windows)

@@ -116,7 +116,11 @@ class ShardingConfig:
         "ragged (ours), fsdp2 (torch's fully_shard), ddp (replicas), none (one process)",
         choices=("ragged", "fsdp2", "ddp", "none"),
     )
-    processes: int = _option(0, "local processes (0: one per GPU, or one per CPU core up to 4)", at_least=0)
+    processes: int = _option(
+        0,
+        "local processes (0: one per GPU, or one per CPU core up to 4); torchrun and SLURM bring their own",
+        at_least=0,
+    )
     device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
     tp: int = _option(
         1,

@@ -1,14 +1,16 @@
 """Combinations of settings that cannot work, found before any process is started."""
 
+import os
 from pathlib import Path
 
 import torch
 
+from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.source import find_model
 from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.policy import parse_granularity
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
-from ragged_fsdp.trainer.config_file import ConfigError, nearest
+from ragged_fsdp.trainer.config_file import ConfigError
 
 __all__ = ["check"]
 
@@ -42,6 +44,10 @@ def _check_run(config: TrainConfig) -> None:
     if resume not in ("auto", "never", "must") and not Path(resume).is_dir():
         hint = nearest(resume, ("auto", "never", "must"))
         raise ConfigError(f"resume = {resume!r}: no such folder, and not a mode; {hint}")
+    _check_folder(Path(config.run.run_dir))
+    first, steps = config.log.profile_from, config.run.steps
+    if config.log.profile and first > steps:
+        raise ConfigError(f"profile_from = {first} is after the last of {steps} steps; use at most {steps}")
     optimizer = config.optimizer
     for name in ("beta1", "beta2", "min_lr", "decay"):
         limit_open = name.startswith("beta")
@@ -54,6 +60,15 @@ def _check_run(config: TrainConfig) -> None:
         raise ConfigError(
             "eval_sequences needs eval_fraction > 0; set eval_sequences = 0 to train without evaluation"
         )
+
+
+def _check_folder(run_dir: Path) -> None:
+    """Whether the run's folder is there, or can be made."""
+    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"run_dir = {str(run_dir)!r}: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"run_dir = {str(run_dir)!r}: {there} cannot be written to")
 
 
 def _check_mesh(config: ShardingConfig, world_size: int) -> None:

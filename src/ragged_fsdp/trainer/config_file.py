@@ -4,29 +4,22 @@ Refuses what it does not know, with the nearest valid name: a misspelt key that 
 with other settings than its owner believes.
 """
 
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import tomli_w
 
+from ragged_fsdp.models.names import nearest
 from ragged_fsdp.trainer.config import TrainConfig
 
-__all__ = ["ConfigError", "from_values", "load_toml", "nearest", "save_toml", "section_of"]
+__all__ = ["ConfigError", "from_values", "load_toml", "save_toml", "section_of"]
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message names it and what would be right."""
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """A sentence that names the closest valid name, or all of them."""
-    options = sorted(valid)
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"valid names are {', '.join(options)}"
 
 
 def section_of() -> dict[str, str]:

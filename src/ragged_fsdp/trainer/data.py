@@ -83,6 +83,11 @@ def open_tokens(config: DataConfig) -> Tokens:
     sources = config.data
     if not sources:
         raise ConfigError("data: at least one source is needed, such as 'stdlib' or a glob of text files")
+    alone = [s for s in sources if s.endswith((".bin", ".npy")) or (Path(s) / "dataset_info.json").exists()]
+    if alone and len(sources) > 1:
+        raise ConfigError(
+            f"data: {alone[0]} holds tokens or a dataset, so it must be the only source of {len(sources)}"
+        )
     first = Path(sources[0])
     if len(sources) == 1 and first.suffix in (".bin", ".npy"):
         flat = _token_file(first, config.token_dtype)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ragged_fsdp.checkpoint import dcp
-from ragged_fsdp.checkpoint.store import CheckpointStore, read_manifest
+from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.source import ModelSource, find_model
@@ -22,7 +21,8 @@ from ragged_fsdp.trainer.metrics import MetricsWriter
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
-from ragged_fsdp.trainer.ranks import Ranks, seed_everything
+from ragged_fsdp.trainer.ranks import Ranks, on_first_rank, seed_everything
+from ragged_fsdp.trainer.run_folder import RunLock, starting_point
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
 from ragged_fsdp.trainer.sharding import ShardedModel, prepare_layers, shard
@@ -50,8 +50,10 @@ class TrainingJob:
         self._source = find_model(
             config.model.model, config.model.model_set, random_weights=config.model.weights == "random"
         )
+        self._lock = on_first_rank(lambda: RunLock(self._run_dir), ranks)
         self._tokens = _open_together(config, ranks)
         _check_vocabulary(self._source, self._tokens)
+        self._begin = starting_point(config, self._store, self._source.settings, ranks)
         seed_everything(config.run.seed, ranks.data_index)
         self._build()
         self._counters = Counters()
@@ -64,7 +66,9 @@ class TrainingJob:
         """Train to the last step, or until asked to stop; returns what came of it."""
         self._start()
         config, counters = self.config, self._counters
-        profiler = StepProfiler(config.log, self._run_dir, counters.step, enabled=self.ranks.rank == 0)
+        profiler = StepProfiler(
+            config.log, self._run_dir, counters.step, self._view.say, enabled=self.ranks.rank == 0
+        )
         reason = self._stop.agreed(self.ranks.control)
         saved_step = counters.step if counters.step else None
         last_step = min(config.run.steps, config.run.stop_at or config.run.steps)
@@ -84,6 +88,10 @@ class TrainingJob:
         if wanted and saved_step != counters.step:
             self._save()
         self._saver.wait()
+        if reason is not None and not finished:
+            saved = "saved; the same command goes on from here" if wanted else "not saved"
+            why = {"time": "the time is up", "interrupted": "interrupted"}[reason]
+            self._view.say(f"{why} after step {counters.step} of {config.run.steps}; {saved}")
         return self._finish("finished" if finished else reason or "stopped")
 
     def _build(self) -> None:
@@ -110,7 +118,7 @@ class TrainingJob:
             device=ranks.device,
             buffers_only=source.weights is not None,
         )
-        if source.weights is not None and not self._will_resume():
+        if source.weights is not None and self._begin.path is None:
             from ragged_fsdp.models.hf_weights import load_weights
 
             load_weights(model, twin, source.weights)
@@ -118,8 +126,9 @@ class TrainingJob:
         self.optimizer = build_optimizer(config.optimizer, model)
         self._lr = LearningRate(self.optimizer)
         data = config.data
-        self._train_data = Batches(self._tokens.train, data.seq_len, config.run.seed)
-        self._eval_data = Batches(self._tokens.evaluation, data.seq_len, seed=0)  # the same in every run
+        vocab = source.vocab_size
+        self._train_data = Batches(self._tokens.train, data.seq_len, config.run.seed, vocab)
+        self._eval_data = Batches(self._tokens.evaluation, data.seq_len, 0, vocab)  # the same in every run
 
     def _start(self) -> None:
         """Resume if there is something to resume, then say what is about to run."""
@@ -165,36 +174,14 @@ class TrainingJob:
         for line in group_table(groups) if groups else []:
             self._view.say(line)
 
-    def _will_resume(self) -> bool:
-        """Whether weights will come from a checkpoint, so that the first ones need not be read."""
-        return self.config.run.resume not in ("auto", "never") or bool(self._store.steps())
-
     def _resume(self) -> list[str]:
-        """Load the checkpoint that ``--resume`` means, if any; returns what to tell the user."""
-        mode = self.config.run.resume
-        messages: list[str] = []
-        if mode in ("auto", "must"):
-            step = dcp.first_good_step(self._store, self.ranks.control, messages.append)
-            path = None if step is None else self._store.path(step)
-            if path is None and mode == "must":
-                raise ConfigError(f"resume = must: {self._store.root} holds no complete checkpoint")
-        elif mode == "never":
-            if self._store.steps():
-                raise ConfigError(
-                    f"resume = never: {self._store.root} already holds checkpoints; use another run_dir"
-                )
-            path = None
-        else:
-            path = Path(mode)
-        dist.barrier(group=self.ranks.control)  # nobody writes before all have looked
-        if path is None:
-            return messages
-        info = _info(path)
-        _check_same_model(info, self._source, path)
-        messages += restore(path, self.model.module, self.optimizer, self.ranks)
-        self._counters = Counters.from_info(info)
-        messages.append(f"resumed from {path} at step {self._counters.step}")
-        return messages
+        """Take up the checkpoint that ``--resume`` means, if any; returns what to tell the user."""
+        begin = self._begin
+        if begin.path is None:
+            return begin.notes
+        notes = restore(begin.path, self.model.module, self.optimizer, self.ranks)
+        self._counters = Counters.from_info(begin.info)
+        return [*begin.notes, *notes, f"resumed from {begin.path} at step {self._counters.step}"]
 
     def _step(self) -> None:
         counters, config = self._counters, self.config
@@ -286,6 +273,8 @@ class TrainingJob:
         if self._metrics is not None:
             self._metrics.write("end", **outcome)
             self._metrics.close()
+        if self._lock is not None:
+            self._lock.release()
         self._view.close()
         return outcome
 
@@ -296,17 +285,7 @@ def _due(step: int, every: int) -> bool:
 
 def _open_together(config: TrainConfig, ranks: Ranks) -> Tokens:
     """Rank 0 opens the data first, so that a missing cache is built once."""
-    tokens: Tokens | None = None
-    failure: list[str | None] = [None]
-    if ranks.rank == 0:
-        try:
-            tokens = open_tokens(config.data)
-        except ValueError as error:
-            failure[0] = str(error)
-    dist.broadcast_object_list(failure, src=0, group=ranks.control)
-    if failure[0] is not None:
-        raise ConfigError(failure[0])
-    return tokens or open_tokens(config.data)
+    return on_first_rank(lambda: open_tokens(config.data), ranks) or open_tokens(config.data)
 
 
 def _check_vocabulary(source: ModelSource, tokens: Tokens) -> None:
@@ -315,17 +294,3 @@ def _check_vocabulary(source: ModelSource, tokens: Tokens) -> None:
             f"tokenizer: its {tokens.tokenizer.vocab_size} tokens do not fit the model's vocabulary of "
             f"{source.vocab_size}"
         )
-
-
-def _info(path: Path) -> dict[str, Any]:
-    """The manifest's values; none for a checkpoint that another tool wrote."""
-    if not (path / ".metadata").exists():
-        raise ConfigError(f"resume: {path} is not a checkpoint folder")
-    return read_manifest(path)["info"] if (path / "manifest.json").exists() else {}
-
-
-def _check_same_model(info: dict[str, Any], source: ModelSource, path: Path) -> None:
-    stored = info.get("model", source.settings)
-    for key, value in source.settings.items():
-        if stored.get(key) != value:
-            raise ConfigError(f"resume: {path} has model {key} = {stored.get(key)}, this run has {value}")

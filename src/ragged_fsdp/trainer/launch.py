@@ -71,16 +71,16 @@ def launch(target: str, argument: Any, processes: int) -> Any:
         "MASTER_PORT": str(store.port),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes))),
     }
-    ranks = []
-    for index in range(processes):
-        ours, theirs = context.Pipe()
-        own = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
-        process = context.Process(target=_serve, args=(target, argument, own, theirs), name=f"rank-{index}")
-        process.start()
-        theirs.close()
-        ranks.append(_Rank(index, process, ours))
+    ranks: list[_Rank] = []
     try:
         with _stop_on_signals(ranks):
+            for index in range(processes):
+                ours, theirs = context.Pipe()
+                own = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
+                process = context.Process(target=_serve, args=(target, argument, own, theirs))
+                process.start()
+                theirs.close()
+                ranks.append(_Rank(index, process, ours))
             return _watch(ranks)
     finally:
         for rank in ranks:
@@ -92,6 +92,8 @@ def launch(target: str, argument: Any, processes: int) -> Any:
 
 def _serve(target: str, argument: Any, environment: dict[str, str], pipe: Connection) -> None:
     """The life of a rank: run the function, send up what came of it."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # a terminal signals all processes; the launcher decides
     os.environ.update(environment)
     module, _, name = target.partition(":")
     try:

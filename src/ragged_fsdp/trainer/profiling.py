@@ -1,5 +1,6 @@
 """A Chrome trace of a few steps."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -13,7 +14,10 @@ __all__ = ["StepProfiler"]
 class StepProfiler:
     """Records steps ``profile_from`` to ``profile_from + profile - 1`` of this start of the run."""
 
-    def __init__(self, config: LogConfig, run_dir: Path, first_step: int, *, enabled: bool) -> None:
+    def __init__(
+        self, config: LogConfig, run_dir: Path, first_step: int, say: Callable[[str], None], *, enabled: bool
+    ) -> None:
+        self._say = say
         self._first = config.profile_from
         self._last = config.profile_from + config.profile - 1
         self._done = 0
@@ -33,12 +37,14 @@ class StepProfiler:
 
     def close(self) -> None:
         """Write the trace, also of a run that ended within it."""
-        if self._profile is None:
-            return
-        self._profile.__exit__(None, None, None)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self._path))
-        self._profile = None
+        if self._profile is not None:
+            self._profile.__exit__(None, None, None)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(self._path))
+            self._profile = None
+            self._say(f"trace {self._path}")
+        elif self._enabled and self._done < self._first - 1:
+            self._say(f"no trace: profile_from = {self._first}, but this start made {self._done} steps")
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]

@@ -2,8 +2,10 @@
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ragged_fsdp.trainer.config import ShardingConfig
+from ragged_fsdp.trainer.config_file import ConfigError
 
 __all__ = [
     "LAUNCHER_STORE",
@@ -19,9 +22,12 @@ __all__ = [
     "join",
     "lay_out",
     "leave",
+    "on_first_rank",
     "rank_variables",
     "seed_everything",
 ]
+
+T = TypeVar("T")
 
 LAUNCHER_STORE = "RAGGED_FSDP_LAUNCHER_STORE"
 """Set for processes of our launcher: it holds the store under which they meet, as torchrun's agent does."""
@@ -144,6 +150,21 @@ def _dims(mesh: DeviceMesh) -> list[tuple[str, int]]:
 
 def _mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T | None:
+    """Rank 0 acts, the others wait for it; its refusal is everyone's. Returns None on the others."""
+    result: T | None = None
+    failure: list[str | None] = [None]
+    if ranks.rank == 0:
+        try:
+            result = action()
+        except ConfigError as error:
+            failure[0] = str(error)
+    dist.broadcast_object_list(failure, src=0, group=ranks.control)
+    if failure[0] is not None:
+        raise ConfigError(failure[0])
+    return result
 
 
 def leave() -> None:

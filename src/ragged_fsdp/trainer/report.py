@@ -104,10 +104,12 @@ def _grad_norm(axis: Axes, metrics: dict[str, Rows]) -> None:
 
 
 def _memory(axis: Axes, metrics: dict[str, Rows]) -> None:
-    for color, (label, rows) in zip(_COLORS * len(metrics), metrics.items()):
-        steps, values = _series(rows, "train", "memory", "allocated")
-        axis.plot(steps, [value / 2**20 for value in values], color=color, label=label)
-    axis.set_title("memory of rank 0, MiB")
+    kinds = {"allocated": "-", "reserved": "--", "held": ":"}
+    for color, rows in zip(_COLORS * len(metrics), metrics.values()):
+        for kind, line in kinds.items():
+            steps, values = _series(rows, "train", "memory", kind)
+            axis.plot(steps, [value / 2**20 for value in values], color=color, linestyle=line, linewidth=1.2)
+    axis.set_title("memory of rank 0, MiB: peak (line), reserved (dashed), held (dotted)")
     axis.set_ylim(bottom=0)
 
 

@@ -33,8 +33,6 @@ class StopRequest:
 
     def listen_to_launcher(self, channel: Connection) -> None:
         """Stop when the launcher says so; end at once if the launcher is gone."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)  # a terminal signals all processes; the launcher decides
         threading.Thread(target=self._follow, args=(channel,), name="launcher", daemon=True).start()
 
     def agreed(self, control: dist.ProcessGroup) -> str | None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -44,15 +45,25 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Peak memory of this rank since the start: of the allocator on a GPU, of the process on a CPU."""
+    """Memory of this rank: its peak, and what it holds now.
+
+    On a GPU the allocator's peaks since this was last asked; on a CPU the peak of the process.
+    """
     if device.type == "cuda":
-        return {
+        found = {
             "allocated": torch.cuda.max_memory_allocated(device),
             "reserved": torch.cuda.max_memory_reserved(device),
+            "held": torch.cuda.memory_allocated(device),
         }
+        torch.cuda.reset_peak_memory_stats(device)
+        return found
     unit_bytes = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
-    return {"allocated": peak, "reserved": peak}
+    try:
+        held = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:  # not Linux
+        held = peak
+    return {"allocated": max(peak, held), "held": held}  # the kernel may count the peak late
 
 
 class StepClock:
