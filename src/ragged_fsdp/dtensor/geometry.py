@@ -172,7 +172,7 @@ def with_placements(
 def _cached_layout(
     shape: Shape, mesh: DeviceMesh, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> RaggedLayout:
-    """Meshes of different ranks can be equal, where a process has been several ranks: the coordinate counts."""
+    """The coordinate counts: meshes of two ranks are equal where one process has been both."""
     tag_rank()
     return compute_layout(shape, tuple(mesh.size(d) for d in range(mesh.ndim)), coordinate, placements)
 
