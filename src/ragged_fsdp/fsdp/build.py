@@ -169,7 +169,7 @@ class GroupBuilder:
         shapes = outer_shapes(param)
         block = self._policy_block(name, param, shapes)
         if placement is None:
-            return _Choice(mesh, block or 1, None)
+            return _Choice(mesh, _beside_outer_shards(param, shapes, block or 1), None)
         dim = self._placement_dim(param, placement, mesh, shapes[0])
         if block is None and mesh.shards and (explicit or dim):
             return _Choice(mesh, 1, dim)
@@ -391,3 +391,17 @@ class GroupBuilder:
 
 def _inner(param: torch.Tensor) -> torch.Tensor:
     return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def _beside_outer_shards(param: torch.Tensor, shapes: Sequence[tuple[int, ...]], block: int) -> int:
+    """The block raised so that no cut falls into a dim that tensor parallelism cut: rows for ``Shard(1)``.
+
+    Uneven tensor parallelism leaves rows of different lengths, which no common cut respects; such a parameter
+    is strided. The same holds for ``Shard(0)``, where every cut falls into the dim.
+    """
+    if not isinstance(param, DTensor) or len(set(shapes)) > 1:
+        return block
+    for outer in param.placements:
+        if isinstance(outer, Shard) and outer.dim % param.ndim:
+            block = math.lcm(block, max(1, math.prod(shapes[0][outer.dim % param.ndim :])))
+    return min(block, max(1, math.prod(shapes[0])))
