@@ -24,9 +24,16 @@ def _rows(name, parameter):
 
 
 def _train(
-    folder: Path, *, ragged: bool, resume: Path | None = None, config: dict | None = None, **arguments
+    folder: Path,
+    *,
+    ragged: bool,
+    resume: Path | None = None,
+    config: dict | None = None,
+    optimizer=None,
+    policy=_rows,
+    **arguments,
 ):
-    """The trainer after its run, and its losses by step."""
+    """The trainer after its run, and its losses by step and of an evaluation."""
     from transformers import Trainer, TrainingArguments
 
     from ragged_fsdp.integrations.substitute import ragged_fully_shard
@@ -36,7 +43,7 @@ def _train(
         {"input_ids": ids, "labels": ids}
         for ids in torch.randint(64, (64, 16), generator=torch.Generator().manual_seed(1))
     ]
-    with fsdp_on_cpu() as count_as_accelerator, ragged_fully_shard(_rows) if ragged else nullcontext():
+    with fsdp_on_cpu() as count_as_accelerator, ragged_fully_shard(policy) if ragged else nullcontext():
         settings = TrainingArguments(
             output_dir=str(folder),
             fsdp=True,
@@ -49,7 +56,13 @@ def _train(
             **{"max_steps": STEPS, "save_strategy": "no", "use_cpu": True, **arguments},
         )
         count_as_accelerator()
-        trainer = Trainer(model=llama(), args=settings, train_dataset=data, eval_dataset=data[:4])
+        trainer = Trainer(
+            model=llama(),
+            args=settings,
+            train_dataset=data,
+            eval_dataset=data[:4],
+            optimizer_cls_and_kwargs=optimizer,
+        )
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
         losses = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
         evaluated = trainer.evaluate()["eval_loss"]
@@ -131,3 +144,29 @@ def _check_saved_model(trainer, folder):
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     for name, parameter in trainer.model.named_parameters():
         torch.testing.assert_close(loaded.get_parameter(name), parameter.full_tensor(), atol=0, rtol=0)
+
+
+@spmd(2)
+def test_our_optimizer_trains_and_resumes(rank):
+    """Made by the Trainer before it shards; its 8-bit state goes through the checkpoint."""
+    from ragged_fsdp.optim import AdamW8bit, block_policy
+
+    def run(folder, **more):
+        return _train(
+            rank.shared_dir / folder,
+            ragged=True,
+            config={"state_dict_type": "SHARDED_STATE_DICT"},
+            optimizer=(AdamW8bit, {"lr": 1e-2, "min_8bit_numel": 512}),
+            policy=block_policy(min_numel=512),
+            **more,
+        )
+
+    trainer, losses = run("first", save_strategy="steps", save_steps=2)
+    assert_ragged(trainer.model)
+    state = trainer.optimizer.optimizer.state[trainer.model.lm_head.weight]
+    assert state["exp_avg_codes"].dtype == torch.uint8
+    _, exact = _train(rank.shared_dir / "exact", ragged=True)
+    assert len(set(losses)) == len(losses)
+    assert losses == pytest.approx(exact, abs=0.05)  # torch's AdamW, in fp32
+    _, resumed = run("second", resume=rank.shared_dir / "first" / "checkpoint-2")
+    assert resumed == losses
