@@ -141,6 +141,16 @@ def average_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) 
             parameter.grad.div_(dist.get_world_size(group))
 
 
+def backward_both(
+    model: nn.Module, reference: nn.Module, batch: Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fresh gradients of the sharded model and of its reference, which averages them as DDP does."""
+    for module in (model, reference):
+        module.zero_grad()
+        module(batch).sum().backward()
+    average_gradients(reference, group)
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered if it is distributed."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
@@ -153,11 +163,14 @@ def relative_error(ours: Tensor, theirs: Tensor) -> float:
 
 
 def assert_same(
-    model: nn.Module, reference: nn.Module, *, tolerance: float = 0.0, grads: bool = False
+    model: nn.Module, reference: nn.Module, *, tolerance: float = 0.0, grads: bool = False, wrapper: str = ""
 ) -> None:
-    """Parameters (and gradients) equal the reference's, by name; bitwise if ``tolerance`` is zero."""
+    """Parameters (and gradients) equal the reference's, by name; bitwise if ``tolerance`` is zero.
+
+    ``wrapper`` is what wrapping modules add to the names of ``model``.
+    """
     theirs = dict(reference.named_parameters())
-    ours = dict(model.named_parameters())
+    ours = {name.replace(wrapper, ""): parameter for name, parameter in model.named_parameters()}
     assert list(ours) == list(theirs)
     for name, parameter in ours.items():
         _compare(name, full(parameter), theirs[name].detach(), tolerance)

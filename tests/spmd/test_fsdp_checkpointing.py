@@ -12,6 +12,7 @@ from fsdp_cases import (
     Transformer,
     assert_same,
     average_gradients,
+    backward_both,
     build,
     count,
     fsdp,
@@ -93,14 +94,8 @@ def test_checkpoint_wrapper(rank, inside, impl):
             model.layers[i] = checkpoint_wrapper(fully_shard(layer), checkpoint_impl=impl)
     fully_shard(model)
     for step in range(2):
-        for module in (model, reference):
-            module.zero_grad()
-            module(tokens(rank, step)).backward()
-        average_gradients(reference)
-        expected = dict(reference.named_parameters())
-        for name, parameter in model.named_parameters():
-            want = expected[name.replace("_checkpoint_wrapped_module.", "")].grad
-            torch.testing.assert_close(parameter.grad.full_tensor(), want, rtol=1e-6, atol=1e-7)
+        backward_both(model, reference, tokens(rank, step))
+        assert_same(model, reference, tolerance=1e-6, grads=True, wrapper="_checkpoint_wrapped_module.")
 
 
 @spmd(2)

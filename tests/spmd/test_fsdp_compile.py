@@ -8,6 +8,7 @@ from fsdp_cases import (
     Transformer,
     assert_same,
     average_gradients,
+    backward_both,
     build,
     fsdp,
     fully_shard,
@@ -67,14 +68,8 @@ def test_a_submodule_compiled_inside_a_sharded_block(rank):
         fully_shard(layer)
     fully_shard(model)
     for step in range(2):
-        for module in (model, reference):
-            module.zero_grad()
-            module(tokens(rank, step)).backward()
-    average_gradients(reference)
-    expected = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        want = expected[name.replace("_orig_mod.", "")].grad
-        torch.testing.assert_close(parameter.grad.full_tensor(), want, rtol=1e-5, atol=1e-6)
+        backward_both(model, reference, tokens(rank, step))
+        assert_same(model, reference, tolerance=1e-5, grads=True, wrapper="_orig_mod.")
 
 
 @spmd(2, timeout=170)

@@ -10,7 +10,7 @@ from fsdp_cases import (
     FeedForward,
     Transformer,
     assert_same,
-    average_gradients,
+    backward_both,
     build,
     fully_shard,
     ragged_only,
@@ -38,9 +38,7 @@ def test_materialised_shards_train_like_the_loaded_model(rank):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, reference.state_dict() if rank.rank == 0 else {}, options=options)
     assert_same(model, reference)
-    for module in (model, reference):
-        module(tokens(rank, 0)).backward()
-    average_gradients(reference)
+    backward_both(model, reference, tokens(rank, 0))
     assert_same(model, reference, tolerance=1e-6, grads=True)
 
 

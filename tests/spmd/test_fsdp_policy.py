@@ -10,7 +10,7 @@ from fsdp_cases import (
     FeedForward,
     Transformer,
     assert_same,
-    average_gradients,
+    backward_both,
     build,
     fully_shard,
     shard_blocks,
@@ -69,9 +69,7 @@ def test_training_does_not_depend_on_the_granularity(rank, kind):
     granularity = {"rows": Rows(3), "elements": Elements(6), "whole": Whole()}[kind]
     model, reference = build(lambda: Transformer(moe=True), rank.device)
     shard_blocks(model, orig_param_policy=lambda name, p: granularity if p.ndim > 1 else None)
-    for module in (model, reference):
-        module(tokens(rank, 0)).backward()
-    average_gradients(reference)
+    backward_both(model, reference, tokens(rank, 0))
     assert_same(model, reference, tolerance=1e-6, grads=True)
 
 

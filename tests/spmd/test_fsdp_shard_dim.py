@@ -14,6 +14,7 @@ from fsdp_cases import (
     Transformer,
     assert_same,
     average_gradients,
+    backward_both,
     build,
     count,
     fsdp,
@@ -162,9 +163,7 @@ def test_beside_tensor_parallelism(rank, dim, hidden):
     for (name, p), q in zip(model.named_parameters(), reference.named_parameters()):
         assert torch.equal(full(p), q[1].detach()), name
     data = dataclasses.replace(rank, rank=mesh["dp"].get_local_rank())
-    for module in (model, reference):
-        module(rows(data, 0)).square().sum().backward()
-    average_gradients(reference, mesh["dp"].get_group())
+    backward_both(model, reference, rows(data, 0), mesh["dp"].get_group())
     for (name, p), q in zip(model.named_parameters(), reference.named_parameters()):
         assert relative_error(full(p.grad), q[1].grad) < 1e-6, name
 
@@ -199,9 +198,7 @@ def test_state_dicts_cross(rank):
     )
     assert_same(chunked, reference)
     assert all(p.placements == (_last_dim(p),) for p in chunked.parameters())
-    for module in (chunked, reference):
-        module(rows(rank, 0)).square().sum().backward()
-    average_gradients(reference)
+    backward_both(chunked, reference, rows(rank, 0))
     assert_same(chunked, reference, tolerance=1e-6, grads=True)
 
 
