@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class CollectiveWatch:
         self._launched: dict[str, deque[Launch]] = {}
         self._timeouts_s: dict[dist.ProcessGroup, float] = {}
         self._last_reported: Launch | None = None
+        self._device: torch.device | None = None
 
     def note(self, phase: str, group: ParamGroup, pg: dist.ProcessGroup, event: Any) -> None:
         """A collective of ``group`` was launched in front of ``event``; without streams (None) it is done."""
@@ -61,6 +63,7 @@ class CollectiveWatch:
             return
         if pg not in self._timeouts_s:
             self._timeouts_s[pg] = _timeout_s(pg, group.device)
+            self._device = group.device
             _THREAD.add(self, self._timeouts_s[pg])
         timeout_s = self._timeouts_s[pg]
         launched = self._launched.get(phase)
@@ -77,9 +80,16 @@ class CollectiveWatch:
                 found.append(next(entry for entry in old if not entry.event.query()))
         return min(found, key=lambda entry: entry.started_s, default=None)
 
+    def _on_device(self) -> AbstractContextManager:
+        """A thread starts on device 0, and asking an event there would take memory on it for every rank."""
+        if self._device is None or self._device.type == "cpu":
+            return nullcontext()
+        return torch.get_device_module(self._device).device(self._device)
+
     def report(self, now_s: float) -> None:
         """Log a late launch, once."""
-        entry = self.late(now_s)
+        with self._on_device():
+            entry = self.late(now_s)
         if entry is None or entry is self._last_reported:
             return
         self._last_reported = entry
