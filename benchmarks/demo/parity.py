@@ -1,8 +1,8 @@
 """The demo's run on 1, 2, 3 and 4 processes, and under FSDP2 and DDP: one seed, one curve.
 
-    python benchmarks/demo/parity.py                       # trains each variant, then writes the results
-    python benchmarks/demo/parity.py --precision fp64      # the same in double precision
-    python benchmarks/demo/parity.py --draw                # writes results.json and curves.svg from finished runs
+    python benchmarks/demo/parity.py                      # trains each variant, then writes the results
+    python benchmarks/demo/parity.py --precision fp64     # the same in double precision
+    python benchmarks/demo/parity.py --draw               # results.json and curves.svg from finished runs
 
 A variant that has finished is not run again; one that was stopped goes on where it stopped. In double
 precision rounding is too small to change a token's experts, so what is left are differences of the program.
