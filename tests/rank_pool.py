@@ -42,7 +42,10 @@ _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
 _POOLS: dict[int, _Pool] = {}
 _DEFAULT_TIMEOUT_S = 120.0
+_START_TIMEOUT_S = 90.0
+_START_ATTEMPTS = 3
 _SKIPPED = "skipped: "
+_JOINED = "joined"
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,13 @@ def shutdown_pools() -> None:
 
 def _pool(world_size: int) -> _Pool:
     pool = _POOLS.get(world_size)
-    if pool is None or not pool.healthy:
+    for _ in range(_START_ATTEMPTS):
+        if pool is not None and pool.healthy:
+            return pool
         pool = _POOLS[world_size] = _Pool(world_size)
+        pool.await_start()  # another program may have taken the port that was free
+    if not pool.healthy:
+        pytest.fail(f"no pool of {world_size} ranks came up in {_START_ATTEMPTS} attempts", pytrace=False)
     return pool
 
 
@@ -118,6 +126,19 @@ class _Pool:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+
+    def await_start(self) -> None:
+        """Wait until every rank has joined the process group; a pool where one did not is not healthy."""
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        try:
+            joined = all(
+                pipe.poll(max(0.0, deadline - time.monotonic())) and pipe.recv() == _JOINED
+                for pipe in self._pipes
+            )
+        except EOFError:  # a rank died
+            joined = False
+        if not joined:
+            self.stop()
 
     def run(self, module: str, qualname: str, params: dict, shared_dir: Path, timeout: float) -> None:
         for pipe in self._pipes:
@@ -178,6 +199,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=100))
+    pipe.send(_JOINED)
     while True:
         try:
             module, qualname, params, shared_dir = pipe.recv()

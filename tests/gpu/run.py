@@ -35,17 +35,12 @@ class Group:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-_RAGGED = "tests/spmd/test_ragged_{}.py"
-_MOVES = tuple(_RAGGED.format(part) for part in ("redistribute", "properties", "checkpoint"))
-_OPS = tuple(_RAGGED.format(part) for part in ("ops", "optim", "tensors", "compile"))
+_RAGGED = ("tests/spmd/test_ragged_*.py",)
 _POISONED = {"RAGGED_FSDP_DEBUG": "1"}
 
 GROUPS = {
-    "ragged-2": Group("ragged DTensors, 2 NCCL ranks", (*_MOVES, *_OPS), ("-k", "2]")),
-    "ragged-4-moves": Group(
-        "moves and checkpoints of ragged DTensors, 4 NCCL ranks", _MOVES, ("-k", "not 2]")
-    ),
-    "ragged-4-ops": Group("ops on ragged DTensors, 4 NCCL ranks", _OPS, ("-k", "not 2]")),
+    "ragged-2": Group("ragged DTensors, 2 NCCL ranks", _RAGGED, ("-k", "2]")),
+    "ragged-4": Group("ragged DTensors, 4 NCCL ranks", _RAGGED, ("-k", "not 2]")),
     "runtime-core": Group(
         "DBuffer and fully_shard, 1 to 4 NCCL ranks, freed memory poisoned",
         ("tests/spmd/test_dbuffer_*.py", "tests/spmd/test_fsdp_core_*.py"),
@@ -63,7 +58,7 @@ GROUPS = {
 def start(group: Group, log: Path) -> subprocess.Popen[bytes]:
     """A pytest process over the group's files; a pipe would stop it when nobody reads."""
     files = sorted(str(p.relative_to(ROOT)) for pattern in group.files for p in ROOT.glob(pattern))
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--durations=8", "-p", "no:cacheprovider"]
     environment = {**os.environ, "RAGGED_FSDP_TEST_DEVICE": "cuda", **group.environment}
     with log.open("wb") as stream:
         return subprocess.Popen(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from ragged_cases import assert_same, numbers, ragged, world_units, worlds
+from ragged_cases import assert_same, fewer, numbers, ragged, world_units, worlds
 from ragged_fsdp.dtensor import RaggedOpError, RaggedShard, StridedRaggedShard, distribute_tensor
 from rank_pool import spmd
 
@@ -213,11 +213,13 @@ ROW_OPS = [
 def test_reductions(rank):
     mesh = rank.mesh()
     t = numbers(7, 4, 3, 5, device=rank.device)
-    for prefix in (1, 2, 3):
+    for prefix in fewer((1, 2, 3)):
         x = ragged(t, mesh, prefix=prefix)
         for number, call in enumerate(REDUCTIONS):
             assert_same(call(x), call(t), f"call {number}, prefix {prefix}")
-        for dim, keepdim in itertools.product((0, 1, 2, (0, 1), (1, 2), (0, 2), (0, 1, 2)), (False, True)):
+        for dim, keepdim in itertools.product(
+            fewer((0, 1, 2, (0, 1), (0, 1, 2), (1, 2), (0, 2))), (False, True)
+        ):
             for number, call in enumerate(DIM_REDUCTIONS):
                 note = f"call {number}, prefix {prefix}, dim {dim}, keepdim {keepdim}"
                 assert_same(call(x, dim, keepdim), call(t, dim, keepdim), note)

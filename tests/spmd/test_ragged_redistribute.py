@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placeme
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ragged_cases import assert_same, numbers, world_units, worlds
+from ragged_cases import assert_same, fewer, numbers, world_units, worlds
 from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor, ragged_layout
 from rank_pool import spmd
 
@@ -16,7 +16,7 @@ from rank_pool import spmd
 @spmd(*worlds(1, 2, 3, 4))
 def test_every_pair_keeps_the_values(rank):
     mesh, world = rank.mesh(), rank.world_size
-    for shape in ((8, 6), (7, 5), (3, 4, 5)):
+    for shape in fewer([(7, 5), (8, 6), (3, 4, 5)]):
         full = numbers(1, *shape, device=rank.device)
         rows, numel = shape[0], full.numel()
         places = [
