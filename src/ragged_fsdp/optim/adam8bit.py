@@ -191,8 +191,16 @@ class Adam8bit(ExactStateOptimizer):
         }
         self._plans: dict[Tensor, _Plan] = {}
         self._members: list[_Members] = []
+        self._is_ready = False
         super().__init__(params, defaults)
-        self._log_plans()
+        self._is_ready = True
+        self._log_plans(self.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; nothing is changed if one of its options or parameters is refused."""
+        super().add_param_group(param_group)
+        if self._is_ready:  # the groups of the constructor share one line
+            self._log_plans(self.param_groups[-1:])
 
     def _forget_plans(self) -> None:
         self._plans, self._members = {}, []
@@ -213,9 +221,10 @@ class Adam8bit(ExactStateOptimizer):
         self._plans.update(plans)
         self._members.append(_Members(named))
 
-    def _log_plans(self) -> None:
-        small = [p for p, plan in self._plans.items() if plan.blocks is None]
-        large = [p for p, plan in self._plans.items() if plan.blocks is not None]
+    def _log_plans(self, groups: Sequence[dict[str, Any]]) -> None:
+        params = [param for group in groups for param in group["params"]]
+        small = [param for param in params if self._plans[param].blocks is None]
+        large = [param for param in params if self._plans[param].blocks is not None]
         _LOG.info(
             "%s: 8-bit state for %d parameters (%d elements), fp32 state for %d (%d elements): %s",
             type(self).__name__,

@@ -15,6 +15,7 @@ do not make up the world, there is no group over them and the number is reduced 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -48,9 +49,7 @@ def clip_grad_norm_(
         raise ValueError(f"norm_type must be positive or inf, got {norm_type}.")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in params if p.grad is not None]
-    if not grads:
-        return torch.tensor(0.0)
-    total_norm = _total_norm(grads, norm_type)
+    total_norm = _total_norm(params, norm_type)
     if error_if_nonfinite and not torch.isfinite(total_norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
@@ -61,20 +60,31 @@ def clip_grad_norm_(
     return total_norm
 
 
-def _total_norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    device, dtype = _local(grads[0]).device, torch.float32
-    if any(grad.dtype == torch.float64 for grad in grads):
-        dtype = torch.float64
-    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}
-    for grad in map(_summed, grads):
-        by_mesh.setdefault(grad.device_mesh if isinstance(grad, DTensor) else None, []).append(grad)
+def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm of all gradients. Meshes are those of the parameters, with or without gradients.
+
+    A rank may have none (an expert that no token reached): it must take part in the sums of the others.
+    """
+    grads = [_summed(param.grad) for param in params if param.grad is not None]
+    wide = any(grad.dtype == torch.float64 for grad in grads)
+    device = next((_local(tensor).device for tensor in [*grads, *params]), torch.device("cpu"))
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {None: []}
+    cut: dict[DeviceMesh | None, set[int]] = defaultdict(set)
+    for tensor in [*(param for param in params if param.requires_grad), *grads]:
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
+            by_mesh.setdefault(tensor.device_mesh, [])
+            cut[tensor.device_mesh].update(_cut_dims(tensor))
+    for grad in grads:
+        mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+        if mesh in by_mesh:  # not that of other ranks
+            by_mesh[mesh].append(grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for mesh, of_mesh in by_mesh.items():
-        cut = {dim for grad in of_mesh for dim in _cut_dims(grad)}
-        counted = [_local(grad) for grad in of_mesh if _counts_here(grad, cut)]
-        value = _all_reduced(_power_sum(counted, norm_type, device), mesh, sorted(cut), norm_type)
+        counted = [_local(grad) for grad in of_mesh if _counts_here(grad, cut[mesh])]
+        value = _all_reduced(_power_sum(counted, norm_type, device), mesh, sorted(cut[mesh]), norm_type)
         total = torch.maximum(total, value) if math.isinf(norm_type) else total + value
-    return (total if math.isinf(norm_type) else total ** (1.0 / norm_type)).to(dtype)
+    norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
+    return norm.to(torch.float64 if wide else torch.float32)
 
 
 def _local(grad: Tensor) -> Tensor:
