@@ -28,6 +28,7 @@ MODEL_RANKS = (64, 1024, 131072)
 def corpus() -> dict[str, Any]:
     known = best_known()
     gaps, seconds, proven = [], [], 0
+    aligned = ordered = 0
     for case in all_cases():
         specs = [TensorSpec(str(i), n, b) for i, (n, b) in enumerate(zip(case.sizes, case.blocks))]
         began = time.process_time()
@@ -35,6 +36,9 @@ def corpus() -> dict[str, Any]:
         seconds.append(time.process_time() - began)
         gaps.append(max(0.0, layout.shard_numel / known[case.name]["shard"] - 1))
         proven += layout.proven_optimal
+        starts = [start for spec, start in zip(specs, layout.offsets) if spec.numel]
+        aligned += all(start % case.unit == 0 for start in starts)
+        ordered += starts == sorted(starts)
     seconds.sort()
     return {
         "cases": len(gaps),
@@ -42,6 +46,8 @@ def corpus() -> dict[str, Any]:
         "at_the_best_size_known": sum(gap == 0 for gap in gaps),
         "most_above_it_percent": 100 * max(gaps),
         "mean_above_it_percent": 100 * sum(gaps) / len(gaps),
+        "offsets_aligned_to_the_unit": aligned,
+        "in_the_given_order": ordered,
         "median_seconds": seconds[len(seconds) // 2],
         "p95_seconds": seconds[int(0.95 * len(seconds))],
         "most_seconds": seconds[-1],
