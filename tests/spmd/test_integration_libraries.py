@@ -33,7 +33,10 @@ def _loop(model, rank, make_optimizer=lambda named: torch.optim.AdamW(named, lr=
 
 @spmd(2)
 def test_transformers_in_a_plain_loop(rank):
-    from ragged_fsdp import fully_shard
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    from ragged_fsdp import fully_shard, register_fsdp_forward_method
 
     model = llama()
     for layer in model.model.layers:
@@ -41,6 +44,13 @@ def test_transformers_in_a_plain_loop(rank):
     fully_shard(model, orig_param_policy=_rows)
     assert_ragged(model)
     assert _loop(model, rank) == pytest.approx(reference_losses(4), abs=1e-4)
+    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    register_fsdp_forward_method(model, "generate")
+    written = model.generate(own_rows(0, 0), max_new_tokens=3, do_sample=False)
+    if rank.rank == 0:
+        model.save_pretrained(rank.shared_dir / "saved", state_dict=full)
+        loaded = AutoModelForCausalLM.from_pretrained(rank.shared_dir / "saved")
+        assert torch.equal(loaded.generate(own_rows(0, 0), max_new_tokens=3, do_sample=False), written)
 
 
 @spmd(2)
