@@ -10,7 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_core_cases import WIDTH, assert_same_grads, batch, clone, full, loss_of, make_net, shard
+from fsdp_core_cases import (
+    WIDTH,
+    assert_same_grads,
+    batch,
+    clone,
+    counting_gathers,
+    full,
+    loss_of,
+    make_net,
+    shard,
+)
 from ragged_fsdp import collectives, fully_shard, register_fsdp_forward_method
 from ragged_fsdp.dbuffer import registry
 from rank_pool import Rank, spmd
@@ -121,6 +131,23 @@ def test_errors_that_a_forward_handles_itself(rank: Rank) -> None:
     model.broken = False
     assert torch.equal(model.other(x), reference.first(x))
     assert model._get_fsdp_state().root.forward_root is None
+
+
+@spmd(2)
+def test_one_rank_may_fail_alone_while_weights_are_unsharded_by_hand(rank: Rank) -> None:
+    """As when serving requests: no rank communicates, so an error on one of them concerns no other."""
+    reference = make_net(rank.device)
+    model = shard(clone(reference), mesh=rank.mesh(), reshard_after_forward=False)
+    tokens = batch(rank.device, 0, 2).chunk(2)[rank.rank]
+    with torch.no_grad():
+        model(tokens)  # everything stays gathered
+        if rank.rank == 0:
+            with pytest.raises(RuntimeError, match="indices"):
+                model(tokens.float())
+        calls: list[str] = []
+        with counting_gathers(calls):
+            assert torch.equal(model(tokens), reference(tokens))
+        assert not calls
 
 
 @spmd(2)

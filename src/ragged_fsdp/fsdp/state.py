@@ -144,6 +144,8 @@ class ModuleState(_State):
         for group in self.groups:
             entering = group.phase is not Phase.FORWARD
             group.phase = Phase.FORWARD
+            if entering:
+                group.was_unsharded = group.residence is Residence.UNSHARDED
             group.unshard(group.settings.unshard_async_op)
             group.wait_for_unshard()
             if entering:
@@ -186,10 +188,15 @@ class ModuleState(_State):
         return error is not None and id(error) != self._error_before
 
     def abort_forward(self) -> None:
-        """The forward raised: be ready for the next one, which must gather anew."""
+        """The forward raised: be ready for the next one, which must gather anew what this one gathered.
+
+        What was gathered before it stays: a rank that serves requests with unsharded weights may fail alone,
+        and must not be alone in the next gather.
+        """
         for group in self.groups:
             group.phase = Phase.IDLE
-            if not in_backward():  # else a recomputation that was stopped because it had gone far enough
+            stopped = in_backward()  # a recomputation that had gone far enough
+            if not stopped and not group.was_unsharded:
                 group.to_sharded()
         self.phase = Phase.IDLE
         self.still_to_run.clear()
