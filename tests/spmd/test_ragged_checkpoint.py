@@ -38,6 +38,12 @@ def ragged_state(mesh: DeviceMesh, tensors: dict[str, torch.Tensor], seed: int) 
     return state
 
 
+def assert_state(state: dict[str, DTensor], tensors: dict[str, torch.Tensor]) -> None:
+    """Every tensor of ``state`` has the values of the plain one of its name."""
+    for name, tensor in state.items():
+        assert_same(tensor, tensors[name], name, exact=True)
+
+
 def blank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
@@ -91,8 +97,7 @@ def test_layouts_and_world_sizes(rank):
     for source in ("from3", "from1"):
         target = ragged_state(mesh, blank(tensors), 3)
         dcp.load(target, checkpoint_id=str(rank.shared_dir / source))
-        for key, tensor in target.items():
-            assert_same(tensor, tensors[key], exact=True)
+        assert_state(target, tensors)
     into_strided = {
         "strided": distribute_tensor(
             torch.zeros(5, 6), grid, [StridedRaggedShard((0,), ((1, 2), (2, 0))), Shard(0)]
@@ -117,8 +122,7 @@ def test_sharded_checkpoints_load_into_ragged_tensors_and_asynchronously(rank):
     dcp.async_save(target, checkpoint_id=str(rank.shared_dir / "async"), process_group=gloo).result()
     again = ragged_state(mesh, blank(tensors), 1)
     dcp.load(again, checkpoint_id=str(rank.shared_dir / "async"))
-    for name, tensor in again.items():
-        assert_same(tensor, tensors[name], exact=True)
+    assert_state(again, tensors)
 
 
 @spmd(2)
@@ -136,25 +140,19 @@ def test_safetensors_storage(rank):
     dist.barrier()
     target = ragged_state(mesh, {k: torch.zeros_like(t, device=rank.device) for k, t in tensors.items()}, 0)
     dcp.load(target, storage_reader=hf.HuggingFaceStorageReader(str(path)))
-    for name, tensor in target.items():
-        assert_same(tensor, tensors[name], exact=True)
-    out = rank.shared_dir / "out"
-    writer = hf.HuggingFaceStorageWriter(
-        str(out), fqn_to_index_mapping=dict.fromkeys(tensors, 1), save_distributed=True
-    )
-    dcp.save(target, storage_writer=writer)
+    assert_state(target, tensors)
+    out, merged = rank.shared_dir / "out", rank.shared_dir / "merged"
+    for folder in (out, merged):
+        writer = hf.HuggingFaceStorageWriter(
+            str(folder),
+            fqn_to_index_mapping=dict.fromkeys(tensors, 1),
+            save_distributed=True,
+            enable_consolidation=folder is merged,
+        )
+        dcp.save(target, storage_writer=writer)
     again = ragged_state(mesh, {k: torch.zeros_like(t, device=rank.device) for k, t in tensors.items()}, 1)
     dcp.load(again, storage_reader=hf.HuggingFaceStorageReader(str(out)))
-    for name, tensor in again.items():
-        assert_same(tensor, tensors[name], exact=True)
-    merged = rank.shared_dir / "merged"
-    writer = hf.HuggingFaceStorageWriter(
-        str(merged),
-        fqn_to_index_mapping=dict.fromkeys(tensors, 1),
-        save_distributed=True,
-        enable_consolidation=True,
-    )
-    dcp.save(target, storage_writer=writer)
+    assert_state(again, tensors)
     if rank.rank == 0:
         (file,) = merged.glob("*.safetensors")
         loaded = safetensors.load_file(str(file))

@@ -23,6 +23,7 @@ __all__ = [
     "compute_layout",
     "contiguous_stride",
     "is_ragged",
+    "outer_index",
     "ragged_layout",
     "ragged_mesh_dim",
     "ragged_spec",
@@ -184,7 +185,7 @@ def compute_layout(
     mesh_dim = _checked_ragged_dim(shape, mesh_shape, placements)
     ragged: Any = placements[mesh_dim]
     inner_shape, inner_offset = _inner_tensor(shape, mesh_shape, coordinate, placements)
-    units = ragged.units_of(_outer_index(mesh_shape, coordinate, placements))
+    units = ragged.units_of(outer_index(mesh_shape, coordinate, placements))
     if len(units) != mesh_shape[mesh_dim]:
         raise ValueError(
             f"{ragged}: {len(units)} units for mesh dim {mesh_dim} of {mesh_shape[mesh_dim]} ranks."
@@ -240,7 +241,7 @@ def _inner_tensor(
     return tuple(sizes), tuple(offsets)
 
 
-def _outer_index(mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> int:
+def outer_index(mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> int:
     """Which of the outer shards, in mesh order, the rank at ``coordinate`` lies in."""
     index = 0
     for mesh_dim, placement in enumerate(placements):

@@ -28,6 +28,7 @@ from functools import lru_cache
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
+from ragged_fsdp.dtensor.geometry import outer_index
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
 
@@ -226,19 +227,11 @@ def ragged_interval(
     """The elements of the flattened inner tensor on the rank at ``coordinate``."""
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, RaggedShard):
-            units = placement.units_of(_outer_index(mesh_shape, coordinate, placements))
+            units = placement.units_of(outer_index(mesh_shape, coordinate, placements))
             unit_numel = inner_numel // (sum(units) or 1)
             start = sum(units[: coordinate[mesh_dim]]) * unit_numel
             return start, start + units[coordinate[mesh_dim]] * unit_numel
     return 0, inner_numel
-
-
-def _outer_index(mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> int:
-    index = 0
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            index = index * mesh_shape[mesh_dim] + coordinate[mesh_dim]
-    return index
 
 
 @lru_cache(maxsize=4096)
@@ -293,7 +286,7 @@ def _divides(
     ragged: RaggedShard, shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> bool:
     rows = math.prod(inner_box(shape, mesh_shape, coordinate, placements)[1][:-1])
-    units = ragged.units_of(_outer_index(mesh_shape, coordinate, placements))
+    units = ragged.units_of(outer_index(mesh_shape, coordinate, placements))
     return not rows or (sum(units) > 0 and rows % sum(units) == 0)
 
 
