@@ -74,10 +74,10 @@ def _scan_table(curves: Sequence[Curve]) -> str:
                 continue
             by_rate = sorted((c for c in mine if c.seed == mine[0].seed), key=lambda c: c.lr)
             best = min(by_rate, key=lambda c: c.evaluation)
-            at_edge = best.lr in (LEARNING_RATES[optimizer][0], LEARNING_RATES[optimizer][-1])
+            at_edge = best.lr in (by_rate[0].lr, by_rate[-1].lr)
             rates = ", ".join(f"{c.lr:g}: {c.evaluation:.4f}" for c in by_rate)
             others = ", ".join(f"{c.evaluation:.4f}" for c in mine if c.seed != mine[0].seed)
-            mark = " (at the edge of the grid)" if at_edge else ""
+            mark = " (at the edge)" if at_edge else ""
             found = f"{best.lr:g}: {best.evaluation:.4f}{mark}"
             lines.append(f"| {model} | {optimizer} | {rates} | {found} | {others or '-'} |")
     return "\n".join(lines) + "\n"

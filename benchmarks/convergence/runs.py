@@ -9,11 +9,21 @@ all parameters: the AdamW inside Muon (embeddings, head, norms) has no rate of i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ragged_fsdp.models import MoEConfig
 
-__all__ = ["LEARNING_RATES", "MODELS", "SEEDS", "SHARDINGS", "TINY_MODELS", "Setting", "centre_out"]
+__all__ = [
+    "LEARNING_RATES",
+    "MODELS",
+    "SEEDS",
+    "SHARDINGS",
+    "TINY_LEARNING_RATES",
+    "TINY_MODELS",
+    "Setting",
+    "centre_out",
+]
 
 MODELS = {
     "dense": MoEConfig(
@@ -36,6 +46,11 @@ LEARNING_RATES = {
     "adamw8bit": (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008),
     "muon": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
 }
+TINY_LEARNING_RATES = {
+    "adamw": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
+    "adamw8bit": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
+    "muon": (0.004, 0.008, 0.016, 0.032, 0.064, 0.128),
+}
 SHARDINGS = {
     "adamw": ("ragged_fsdp",),
     "adamw8bit": ("ddp", "ragged_fsdp"),
@@ -50,13 +65,14 @@ class Setting:
     """What every curve of a run has in common."""
 
     models: dict[str, MoEConfig]
+    learning_rates: dict[str, tuple[float, ...]]
     seq_len: int
     batch: int
     steps: int
     warmup: int = 20
 
 
-def centre_out(values: tuple[float, ...]) -> list[float]:
+def centre_out(values: Sequence[float]) -> list[float]:
     """The values from the middle outwards: what a run cut short leaves is the middle of the grid."""
     middle = (len(values) - 1) / 2
     return [values[i] for i in sorted(range(len(values)), key=lambda i: abs(i - middle))]

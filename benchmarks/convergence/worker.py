@@ -6,7 +6,7 @@ import argparse
 import json
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from benchmarks.convergence.runs import (
     MODELS,
     SEEDS,
     SHARDINGS,
+    TINY_LEARNING_RATES,
     TINY_MODELS,
     Setting,
     centre_out,
@@ -40,6 +41,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     torch.set_float32_matmul_precision("high")
     setting = Setting(
         models=TINY_MODELS if arguments.tiny else MODELS,
+        learning_rates=TINY_LEARNING_RATES if arguments.tiny else LEARNING_RATES,
         seq_len=arguments.seq_len,
         batch=arguments.batch,
         steps=arguments.steps or (60 if arguments.tiny else 800),
@@ -53,7 +55,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
         for optimizer in arguments.optimizers:
             path = arguments.out / arguments.stage / f"{model}-{optimizer}.json"
             done = _kept(path, setting, model)
-            for curve in _wanted(arguments.stage, model, optimizer, done, arguments.out):
+            for curve in _wanted(arguments, setting, model, optimizer, done):
                 if any(_same_run(curve, other) for other in done):
                     continue
                 if not _in_time(started, trained, arguments.seconds, device):
@@ -67,10 +69,12 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     dist.destroy_process_group()
 
 
-def _wanted(stage: str, model: str, optimizer: str, done: list[Curve], folder: Path) -> Iterator[Curve]:
-    if stage == "scan":
-        return _scan(model, optimizer, done)
-    return _curves(model, optimizer, folder)
+def _wanted(
+    arguments: argparse.Namespace, setting: Setting, model: str, optimizer: str, done: list[Curve]
+) -> Iterator[Curve]:
+    if arguments.stage == "scan":
+        return _scan(model, optimizer, setting.learning_rates[optimizer], done)
+    return _curves(model, optimizer, arguments.out)
 
 
 def _same_run(left: Curve, right: Curve) -> bool:
@@ -86,9 +90,9 @@ def _kept(path: Path, setting: Setting, model: str) -> list[Curve]:
     return [Curve(**curve) for curve in record["curves"]] if same else []
 
 
-def _scan(model: str, optimizer: str, done: list[Curve]) -> Iterator[Curve]:
+def _scan(model: str, optimizer: str, rates: Sequence[float], done: list[Curve]) -> Iterator[Curve]:
     """Every learning rate with the first seed, then the best with the other seeds."""
-    for lr in centre_out(LEARNING_RATES[optimizer]):
+    for lr in centre_out(rates):
         yield Curve(model, optimizer, "one process", lr, SEEDS[0])
     best = min(done, key=lambda curve: curve.evaluation)
     for seed in SEEDS[1:]:
@@ -140,7 +144,7 @@ def _write(
 
 
 def _recorded(setting: Setting) -> dict[str, int]:
-    return {key: value for key, value in asdict(setting).items() if key != "models"}
+    return {key: value for key, value in asdict(setting).items() if isinstance(value, int)}
 
 
 def _thinned(losses: list[float], stage: str) -> list[float]:

@@ -20,10 +20,12 @@ from ragged_fsdp.optim.quant import map_constants, rounding_key, rounding_salt
 
 __all__ = ["BlockBatch", "ExactBatch", "kernel_kind"]
 
-# On an H200 eight elements per thread are fastest: more spill, fewer hide too little latency.
+# Eight elements per thread: more spill, fewer hide too little latency.
 _PROGRAM_NUMEL = 1024
 _WARP_NUMEL = 256
 _MOST_WARPS = 32
+_ROUNDS = 4
+"""Stretches of ``_PROGRAM_NUMEL`` elements that a program updates, one after the other."""
 _EXACT_NUMEL = 1024
 _TL_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -77,7 +79,7 @@ class BlockBatch(_Batch):
         for entry, position in zip(entries, positions):
             rows.append(_row_of_table(entry, start, position))
             tiled = entry.blocks.grid.tiled
-            stretches = -(-_kernel_cols(entry)[1] // self._tiles)
+            stretches = -(-_kernel_cols(entry)[1] // (self._tiles * _ROUNDS))
             programs.append((entry.blocks.grid_rows if tiled else 1) * stretches)
             start += programs[-1]
         super().__init__(rows, programs, first.param.device)
@@ -102,6 +104,7 @@ class BlockBatch(_Batch):
             block_rows,
             block_cols,
             self._tiles,
+            _ROUNDS,
             not tiled,
             aligned and all(address % 16 == 0 for address in self._addresses),
             full,

@@ -12,7 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ragged_fsdp.optim.quant import dequantize, quantize, rounding_noise, zero_code
+from ragged_fsdp.optim.quant import (
+    LARGEST_SQUARE,
+    SMALLEST_SQUARE,
+    dequantize,
+    quantize,
+    rounding_noise,
+    zero_code,
+)
 from ragged_fsdp.optim.quant_grid import LocalBlocks
 
 __all__ = ["AdamScalars", "BlockEntry", "from_blocks", "to_blocks", "update_entry", "update_exact"]
@@ -90,7 +97,8 @@ def adam_direction(
     """New moments, and first moment over root of the second, each operation rounding once."""
     exp_avg = exp_avg * scalars.beta1 + grad * (1 - scalars.beta1)
     exp_avg_sq = exp_avg_sq * scalars.beta2 + (grad * (1 - scalars.beta2)) * grad
-    return exp_avg, exp_avg_sq, exp_avg / (correct_sqrt(exp_avg_sq) * scalars.root_scale + scalars.eps)
+    denominator = correct_sqrt(exp_avg_sq) * scalars.root_scale + scalars.eps
+    return exp_avg, exp_avg_sq, exp_avg * denominator.reciprocal()
 
 
 def prepared_grad(grad: Tensor, param: Tensor, scalars: AdamScalars) -> Tensor:
@@ -124,7 +132,8 @@ def update_exact(
     roots = [correct_sqrt(square) for square in squares]
     torch._foreach_mul_(roots, scalars.root_scale)
     torch._foreach_add_(roots, scalars.eps)
-    direction = torch._foreach_div(means, roots)
+    torch._foreach_reciprocal_(roots)
+    direction = torch._foreach_mul(means, roots)
     torch._foreach_mul_(direction, scalars.step_size)
     decayed = torch._foreach_mul(weights, scalars.decay_factor)
     torch._foreach_copy_(params, torch._foreach_sub(decayed, direction))
@@ -132,6 +141,7 @@ def update_exact(
 
 def correct_sqrt(square: Tensor) -> Tensor:
     """The correctly rounded root: that of CPU vector libraries is not, and differs in a vector's tail."""
+    square = square.clamp(SMALLEST_SQUARE, LARGEST_SQUARE)
     return square.sqrt() if square.is_cuda else square.double().sqrt().float()
 
 

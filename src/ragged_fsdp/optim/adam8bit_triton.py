@@ -1,12 +1,13 @@
 # mypy: allow-untyped-defs
 """The 8-bit Adam step as one Triton kernel over many parameters, and that of the parameters kept in fp32.
 
-A program owns one row of ``TILES`` neighbouring blocks of one parameter: it reads weights, gradients,
-codes and scales once, and writes weights, codes and scales once. Parameters are found through a table
-of pointers (``adam8bit_launch``), so a step is one launch per kind of parameter however many there are.
+A program owns up to ``ROUNDS * TILES`` neighbouring blocks in one row of blocks of a parameter, ``TILES`` at
+a time: it reads weights, gradients, codes and scales once, and writes weights, codes and scales once.
+Parameters are found through a table of pointers (``adam8bit_launch``), so a step is one launch per kind of
+parameter however many there are.
 
 The arithmetic is that of ``adam8bit_reference``, operation for operation: contraction to fused
-multiply-adds is off and division and root round correctly, so the results are equal bit by bit.
+multiply-adds is off and reciprocal and root round correctly, so the results are equal bit by bit.
 Codes and values are computed (``quant``): the few constants that this needs lie in one or two cache lines,
 while tables of all values, or of all float prefixes, would make a warp wait for a dozen lines at each
 lookup. All tensors of a program keep one register layout, four neighbours per thread: without the
@@ -22,9 +23,10 @@ import triton.language as tl
 from ragged_fsdp.optim.quant import (
     CELL_OFFSET,
     FIRST_OCTAVE,
+    LARGEST_SQUARE,
     SMALLEST_SCALE,
+    SMALLEST_SQUARE,
     one_edge,
-    zero_edge,
 )
 
 __all__ = ["FIELDS", "exact_step_kernel", "step_kernel"]
@@ -34,9 +36,10 @@ FIELDS = tl.constexpr(14)
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 _OFFSET = tl.constexpr(CELL_OFFSET)
 _FIRST = tl.constexpr(FIRST_OCTAVE)
-_ZERO_EDGE = tl.constexpr(zero_edge())
 _SIGNED_ONE_EDGE = tl.constexpr(one_edge(True))
 _UNSIGNED_ONE_EDGE = tl.constexpr(one_edge(False))
+_SMALLEST_SQUARE = tl.constexpr(SMALLEST_SQUARE)
+_LARGEST_SQUARE = tl.constexpr(LARGEST_SQUARE)
 _ROUNDER = tl.constexpr(8388608.0)  # 2^23, whose bits are 0x4B000000
 
 
@@ -100,7 +103,6 @@ def _nearest_index(magnitude, lines_ptr, SIGNED: tl.constexpr):
     index = (k + _ROUNDER).to(tl.int32, bitcast=True) & 0x1FF
     if SIGNED:
         index = tl.where(magnitude > _SIGNED_ONE_EDGE, 128, index)
-        index = tl.where(magnitude > _ZERO_EDGE, index, 0)
     else:
         index = tl.where(magnitude > _UNSIGNED_ONE_EDGE, 256, index)
         index = tl.where(magnitude > 0, tl.maximum(index, 2), 1)
@@ -139,6 +141,56 @@ def _quantize(values, widths_ptr, lines_ptr, noise, SIGNED: tl.constexpr, STOCHA
 
 
 @triton.jit
+def _with_sign_of(magnitude, signed):
+    """The magnitude, negated where the integer is negative: one operation, free beside a multiplication."""
+    return (magnitude.to(tl.int32, bitcast=True) ^ (signed & -2147483648)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _negated(x):
+    """As an instruction's operand modifier; a minus sign would be a subtraction from zero."""
+    return (x.to(tl.int32, bitcast=True) ^ -2147483648).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load(pointer, mask, other, FULL: tl.constexpr):
+    if FULL:
+        return tl.load(pointer)
+    else:
+        return tl.load(pointer, mask=mask, other=other)
+
+
+@triton.jit
+def _store(pointer, value, mask, FULL: tl.constexpr):
+    if FULL:
+        tl.store(pointer, value)
+    else:
+        tl.store(pointer, value, mask=mask)
+
+
+@triton.jit
+def _root(x):
+    """The correctly rounded root of a number clamped as in the reference; a NaN stays one.
+
+    The steps of ``sqrt.rn`` without its branch to a slow path, which would keep elements from overlapping.
+    """
+    x = tl.maximum(x, _SMALLEST_SQUARE, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, _LARGEST_SQUARE, propagate_nan=tl.PropagateNan.ALL)
+    inverse = tl.rsqrt(x)
+    root = x * inverse
+    return tl.fma(tl.fma(_negated(root), root, x), inverse * 0.5, root)
+
+
+@triton.jit
+def _reciprocal(x):
+    """The correctly rounded reciprocal of a number far from overflow: ``rcp.rn`` without its slow path."""
+    guess = tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tl.fma(guess, tl.fma(_negated(x), guess, 1.0), guess)
+
+
+@triton.jit
 def _adam(param, grad, mean, square, scalars, MAXIMIZE: tl.constexpr, L2: tl.constexpr):
     """New weights and moments; as ``adam_direction`` and ``prepared_grad`` of the reference."""
     beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_scale, decay_factor, l2 = scalars
@@ -148,7 +200,7 @@ def _adam(param, grad, mean, square, scalars, MAXIMIZE: tl.constexpr, L2: tl.con
         grad = grad + param * l2
     mean = mean * beta1 + grad * beta1_rest
     square = square * beta2 + (grad * beta2_rest) * grad
-    direction = tl.div_rn(mean, tl.sqrt_rn(square) * root_scale + eps)
+    direction = mean * _reciprocal(_root(square) * root_scale + eps)
     return param * decay_factor - direction * step_size, mean, square
 
 
@@ -175,6 +227,7 @@ def step_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     TILES: tl.constexpr,
+    ROUNDS: tl.constexpr,
     RUNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     FULL: tl.constexpr,
@@ -202,55 +255,59 @@ def step_kernel(
         cols = tl.multiple_of(cols, 16)
 
     local = program - tl.load(row_of_table + 7).to(tl.int32)
-    stretches = (grid_cols + TILES - 1) // TILES
+    stretches = (grid_cols + TILES * ROUNDS - 1) // (TILES * ROUNDS)
     grid_row = local // stretches
-    first_tile = (local - grid_row * stretches) * TILES
+    first_tile = (local - grid_row * stretches) * (TILES * ROUNDS)
     start = grid_row.to(tl.int64) * BLOCK_ROWS * cols + first_tile.to(tl.int64) * BLOCK_COLS
     param_ptr += start
     grad_ptr += start
     mean_ptr += start
     square_ptr += start
+    mean_scales_ptr += grid_row * grid_cols
+    square_scales_ptr += grid_row * grid_cols
 
     row = tl.arange(0, BLOCK_ROWS)[:, None, None]
     tile = tl.arange(0, TILES)[None, :, None]
     in_tile = tl.arange(0, BLOCK_COLS)[None, None, :]
     col = tile * BLOCK_COLS + in_tile
     element = tl.max_contiguous(row * cols.to(tl.int32) + col, [1, 1, 4])
-    # Rows of blocks are always whole; only the last stretch of a row may be short.
-    mask = (col < cols - first_tile.to(tl.int64) * BLOCK_COLS) & (row >= 0)
-    if FULL:
-        mask = (row >= 0) & (col >= 0)
-    tile_index = first_tile + tl.arange(0, TILES)
-    tile_mask = tile_index < grid_cols
-    tile_index += grid_row * grid_cols
+    for tile_start in range(first_tile, tl.minimum(first_tile + TILES * ROUNDS, grid_cols), TILES):
+        # Rows of blocks are always whole; only the last stretch of a row may be short.
+        mask = (col < cols - tile_start.to(tl.int64) * BLOCK_COLS) & (row >= 0)
+        tile_index = tile_start + tl.arange(0, TILES)
+        tile_mask = tile_index < grid_cols
 
-    param = tl.load(param_ptr + element, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + element, mask=mask, other=0.0).to(tl.float32)
-    mean_codes = tl.load(mean_ptr + element, mask=mask, other=127).to(tl.int32)
-    square_codes = tl.load(square_ptr + element, mask=mask, other=0).to(tl.int32)
-    mean_scales = tl.load(mean_scales_ptr + tile_index, mask=tile_mask, other=0.0)
-    square_scales = tl.load(square_scales_ptr + tile_index, mask=tile_mask, other=0.0)
+        param = _load(param_ptr + element, mask, 0.0, FULL).to(tl.float32)
+        grad = _load(grad_ptr + element, mask, 0.0, FULL).to(tl.float32)
+        mean_codes = _load(mean_ptr + element, mask, 127, FULL).to(tl.int32) - 127
+        square_codes = _load(square_ptr + element, mask, 0, FULL).to(tl.int32)
+        mean_scales = _load(mean_scales_ptr + tile_index, tile_mask, 0.0, FULL)
+        square_scales = _load(square_scales_ptr + tile_index, tile_mask, 0.0, FULL)
 
-    magnitude = _value_of_index(tl.abs(mean_codes - 127), widths_ptr, True)
-    mean = tl.where(mean_codes < 127, -magnitude, magnitude) * mean_scales[None, :, None]
-    square = _value_of_index(square_codes + 1, widths_ptr + 16, False) * square_scales[None, :, None]
-    param, mean, square = _adam(param, grad, mean, square, scalars, MAXIMIZE, L2)
-    tl.store(param_ptr + element, param.to(PARAM_DTYPE), mask=mask)
+        magnitude = _value_of_index(tl.abs(mean_codes), widths_ptr, True)
+        mean = _with_sign_of(magnitude, mean_codes) * mean_scales[None, :, None]
+        square = _value_of_index(square_codes + 1, widths_ptr + 16, False) * square_scales[None, :, None]
+        param, mean, square = _adam(param, grad, mean, square, scalars, MAXIMIZE, L2)
+        _store(param_ptr + element, param.to(PARAM_DTYPE), mask, FULL)
 
-    mean_noise, square_noise = param, param
-    if STOCHASTIC:
-        in_row = in_tile if RUNS else first_tile * BLOCK_COLS + col
-        mean_noise, square_noise = _noise(
-            row_of_table, grid_row * BLOCK_ROWS + row, in_row, first_tile + tile, key0, key1, RUNS
+        mean_noise, square_noise = param, param
+        if STOCHASTIC:
+            in_row = in_tile if RUNS else tile_start * BLOCK_COLS + col
+            mean_noise, square_noise = _noise(
+                row_of_table, grid_row * BLOCK_ROWS + row, in_row, tile_start + tile, key0, key1, RUNS
+            )
+        mean_codes8, mean_scales = _quantize(mean, widths_ptr, lines_ptr, mean_noise, True, STOCHASTIC)
+        square_codes8, square_scales = _quantize(
+            square, widths_ptr + 16, lines_ptr + 32, square_noise, False, STOCHASTIC
         )
-    mean_codes8, mean_scales = _quantize(mean, widths_ptr, lines_ptr, mean_noise, True, STOCHASTIC)
-    square_codes8, square_scales = _quantize(
-        square, widths_ptr + 16, lines_ptr + 32, square_noise, False, STOCHASTIC
-    )
-    tl.store(mean_ptr + element, mean_codes8, mask=mask)
-    tl.store(square_ptr + element, square_codes8, mask=mask)
-    tl.store(mean_scales_ptr + tile_index, mean_scales, mask=tile_mask)
-    tl.store(square_scales_ptr + tile_index, square_scales, mask=tile_mask)
+        _store(mean_ptr + element, mean_codes8, mask, FULL)
+        _store(square_ptr + element, square_codes8, mask, FULL)
+        _store(mean_scales_ptr + tile_index, mean_scales, tile_mask, FULL)
+        _store(square_scales_ptr + tile_index, square_scales, tile_mask, FULL)
+        param_ptr += TILES * BLOCK_COLS
+        grad_ptr += TILES * BLOCK_COLS
+        mean_ptr += TILES * BLOCK_COLS
+        square_ptr += TILES * BLOCK_COLS
 
 
 @triton.jit

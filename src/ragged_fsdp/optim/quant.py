@@ -29,7 +29,9 @@ from torch import Tensor
 __all__ = [
     "CELL_OFFSET",
     "FIRST_OCTAVE",
+    "LARGEST_SQUARE",
     "SMALLEST_SCALE",
+    "SMALLEST_SQUARE",
     "dequantize",
     "fused_multiply_add",
     "map_constants",
@@ -42,11 +44,15 @@ __all__ = [
     "value_of_index",
     "value_table",
     "zero_code",
-    "zero_edge",
 ]
 
 SMALLEST_SCALE = 1e-36
 """A block whose largest magnitude is below this is stored as zeros: its reciprocal would overflow."""
+SMALLEST_SQUARE, LARGEST_SQUARE = 2.0**-100, 2.0**126
+"""Second moments are clamped to these before their root is taken, which the kernel can then do without cases.
+
+The smallest root is 9e-16: beside an epsilon of 1e-8, a rounding error.
+"""
 FIRST_OCTAVE = 104
 """Biased exponent of 2^-23, the first octave with constants of its own; 1 is in the last, 127."""
 CELL_OFFSET = 0.888888955116272
@@ -81,10 +87,12 @@ def map_constants(signed: bool) -> tuple[Tensor, Tensor, Tensor]:
     """
     decades = _decades(signed)
     slopes, offsets = [], []
+    # Of the signed map, k steps from 0 to 1 in the middle between the values, within the octave before this.
+    zero_edge, zero_octave = 0.275e-6, 2.0**-21 if signed else 0.0
     for octave in range(FIRST_OCTAVE, 128):
         start = 2.0 ** (octave - 127)
         cells, top = next((cells, top) for cells, top in decades if start < top * (1 + 0.9 / cells))
-        slopes.append(cells / (0.9 * top))
+        slopes.append(cells / (0.9 * top) if start >= zero_octave else (1 - 8 / 9) / zero_edge)
         offsets.append(cells * 8 / 9 - 0.5)
     top_index = float(_top_index(signed))
     to_one = 1 / (_fp32(top_index + 0.5) - _fp32(top_index) * _fp32(CELL_OFFSET))
@@ -123,7 +131,7 @@ def nearest_index(magnitude: Tensor, signed: bool) -> Tensor:
     index = (k + _ROUNDER).view(torch.int32) & 0x1FF
     index = torch.where(magnitude > one_edge(signed), _top_index(signed), index)
     if signed:
-        return torch.where(magnitude > zero_edge(), index, 0)
+        return index
     return torch.where(magnitude > 0, index.clamp(min=2), 1)
 
 
@@ -148,12 +156,6 @@ def one_edge(signed: bool) -> float:
     """Above this magnitude the nearest value is 1."""
     last = value_of_index(torch.tensor([_top_index(signed) - 1]), signed)
     return float(_fp32(float(1 + last.double()) / 2))
-
-
-@cache
-def zero_edge() -> float:
-    """Up to this magnitude the nearest value of the signed map is 0."""
-    return float(value_of_index(torch.tensor([1]), True) / 2)
 
 
 @cache
