@@ -41,6 +41,8 @@ def test_every_transition(rank: Rank) -> None:
         whole = sharded.redistribute([Replicate()], async_op=async_op).wait()
         assert all(torch.equal(view, value) for view, value in zip(whole.tensors, values))
         assert whole.slot.data_ptr() == whole.slot_buffer.flat.data_ptr()
+        twice = sharded.redistribute([Replicate()], async_op=async_op).redistribute([Replicate()])
+        assert torch.equal(twice.redistribute([Shard(0)]).flat, sharded.flat)  # waits for the first by itself
         back = whole.redistribute([Shard(0)])
         assert back.storage is whole.storage  # a view
         assert torch.equal(back.flat, sharded.flat)

@@ -317,6 +317,7 @@ class DBuffer:
         """
         target = checked_placements(self.mesh, placements)
         check_transition(self.placements, target)
+        self.wait()  # for an asynchronous step that made it: its work is not handed on
         source = self
         works: list[Any] = []
         if isinstance(target[-1], Shard) and isinstance(self.placements[-1], Partial):

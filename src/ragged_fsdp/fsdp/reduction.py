@@ -263,7 +263,7 @@ class GradReducer:
         if ranks > 1:
             pg = (mesh.shard_size == 1 and mesh.replicate_group) or mesh.shard_group
             context.watch.note("reduction of the gradients", self.group, pg, done)
-        context.pending.append(PendingReduction(done, self._releaser(main), self))
+        context.pending.append(PendingReduction(done, self._releaser(main), self, reduced))
         self.written.clear()
 
     def _make_main(self, dtype: torch.dtype) -> DBuffer:

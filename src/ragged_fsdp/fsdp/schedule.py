@@ -38,6 +38,8 @@ class PendingReduction:
     event: Any
     release: Callable[[], None]
     owner: Any
+    held: Any = None
+    """Memory that must not go back to the compute stream's pool before ``event``."""
 
 
 class CommContext:
