@@ -1,6 +1,7 @@
 """The commands as users call them."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.cli.main import main
+from ragged_fsdp.trainer.config import TrainConfig
 from train_cases import losses, settings, train
 
 
@@ -93,13 +95,15 @@ def test_mistakes_on_the_command_line(tmp_path):
     (tmp_path / "x.toml").write_text("[run]\nstep = 3\n")
     for arguments, message in (
         (("--config", tmp_path / "x.toml"), "did you mean 'steps'?"),
-        (("--optimizer", "adam"), "adamw"),
+        (("--optimizer", "adam"), "optimizer = 'adam': did you mean 'adamw'?"),
+        (("--tp", "0"), "tp = 0: expected at least 1"),
         (("--granularity", "rows"), "expected KEY=VALUE"),
         (("--stpes", "3"), "--steps"),
         (("--model", "nanoo"), "did you mean 'nano'?"),
     ):
         code, text = _call("train", *arguments)
         assert code == 2 and message in text, text
+    assert "did you mean 'train'?" in _call("trian")[1]
 
 
 def _train_command(run_dir: Path, **changes: object) -> list[str]:
@@ -111,6 +115,15 @@ def _train_command(run_dir: Path, **changes: object) -> list[str]:
         if k not in ("tensorboard", "processes")
     ]
     return [str(Path(sys.executable).with_name("ragged-fsdp")), "train", "--no-tensorboard", *flags]
+
+
+def test_help_has_every_setting_under_its_section():
+    code, text = _call("train", "--help")
+    assert code == 0
+    for section, cls in TrainConfig.sections().items():
+        part = text[text.index(f"[{section}]") :]
+        for field in dataclasses.fields(cls):
+            assert f"--{field.name.replace('_', '-')}" in part, field.name
 
 
 def test_torchrun_runs_the_same_command(tmp_path):

@@ -1,5 +1,6 @@
 """``ragged-fsdp``: finds the subcommand, and imports only the module that holds it."""
 
+import difflib
 import importlib
 
 import click
@@ -42,6 +43,15 @@ class _LazyGroup(click.Group):
             return None
         found = importlib.import_module(f"ragged_fsdp.cli.{name}").command
         return _typer_command(found, name) if isinstance(found, typer.Typer) else found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS:
+            close = difflib.get_close_matches(args[0], _COMMANDS, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]!r}?" if close else f"commands are {', '.join(_COMMANDS)}"
+            ctx.fail(f"no such command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -39,7 +39,8 @@ def _flag(field: Any, hint: Any) -> Callable[[Callable[..., Any]], Callable[...,
     if get_origin(hint) in (list, dict):
         options.update(multiple=True, metavar="KEY=VALUE" if get_origin(hint) is dict else "SOURCE")
     elif field.metadata["choices"]:
-        options["type"] = click.Choice(field.metadata["choices"])
+        # not click.Choice: the settings' own check names the nearest value, as it does for the file
+        options["metavar"] = f"[{'|'.join(field.metadata['choices'])}]"
     else:
         options["type"] = hint
     return click.option(f"--{name}", field.name, **options)
@@ -62,8 +63,27 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+class _TrainCommand(click.Command):
+    """Shows the flags under the names of their sections in the file."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = {p.name: p.get_help_record(ctx) for p in self.get_params(ctx)}
+        sections = TrainConfig.sections().items()
+        named = {f"[{name}]: {_first_line(cls)}": [f.name for f in fields(cls)] for name, cls in sections}
+        rest = [name for name in records if not any(name in names for names in named.values())]
+        for title, names in {"Options": rest, **named}.items():
+            with formatter.section(title):
+                formatter.write_dl([found for name in names if (found := records[name])])
+
+
+def _first_line(section: type) -> str:
+    return (section.__doc__ or "").splitlines()[0].rstrip(".")
+
+
 @click.command(
-    epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    cls=_TrainCommand,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 @click.option("--config", type=click.Path(dir_okay=False), default=None, help="settings file (TOML)")
 @_flags

@@ -48,10 +48,10 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
         )
     groups = _by_decay(named, config.weight_decay)
     adam: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps}
-    if config.optimizer == "adamw":
-        return torch.optim.AdamW(groups, **adam)
-    from ragged_fsdp.optim import AdamW8bit, Shampoo
+    from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Shampoo
 
+    if config.optimizer == "adamw":
+        return FusedAdamW(groups, **adam)
     try:
         if config.optimizer == "adam8bit":
             return AdamW8bit(groups, **adam)
