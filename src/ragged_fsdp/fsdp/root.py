@@ -112,13 +112,13 @@ class RootContext:
                 group.drop_kept()
 
     def end_forward(self) -> None:
-        """The forward that is running ends; prefetched groups it did not use are dropped."""
+        """The forward that is running ends: the next one may follow its order."""
         self.order.end()
         self._choose_kept()
-        self.abort_forward()
+        self.leave_forward()
 
-    def abort_forward(self) -> None:
-        """The forward that is running raised: nothing is learnt from it."""
+    def leave_forward(self) -> None:
+        """However the forward ended: prefetched groups it did not use are dropped."""
         self.forward_root = None
         for group in self._owner:
             if group.speculative and group.residence is Residence.GATHERING:

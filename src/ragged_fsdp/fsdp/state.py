@@ -201,7 +201,7 @@ class ModuleState(_State):
         self.phase = Phase.IDLE
         self.still_to_run.clear()
         if self.root.forward_root is self:
-            self.root.abort_forward()
+            self.root.leave_forward()
 
     def _end_groups(self) -> None:
         for group in self.groups:
