@@ -7,7 +7,7 @@ import torch._dynamo
 import torch._inductor.config
 import torch.compiler.config
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, placement_types
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, placement_types
 
 from ragged_cases import assert_same, numbers, world_units
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
@@ -43,6 +43,21 @@ def test_whole_graphs(rank):
         torch._dynamo.reset()
         result = torch.compile(function, backend="aot_eager", fullgraph=True)(argument)
         assert_same(result, expected, name)
+
+
+@spmd(4)
+def test_moves_over_two_mesh_dims(rank):
+    mesh = rank.mesh(2, 2)
+    full = numbers(1, 8, 6, device=rank.device)
+    source, target = (RaggedShard((0,), (3, 5)), Shard(1)), (Shard(0), Shard(0))
+    torch._dynamo.reset()
+    tensor = distribute_tensor(full, mesh, source).requires_grad_()
+    move = torch.compile(lambda a: a.redistribute(placements=target) * 2, backend="aot_eager", fullgraph=True)
+    moved = move(tensor)
+    assert_same(moved, full * 2)
+    moved.sum().backward()
+    assert tensor.grad.placements == source
+    assert_same(tensor.grad, torch.full_like(full, 2))
 
 
 @spmd(2)
