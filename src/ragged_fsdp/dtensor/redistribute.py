@@ -5,6 +5,7 @@ The plan is a function of the two specs alone, hence the same on every rank of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,8 +81,8 @@ def _sends_nothing(current: DTensorSpec, target: DTensorSpec) -> bool:
     source, destination = division_of(current), division_of(target)
     if source is None or destination is None:
         return False
-    mesh: Any = current.mesh
-    return not route_between(tuple(mesh.get_coordinate()), source, destination).hops
+    everywhere = itertools.product(*(range(ranks) for ranks in source.mesh_shape))  # all ranks agree
+    return not any(route_between(coordinate, source, destination).hops for coordinate in everywhere)
 
 
 def _move(
