@@ -12,12 +12,26 @@ def _with(language: str) -> list[str]:
     return [document for document in DOCUMENTS if any(blocks(document, language))]
 
 
-@pytest.mark.parametrize("document", _with("python"))
-@spmd(4)
-def test_python_blocks_run(rank, document):
+def _run(document, rank):
     for line, text in blocks(document, "python"):
         code = compile("\n" * (line - 1) + on_this_machine(text, rank.world_size), document, "exec")
         exec(code, at_hand(rank.shared_dir))
+
+
+_INTEGRATIONS = [document for document in _with("python") if "/integrations" in document]
+
+
+@pytest.mark.parametrize("document", [d for d in _with("python") if d not in _INTEGRATIONS])
+@spmd(4)
+def test_python_blocks_run(rank, document):
+    _run(document, rank)
+
+
+@pytest.mark.parametrize("document", _INTEGRATIONS)
+@spmd(2)
+def test_integration_blocks_run(rank, document):
+    """On the ranks that have imported the libraries for the adapters' tests."""
+    _run(document, rank)
 
 
 @pytest.mark.parametrize("document", _with("bash"))
