@@ -22,7 +22,7 @@ from ragged_fsdp.trainer.config import OptimizerConfig, TrainConfig
 from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml, save_toml, section_of
 from ragged_fsdp.trainer.data import open_tokens
-from ragged_fsdp.trainer.ranks import rank_variables
+from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables
 from ragged_fsdp.trainer.schedule import lr_factor
 
 
@@ -200,6 +200,18 @@ def test_ranks_from_torchrun_and_slurm(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert rank_variables()["WORLD_SIZE"] == "2"
+
+
+def test_the_allocator_s_setting_is_ours_unless_the_user_has_one():
+    assert allocator_variables({}) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert allocator_variables({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}) == {}
+    assert allocator_variables({"PYTORCH_CUDA_ALLOC_CONF": ""}) == {}
+
+
+def test_a_model_of_a_missing_library_is_refused(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs transformers; pip install 'ragged-fsdp\[hf\]'"):
+        check(from_values({"model": "LlamaConfig"}), 1)
 
 
 def _tiny(**changes):

@@ -96,10 +96,11 @@ def _summarize(
     losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
     evals = [(row["step"], row["loss"]) for row in rows if row["kind"] == "eval"]
     curve = "  ".join(f"{step}: {loss:.3f}" for step, loss in evals)
-    console.print(f"validation loss    {curve}")
+    console.print(f"validation loss    {curve}", soft_wrap=True)
     console.print(
         f"across the resume  step {stop_at} on {processes[0]} processes: {losses[stop_at]:.3f}; "
-        f"step {stop_at + 1} on {processes[1]}: {losses[stop_at + 1]:.3f}"
+        f"step {stop_at + 1} on {processes[1]}: {losses[stop_at + 1]:.3f}",
+        soft_wrap=True,
     )
     console.print(f"at the end         training {last['train_loss']:.4f}, validation {last['eval_loss']:.4f}")
     for what, where in (
@@ -108,4 +109,4 @@ def _summarize(
         ("safetensors", exported),
         ("curves", out / "report.html"),
     ):
-        console.print(f"{what:<18} {where}")
+        console.print(f"{what:<18} {where}", soft_wrap=True)

@@ -4,6 +4,7 @@ The first part of every path is the same: :class:`ModelSource` builds the model 
 often as asked, and knows how to give one module its initial values.
 """
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -50,6 +51,8 @@ def find_model(name: str, changes: Mapping[str, str], *, random_weights: bool = 
     if name in BUILT_IN_SIZES:
         return _built_in(name, changes)
     if name.endswith("Config") or Path(name).is_dir():
+        if importlib.util.find_spec("transformers") is None:
+            raise ValueError(f"model = {name!r}: needs transformers; pip install 'ragged-fsdp[hf]'")
         from ragged_fsdp.models.huggingface import find_hugging_face
 
         return find_hugging_face(name, changes, random_weights=random_weights)

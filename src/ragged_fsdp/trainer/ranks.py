@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -19,6 +19,7 @@ __all__ = [
     "LAUNCHER_STORE",
     "Ranks",
     "SplitMesh",
+    "allocator_variables",
     "join",
     "lay_out",
     "leave",
@@ -80,6 +81,13 @@ class SplitMesh:
     """The dims before it: FSDP shards over them what each rank holds after the split."""
 
 
+def allocator_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """What to set before CUDA is used: segments that can grow waste less memory. A user's setting wins."""
+    if any(name in env for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
+        return {}
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
 def rank_variables() -> dict[str, str] | None:
     """RANK, LOCAL_RANK, WORLD_SIZE and the meeting point as torchrun or SLURM gave them, or None."""
     env = os.environ
@@ -111,6 +119,7 @@ def join(config: ShardingConfig) -> Ranks:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     if cuda:
+        os.environ.update(allocator_variables(os.environ))
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) > torch.cuda.device_count():
