@@ -226,10 +226,12 @@ def test_steps_leave_nothing_behind_and_a_dropped_model_is_freed(rank: Rank) -> 
         return len(gc.get_objects())
 
     train(model, 3)
-    buffers, objects = len(registry._BUFFERS), train(model, 2)
-    assert train(model, 10) <= objects + 50
-    assert len(registry._BUFFERS) == buffers
     root = model._get_fsdp_state().root
+    buffers, objects = len(registry._BUFFERS), train(model, 2)
+    more = train(model, 10) - objects
+    remembered = sum(len(launched) for launched in root.comm.watch._launched.values())
+    assert more <= 50 + 3 * remembered  # with streams the last launches are remembered, with their events
+    assert len(registry._BUFFERS) == buffers
     assert not root.comm.pending and not root.backward_order
     gone = [weakref.ref(model), weakref.ref(model.blocks[0]._get_fsdp_state().groups[0]), weakref.ref(root)]
     del model, root
