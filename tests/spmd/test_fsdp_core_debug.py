@@ -111,7 +111,10 @@ def test_a_collective_that_times_out_says_where(rank: Rank, phase: str) -> None:
     """The last rank stays away: the others raise and say in which collective they waited."""
     if rank.device == "cuda":
         pytest.skip("NCCL ends the process: tests/gpu/test_fsdp_core_timeout.py")
-    short = dist.new_group(timeout=timedelta(seconds=1))
+    short = dist.new_group()
+    dist.barrier(short)
+    # only now: on a busy machine the ranks may need longer than this to connect
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), short)
     mesh = DeviceMesh.from_group(short, rank.device)
     away = rank.rank == 2
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
