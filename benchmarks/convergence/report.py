@@ -37,8 +37,7 @@ def write_report(folder: Path) -> None:
     if stages["curves"]:
         text += "\n## Curves at the best learning rate of each\n\n" + _curve_table(stages["curves"])
     (folder / "convergence.md").write_text(text)
-    tokens = _tokens_per_step(folder)
-    _draw(stages["scan"], stages["curves"], tokens, folder / "convergence.svg")
+    _draw(stages["scan"], stages["curves"], _tokens(folder), folder / "convergence.svg")
 
 
 def _records(folder: Path) -> list[dict[str, Any]]:
@@ -47,14 +46,15 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / name).read_text()) for name in names if (folder / name).exists()]
 
 
-def _tokens_per_step(folder: Path) -> int:
-    setting = next(r["setting"] for stage in ("scan", "curves") for r in _records(folder / stage))
-    return int(setting["batch"] * setting["seq_len"])
+def _tokens(folder: Path) -> float:
+    """Millions of tokens that each curve has seen at its end."""
+    setting = next(r["setting"] for stage in ("curves", "scan") for r in _records(folder / stage))
+    return float(setting["steps"] * setting["batch"] * setting["seq_len"] / 1e6)
 
 
 def _head(record: dict[str, Any]) -> str:
     setting = record["setting"]
-    precision = "fp32 with TF32 products" if "cu" in record["torch"] else "fp32"
+    precision = "fp32 with TF32 products" if "NCCL" in record["ranks"] else "fp32"
     return (
         f"{record['hardware']}, ranks: {record['ranks']}, torch {record['torch']}; {setting['steps']} steps "
         f"of {setting['batch']} x {setting['seq_len']} bytes, {precision}; {record['data']}."
@@ -105,37 +105,50 @@ def _curve_table(curves: Sequence[Curve]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _draw(scan: Sequence[Curve], curves: Sequence[Curve], tokens_per_step: int, path: Path) -> None:
-    """One row per model: the curves of each optimizer beside AdamW's, and the scan."""
+def _draw(scan: Sequence[Curve], curves: Sequence[Curve], tokens: float, path: Path) -> None:
+    """One row per model: the curves of each optimizer beside AdamW's, and the scan.
+
+    Without curves on several ranks, the best curves of the scan take their place.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     models = list(dict.fromkeys(curve.model for curve in [*scan, *curves]))
-    figure, axes = plt.subplots(len(models), 3, figsize=(15, 3.6 * len(models)), squeeze=False)
+    panels = _PANELS if curves else {"the best of the scan": tuple(LEARNING_RATES)}
+    columns = len(panels) + 1
+    figure, axes = plt.subplots(len(models), columns, figsize=(5 * columns, 3.6 * len(models)), squeeze=False)
     for row, model in zip(axes, models):
-        of_model = [curve for curve in curves if curve.model == model]
-        for axis, (title, optimizers) in zip(row, _PANELS.items()):
-            _draw_curves(axis, [c for c in of_model if c.optimizer in optimizers], tokens_per_step)
-            axis.set(
-                title=f"{title}, {model} model", xlabel="million tokens", ylabel="training loss (nats/byte)"
-            )
+        shown = [curve for curve in curves or _best(scan) if curve.model == model]
+        for axis, (title, optimizers) in zip(row, panels.items()):
+            _draw_curves(axis, [c for c in shown if c.optimizer in optimizers], tokens)
+            axis.set_title(f"{title}, {model} model")
+            axis.set(xlabel="million tokens", ylabel="training loss (nats/byte)")
         _draw_scan(row[-1], [curve for curve in scan if curve.model == model])
-        row[-1].set(
-            title=f"learning rates, {model} model", xlabel="learning rate", ylabel="held-out loss (nats/byte)"
-        )
+        row[-1].set_title(f"learning rates, {model} model")
+        row[-1].set(xlabel="learning rate", ylabel="held-out loss (nats/byte)")
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)
 
 
-def _draw_curves(axis: Any, curves: Sequence[Curve], tokens_per_step: int) -> None:
+def _best(scan: Sequence[Curve]) -> list[Curve]:
+    """Of each model and optimizer, the curve of the best learning rate."""
+    best: dict[tuple[str, str], Curve] = {}
+    for curve in scan:
+        key = (curve.model, curve.optimizer)
+        if key not in best or curve.evaluation < best[key].evaluation:
+            best[key] = curve
+    return list(best.values())
+
+
+def _draw_curves(axis: Any, curves: Sequence[Curve], tokens: float) -> None:
     for curve in curves:
-        color, line = _STYLES[curve.name]
-        tokens = [(i + 1) * tokens_per_step / 1e6 for i in range(len(curve.losses))]
-        label = f"{curve.name}, lr {curve.lr:g}"
-        axis.plot(tokens, _smooth(curve.losses), line, color=color, label=label, lw=1.2)
+        color, line = _STYLES.get(curve.name, (_COLORS[curve.optimizer], "-"))
+        smooth = _smooth(curve.losses) if curve.name in _STYLES else curve.losses  # a scan has means already
+        seen = [(i + 1) * tokens / len(smooth) for i in range(len(smooth))]
+        axis.plot(seen, smooth, line, color=color, label=f"{curve.name}, lr {curve.lr:g}", lw=1.2)
     if curves:
         last = min(min(_smooth(curve.losses)) for curve in curves)
         axis.set_ylim(last - 0.05, last + 1.2)

@@ -13,13 +13,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
+import triton
 
 from ragged_fsdp.optim import AdamW8bit, FusedAdamW
 
@@ -53,15 +59,13 @@ def _parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[torch
     return params
 
 
-def _torchao(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer | None:
-    try:
-        from torchao.optim import AdamW8bit as TorchaoAdamW8bit
-    except ImportError:
-        return None
+def _torchao(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit as TorchaoAdamW8bit
+
     return TorchaoAdamW8bit(params, lr=1e-4)
 
 
-def _optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer | None]]:
+def _optimizers() -> dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]]:
     return {
         "torch AdamW(fused=True)": lambda p: torch.optim.AdamW(p, lr=1e-4, fused=True),
         "FusedAdamW": lambda p: FusedAdamW(p, lr=1e-4),
@@ -112,9 +116,10 @@ def _measure(case: str, dtype: torch.dtype, rounds: int, rate: float, left_out: 
     for name, make in _optimizers().items():
         if name in left_out:
             continue
-        optimizer = make(_parameters(shapes, dtype))
-        if optimizer is None:
-            print(f"{name}: not installed, left out", flush=True)
+        try:
+            optimizer = make(_parameters(shapes, dtype))
+        except ImportError as error:
+            print(f"{name} is left out: {error}", flush=True)
             continue
         held[name], steps[name] = optimizer, optimizer.step
         for _ in range(3):
@@ -179,13 +184,25 @@ def main() -> None:
             left_out = [] if dtype in arguments.torchao else ["torchao AdamW8bit"]
             rows += _measure(case, getattr(torch, dtype), arguments.rounds, rate, left_out)
             torch.cuda.empty_cache()
-            _write(rows, rate, arguments.out)
+            _write(rows, rate, arguments.rounds, arguments.out)
 
 
-def _write(rows: list[Row], rate: float, folder: Path) -> None:
+def _write(rows: list[Row], rate: float, rounds: int, folder: Path) -> None:
     name = torch.cuda.get_device_name()
-    head = f"{name}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s."
-    record = {"hardware": name, "torch": torch.__version__, "copy_bytes_per_s": rate}
+    python = f"Python {platform.python_version()}, torch {torch.__version__}, triton {triton.__version__}"
+    command = " ".join(["python", "benchmarks/optim/adam8bit_step.py", *map(shlex.quote, sys.argv[1:])])
+    head = (
+        f"{name}, {python}, {date.today()}; a large copy {rate / 1e12:.2f} TB/s; medians of {rounds} steps.\n"
+        f"`{command}`"
+    )
+    if not any("torchao" in row.implementation for row in rows):
+        head += "\n\ntorchao's AdamW8bit was not part of this run."
+    record: dict[str, Any] = {
+        "hardware": name,
+        "torch": torch.__version__,
+        "copy_bytes_per_s": rate,
+        "command": command,
+    }
     record["rows"] = [asdict(row) for row in rows]
     (folder / "adam8bit_step.json").write_text(json.dumps(record, indent=1) + "\n")
     (folder / "adam8bit_step.md").write_text(_table(rows, head))

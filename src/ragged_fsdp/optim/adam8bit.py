@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry, update_entry, update_exact
-from ragged_fsdp.optim.options import check_options, is_excluded, name_patterns
+from ragged_fsdp.optim.options import ADAM_RANGES, check_options, is_excluded, name_patterns
 from ragged_fsdp.optim.quant import rounding_key, zero_code
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
@@ -207,7 +207,7 @@ class Adam8bit(ExactStateOptimizer):
 
     def _plan_group(self, index: int) -> None:
         group = self.param_groups[index]
-        check_options(group, _EXPECTED)
+        check_options(group, {**ADAM_RANGES, "min_8bit_numel": "non-negative"})
         block_grid((1,), tuple(group["block_shape"]), group["run"])  # validates the block shapes
         position = sum(len(g["params"]) for g in self.param_groups[:index])
         named, plans = list(self.named_group_params(index)), {}
@@ -307,14 +307,6 @@ class AdamW8bit(Adam8bit):
         **options: Any,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, **options)
-
-
-_EXPECTED = {
-    "lr": "non-negative",
-    "eps": "positive",
-    "weight_decay": "non-negative",
-    "min_8bit_numel": "non-negative",
-}
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:

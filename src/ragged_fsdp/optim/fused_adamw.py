@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ragged_fsdp.optim.options import check_options, require_option
+from ragged_fsdp.optim.options import ADAM_RANGES, check_options, require_option
 from ragged_fsdp.optim.state import (
     ExactStateOptimizer,
     Gradients,
@@ -320,7 +320,7 @@ class FusedAdam(_FlatOptimizer):
     """
 
     _kernel = staticmethod(torch._fused_adam_)
-    _expected: ClassVar = {"lr": "non-negative", "eps": "non-negative", "weight_decay": "non-negative"}
+    _expected: ClassVar = {**ADAM_RANGES, "eps": "non-negative"}
 
     def __init__(
         self,

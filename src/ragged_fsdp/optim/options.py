@@ -6,13 +6,16 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["check_options", "is_excluded", "name_patterns", "require_option"]
+__all__ = ["ADAM_RANGES", "check_options", "is_excluded", "name_patterns", "require_option"]
 
 _CHECKS: dict[str, Callable[[float], bool]] = {
     "positive": lambda value: value > 0,
     "non-negative": lambda value: value >= 0,
     "at least 1": lambda value: value >= 1,
 }
+
+ADAM_RANGES = {"lr": "non-negative", "eps": "positive", "weight_decay": "non-negative"}
+"""What optimizers built on Adam expect of the options they share with it."""
 
 
 def check_options(group: dict[str, Any], expected: dict[str, str]) -> None:

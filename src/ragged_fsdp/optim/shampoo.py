@@ -24,7 +24,7 @@ from ragged_fsdp.optim.adam8bit_reference import (
     prepared_grad,
     to_blocks,
 )
-from ragged_fsdp.optim.options import check_options, is_excluded, name_patterns
+from ragged_fsdp.optim.options import ADAM_RANGES, check_options, is_excluded, name_patterns
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
     ExactStateOptimizer,
@@ -103,7 +103,7 @@ class Shampoo(ExactStateOptimizer):
 
     def _plan_group(self, index: int) -> None:
         group = self.param_groups[index]
-        check_options(group, _EXPECTED)
+        check_options(group, _RANGES)
         blocks: dict[Tensor, LocalBlocks | None] = {}
         names = {}
         for name, param in self.named_group_params(index):
@@ -156,10 +156,8 @@ class Shampoo(ExactStateOptimizer):
         weight.copy_(weight.float() * scalars.decay_factor - direction * scalars.step_size)
 
 
-_EXPECTED = {
-    "lr": "non-negative",
-    "eps": "positive",
-    "weight_decay": "non-negative",
+_RANGES = {
+    **ADAM_RANGES,
     "root_interval": "at least 1",
     "start_step": "at least 1",
     "exponent": "positive",
