@@ -210,6 +210,9 @@ def show(
     from . import report
 
     loaded = report.load(results)
+    for result in [found for found in loaded if report.is_real(found)]:
+        _CONSOLE.print(report.real_table(result))
+    loaded = [found for found in loaded if not report.is_real(found)]
     for result in loaded:
         if markdown:
             print(report.markdown(result))

@@ -18,6 +18,7 @@ __all__ = [
     "copy_table",
     "error_table",
     "floor_ms",
+    "is_real",
     "load",
     "markdown",
     "overhead_table",
@@ -207,6 +208,11 @@ def overhead_table(result: dict[str, Any]) -> Table:
         )
     columns = ("implementation", "host us/layer", "/ FSDP2", "over unsharded us", "/ FSDP2's", "fwd+bwd ms")
     return _table("host time, " + title(result), columns, cells)
+
+
+def is_real(result: dict[str, Any]) -> bool:
+    """Whether it comes from real ranks, which have losses and no wires."""
+    return "wires" not in result["case"]
 
 
 def real_table(result: dict[str, Any]) -> Table:
