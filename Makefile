@@ -31,7 +31,7 @@ lint: $(STAMP)  ## ruff, mypy and the layering contract
 	$(BIN)/lint-imports
 
 docs: $(STAMP)  ## build the documentation into build/docs; a warning is an error
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
+	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs build/docs
 
 test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.15.0 [TESTS=tests/unit]
 	$(PYTHON) -m venv .venv-torch-$(TORCH)

@@ -3,6 +3,7 @@
 ``make docs`` builds into ``build/docs``; a warning is an error.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,17 @@ html_title = f"ragged_fsdp {version}"
 html_copy_source = False
 
 
-def _front_page(app: Any, docname: str, source: list[str]) -> None:
-    """README is written for the top folder; on the site its links start in this one."""
-    if docname == "index":
+_ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)\s]+\.md)\)")
+
+
+def _as_a_page(app: Any, docname: str, source: list[str]) -> None:
+    """Sources are written for the repository: README is in front here, and there are no pages elsewhere."""
+    if docname == "index":  # README's links start in the top folder
         readme = Path(__file__).parent.parent / "README.md"
         source[0] = readme.read_text().replace("](docs/", "](") + "\n" + source[0]
+    source[0] = _ELSEWHERE.sub(r"\1 (`\2`)", source[0])
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", _front_page)
+    app.connect("source-read", _as_a_page)
