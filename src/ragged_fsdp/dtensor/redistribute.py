@@ -5,7 +5,6 @@ The plan is a function of the two specs alone, hence the same on every rank of t
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +20,7 @@ from ragged_fsdp.dtensor.geometry import (
     with_placements,
 )
 from ragged_fsdp.dtensor.internals import DTensorSpec, collective_module, redistribute_module
-from ragged_fsdp.dtensor.regions import Division, division_of, is_cut, route_between
+from ragged_fsdp.dtensor.regions import Division, division_of, is_cut, route_between, sends_nothing
 from ragged_fsdp.placement import RaggedShard
 
 __all__ = [
@@ -79,10 +78,7 @@ def _sends_nothing(current: DTensorSpec, target: DTensorSpec) -> bool:
     if any(before.is_partial() and before != after for before, after in _pairs(current, target)):
         return False
     source, destination = division_of(current), division_of(target)
-    if source is None or destination is None:
-        return False
-    everywhere = itertools.product(*(range(ranks) for ranks in source.mesh_shape))  # all ranks agree
-    return not any(route_between(coordinate, source, destination).hops for coordinate in everywhere)
+    return source is not None and destination is not None and sends_nothing(source, destination)
 
 
 def _move(

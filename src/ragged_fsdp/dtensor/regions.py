@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from itertools import product
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement, Shard
@@ -16,7 +17,7 @@ from ragged_fsdp.dtensor.intervals import chunk_bounds
 from ragged_fsdp.dtensor.routes import HopKind, Region, Route, plan_route
 from ragged_fsdp.placement import RaggedShard
 
-__all__ = ["Division", "division_of", "is_cut", "route_between"]
+__all__ = ["Division", "division_of", "is_cut", "route_between", "sends_nothing"]
 
 Shape = tuple[int, ...]
 
@@ -103,6 +104,24 @@ def is_cut(placement: Placement) -> bool:
 @lru_cache(maxsize=8192)
 def route_between(coordinate: Shape, current: Division, target: Division) -> Route:
     """The route of the rank at ``coordinate``. Pending sums whose mesh dim the target does not cut stay."""
+    kinds = _hop_kinds(current, target)
+    return plan_route(coordinate, current.mesh_shape, kinds, current.regions(), target.regions())
+
+
+def sends_nothing(current: Division, target: Division) -> bool:
+    """Whether no rank of the mesh sends anything; all ranks answer alike.
+
+    A hop that moves nothing is the same for all ranks along its mesh dim, so one of them is asked.
+    """
+    kinds = _hop_kinds(current, target)
+    if len(kinds) != 1:
+        return not kinds
+    hop_dim = kinds[0][0]
+    lines = product(*(range(1 if d == hop_dim else ranks) for d, ranks in enumerate(current.mesh_shape)))
+    return not any(route_between(coordinate, current, target).hops for coordinate in lines)
+
+
+def _hop_kinds(current: Division, target: Division) -> list[tuple[int, HopKind]]:
     kinds = []
     for mesh_dim, (before, after) in enumerate(zip(current.placements, target.placements)):
         if current.mesh_shape[mesh_dim] == 1 or not (is_cut(before) or is_cut(after)):
@@ -111,7 +130,7 @@ def route_between(coordinate: Shape, current: Division, target: Division) -> Rou
             kinds.append((mesh_dim, HopKind.SCATTER if is_cut(after) else HopKind.GATHER))
         elif before.is_partial():
             kinds.append((mesh_dim, HopKind.REDUCE))
-    return plan_route(coordinate, current.mesh_shape, kinds, current.regions(), target.regions())
+    return kinds
 
 
 def _stays(mesh_dim: int, current: Division, target: Division) -> bool:
