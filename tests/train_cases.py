@@ -29,7 +29,7 @@ def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
         "tensorboard": False,
         "log_every": 1000,
         "processes": 2,
-        "device": "cpu",
+        "device": DEVICE,
         "precision": "fp32",
         "timeout": 60.0,
         **changes,
@@ -51,7 +51,7 @@ def train_on_pool(run_dir: Path, **changes: Any) -> dict[str, Any]:
     from ragged_fsdp.trainer.ranks import lay_out
     from ragged_fsdp.trainer.stop import StopRequest
 
-    config = from_values(settings(run_dir, device=DEVICE, **changes))
+    config = from_values(settings(run_dir, **changes))
     check(config, dist.get_world_size())
     device = torch.device(DEVICE, torch.cuda.current_device()) if DEVICE == "cuda" else torch.device("cpu")
     outcome = TrainingJob(config, lay_out(config.sharding, device), StopRequest(0.0)).run()

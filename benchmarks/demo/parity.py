@@ -2,6 +2,7 @@
 
     python benchmarks/demo/parity.py                      # trains each variant, then writes the results
     python benchmarks/demo/parity.py --precision fp64     # the same in double precision
+    python benchmarks/demo/parity.py --device cuda --out benchmarks/demo/cuda     # over NCCL
     python benchmarks/demo/parity.py --draw               # results.json and curves.svg from finished runs
 
 A variant that has finished is not run again; one that was stopped goes on where it stopped. In double
@@ -36,6 +37,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=Path("runs/demo-parity"), help="folder of the runs")
     parser.add_argument("--precision", choices=PRECISIONS, default="fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of results.json and curves.svg")
     parser.add_argument("--only", choices=list(VARIANTS), help="train this variant alone, and do not draw")
     parser.add_argument("--draw", action="store_true", help="do not train, only draw what there is")
     options = parser.parse_args()
@@ -45,20 +48,21 @@ def main() -> None:
             "run_dir": str(run_folder(options.runs, options.precision, name)),
             "precision": options.precision,
             "tensorboard": False,
-            "device": "cpu",
+            "device": options.device,
+            "muon_dtype": "fp32" if options.precision == "fp32" else "auto",  # bf16 on GPUs otherwise
             "checkpoint_every": 20,
             "keep_last": 1,
         }
         print(name, start(from_values(SETTINGS, common, changes))["eval_loss"], flush=True)
     if not options.only:
-        summarize(options.runs)
+        summarize(options.runs, options.out)
 
 
 def run_folder(runs: Path, precision: str, name: str) -> Path:
     return runs / precision / name.replace(", ", "-").replace(" ", "-")
 
 
-def summarize(runs: Path) -> None:
+def summarize(runs: Path, out: Path) -> None:
     """Results of all variants that have finished, and their curves."""
     report: dict[str, Any] = {"settings": SETTINGS}
     curves: dict[str, dict[str, tuple[Curve, Curve]]] = {}
@@ -73,8 +77,9 @@ def summarize(runs: Path) -> None:
         if of_precision:
             curves[precision] = of_precision
             report[precision] = results_of(of_precision)
-    (HERE / "results.json").write_text(json.dumps(report, indent=1) + "\n")
-    draw(curves, HERE / "curves.svg")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(curves, out / "curves.svg")
     for precision, of_precision in curves.items():
         largest = report[precision]["largest_difference"]
         print(f"{precision}: {len(of_precision)} variants, largest differences {largest}")

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,7 +28,7 @@ from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.start import start
 
 HERE = Path(__file__).parent
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "model": "nano",
     "seq_len": 64,
     "batch": 12,
@@ -39,7 +40,6 @@ SETTINGS = {
     "tensorboard": False,
     "log_every": 1000,
     "processes": 3,
-    "device": "cpu",
 }
 
 
@@ -83,18 +83,21 @@ def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return {t.name: reader.load(t) for t in reader.tensors() if not t.name.startswith("rng")}
 
 
-def disturbed(run_dir: Path, steps: int, kills: int, choose: random.Random) -> list[dict[str, object]]:
+def disturbed(
+    settings: dict[str, Any], run_dir: Path, kills: int, choose: random.Random
+) -> list[dict[str, object]]:
     """Run to the end through ``kills`` kills; returns what happened at each."""
     story: list[dict[str, object]] = []
     while True:
         killer = None
         if len(story) < kills:
             moment = "save" if len(story) % 2 else "step"
-            killer = Killer(run_dir, moment, choose.randint(1, max(1, steps // kills - 2)), choose)
+            after_steps = choose.randint(1, max(1, settings["steps"] // kills - 2))
+            killer = Killer(run_dir, moment, after_steps, choose)
             killer.start()
         began = time.monotonic()
         try:
-            start(from_values(SETTINGS, {"run_dir": str(run_dir), "steps": steps}))
+            start(from_values(settings, {"run_dir": str(run_dir)}))
         except RankFailure as failure:
             assert killer is not None and killer.killed_at_step is not None, failure
             headline = " ".join(str(failure).splitlines()[:2])
@@ -113,12 +116,14 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", type=Path, default=HERE / "results.json")
     options = parser.parse_args()
+    settings = {**SETTINGS, "steps": options.steps, "device": options.device}
     with tempfile.TemporaryDirectory() as folder:
         quiet, broken = Path(folder) / "quiet", Path(folder) / "broken"
-        start(from_values(SETTINGS, {"run_dir": str(quiet), "steps": options.steps}))
-        story = disturbed(broken, options.steps, options.kills, random.Random(options.seed))
+        start(from_values(settings, {"run_dir": str(quiet)}))
+        story = disturbed(settings, broken, options.kills, random.Random(options.seed))
         losses = [
             {row["step"]: row["loss"] for row in read_metrics(run) if row["kind"] == "train"}
             for run in (quiet, broken)
@@ -135,6 +140,7 @@ def main() -> None:
         "same_final_state_bit_for_bit": same_state,
         "tensors_compared": len(states[0]),
         "torch": torch.__version__,
+        "device": options.device,
     }
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print({k: v for k, v in results.items() if k != "kills"})

@@ -51,6 +51,10 @@ GROUPS = {
         tuple(f"tests/spmd/test_fsdp_{part}.py" for part in ("exchange", "parallelism", "reuse")),
         environment=_POISONED,
     ),
+    "trainer": Group(
+        "the trainer on 1 to 4 NCCL ranks: splits, resuming, faults",
+        tuple(f"tests/spmd/test_train_{part}.py" for part in ("parallel", "runs")),
+    ),
     "gpu": Group("what only a GPU has: streams, memory, kernels", ("tests/gpu/test_*.py",)),
 }
 

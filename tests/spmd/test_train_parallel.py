@@ -55,7 +55,13 @@ def test_matrix_and_block_optimizers_under_splits(rank):
     cases = {"muon": ({"tp": 2}, {"ep": 2}), "adam8bit": ({"tp": 2}, {"ep": 2}), "shampoo": ({"ep": 2},)}
     wide = {"hidden": "64", "expert_hidden": "64", **MODEL}
     for optimizer, splits in cases.items():
-        common = {"optimizer": optimizer, "model_set": wide, "steps": 8, "save_at_end": False}
+        common = {
+            "optimizer": optimizer,
+            "model_set": wide,
+            "muon_dtype": "fp32",
+            "steps": 8,
+            "save_at_end": False,
+        }
         train_on_pool(rank.shared_dir / optimizer, **common)
         for index, split in enumerate(splits):
             folder = rank.shared_dir / f"{optimizer}-{index}"

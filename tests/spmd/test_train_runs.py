@@ -18,6 +18,7 @@ from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
 from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.run_folder import RunLock
+from rank_pool import DEVICE
 from train_cases import losses, settings, tensors, train
 
 
@@ -54,7 +55,12 @@ def test_the_curve_does_not_depend_on_the_sharding(tmp_path, reference, changes)
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "adam8bit", "shampoo"])
 def test_resuming_is_bit_for_bit(tmp_path, optimizer):
-    common = {"optimizer": optimizer, "model_set": {"hidden": "64", "expert_hidden": "64"}}
+    processes = 4 if DEVICE == "cuda" else 2
+    common = {
+        "processes": processes,
+        "optimizer": optimizer,
+        "model_set": {"hidden": "64", "expert_hidden": "64"},
+    }
     train(tmp_path / "straight", **common)
     train(tmp_path / "stopped", stop_at=5, **common)
     again = train(tmp_path / "stopped", resume="must", **common)
