@@ -188,16 +188,26 @@ def reduction_error(
 @app.command()
 def suite(
     out: Annotated[Path, typer.Option(help="Folder for the result files.")] = Path("results"),
+    only: Annotated[str, typer.Option(help="Cases to run, in this order, separated by commas.")] = "",
+    skip: Annotated[str, typer.Option(help="Cases to leave out, separated by commas.")] = "",
+    listed: Annotated[bool, typer.Option("--list", help="Name the cases and end.")] = False,
     deadline: Annotated[float, typer.Option(help="Start nothing new after this many seconds.")] = 3600.0,
     limit: Annotated[float, typer.Option(help="Seconds one implementation may take.")] = 120.0,
     traces: Annotated[Path | None, typer.Option(help="Keep our traces in this folder.")] = None,
 ) -> None:
-    """Run every case of the committed figures, most telling first."""
-    from .suite import run_suite
+    """Run every case of the committed figures, most telling first; cases the folder has are not repeated."""
+    from .suite import SUITE, run_suite
 
+    chosen, left_out = (list(filter(None, text.split(","))) for text in (only, skip))
+    if unknown := sorted({*chosen, *left_out} - set(SUITE)):
+        raise typer.BadParameter(f"cases: got {unknown}, expected any of {', '.join(SUITE)}")
+    names = [name for name in chosen or SUITE if name not in left_out]
+    if listed:
+        for name in names:
+            _CONSOLE.out(f"{name}: {', '.join(SUITE[name][1])}")
+        return
     _need_cuda()
-    written = run_suite(out, _CONSOLE.out, deadline_s=deadline, limit_s=limit, trace_dir=traces)
-    show(written)
+    show(run_suite(out, _CONSOLE.out, names=names, deadline_s=deadline, limit_s=limit, trace_dir=traces))
 
 
 @app.command()

@@ -102,13 +102,28 @@ def _fsdp2(case: Case, device: torch.device, shard_dim: int = 0) -> Trainer:
     return _per_layer(case, device, fully_shard, policy, **extra)
 
 
-def _ours(case: Case, device: torch.device, grad_buffers: int | None = None, **options: Any) -> Trainer:
+def _ours(
+    case: Case,
+    device: torch.device,
+    grad_buffers: int | None = None,
+    prefetch: int | None = None,
+    communicators: int = 1,
+    **options: Any,
+) -> Trainer:
+    """``options`` go to ``fully_shard``; the others have setters of their own (None: the default)."""
     from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype])
     trainer = _per_layer(case, device, fully_shard, policy, **(options | dict(case.options)))
     if grad_buffers is not None:
         trainer.stack.set_reduce_scatter_max_input_buffers(grad_buffers)
+    if communicators == 2:
+        trainer.stack.set_separate_reduce_scatter_group()
+    if prefetch is not None:
+        layers = list(trainer.stack.layers)
+        for i, layer in enumerate(layers):
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + prefetch])
+            layer.set_modules_to_backward_prefetch(layers[max(0, i - prefetch) : i][::-1])
     return trainer
 
 
@@ -189,12 +204,25 @@ def _deepspeed(case: Case, device: torch.device) -> Trainer:
     return Trainer(forward_backward, engine.step, stack)
 
 
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "2-pending": {"grad_buffers": 2},
+    "no-prefetch": {"prefetch": 0},
+    "prefetch-2": {"prefetch": 2},
+    "2-communicators": {"communicators": 2},
+    "nothing-kept": {"reshard_after_forward": True},
+    "budget": {"reshard_after_forward": "auto", "gathered_budget_bytes": 24 << 30},
+}
+"""What is switched on and off around the all-to-all configuration, each alone."""
+
 IMPLEMENTATIONS: dict[str, Callable[[Case, torch.device], Trainer]] = {
     "none": _none,
     "ours": _ours,
     "ours-2-buffers": partial(_ours, grad_buffers=2),
     "ours-all-to-all": partial(_ours, reduction="all_to_all"),
-    "ours-all-to-all-2": partial(_ours, reduction="all_to_all", grad_buffers=2),
+    **{
+        f"ours-all-to-all-{name}": partial(_ours, reduction="all_to_all", **how)
+        for name, how in _OPTIONS.items()
+    },
     "fsdp2": _fsdp2,
     "fsdp2-shard1": partial(_fsdp2, shard_dim=1),
     "fsdp1": _fsdp1,

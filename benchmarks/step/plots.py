@@ -15,7 +15,6 @@ _COLOURS = {
     "ours": "#d1495b",
     "ours-2-buffers": "#e07a5f",
     "ours-all-to-all": "#9b2335",
-    "ours-all-to-all-2": "#6d1a26",
     "fsdp2": "#2e4057",
     "fsdp2-shard1": "#66a1b5",
     "fsdp1": "#8d96a3",

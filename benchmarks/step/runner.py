@@ -12,6 +12,7 @@ import platform
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,10 @@ def run_case(
 
 
 def save(path: Path, results: list[dict[str, Any]]) -> None:
-    """Write results with the versions they depend on."""
+    """Write results with the versions they depend on and the time of their end."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"versions": versions(), "results": results}, indent=1) + "\n")
+    made = {"versions": versions(), "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "results": results}
+    path.write_text(json.dumps(made, indent=1) + "\n")
 
 
 def _in_own_process(case: Case, name: str, limit_s: float, trace_dir: Path | None) -> list[dict[str, Any]]:

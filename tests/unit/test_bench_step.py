@@ -151,7 +151,11 @@ def test_reductions_and_exchanges_are_counted(rank_of):
     assert not wire.moved_bytes
 
 
-@pytest.mark.parametrize("name", ["none", "fsdp2", "fsdp2-shard1", "ours-2-buffers", "ours-all-to-all"])
+@pytest.mark.parametrize(
+    "name",
+    ["none", "fsdp2", "fsdp2-shard1", "ours-2-buffers", "ours-all-to-all"]
+    + [f"ours-all-to-all-{option}" for option in ("no-prefetch", "prefetch-2", "2-communicators", "budget")],
+)
 def test_implementations_train_on_one_rank_of_eight(rank_of, name):
     wire = rank_of(TINY.ranks)
     torch.manual_seed(0)
@@ -165,7 +169,7 @@ def test_implementations_train_on_one_rank_of_eight(rank_of, name):
             trainer.update()
     assert torch.isfinite(loss) and x.grad is not None
     moved = sum(wire.moved_bytes.values())
-    bytes_of = {"gather": 2 * TINY.numel, "reduce": (2 if name == "ours-all-to-all" else 4) * TINY.numel}
+    bytes_of = {"gather": 2 * TINY.numel, "reduce": (2 if "all-to-all" in name else 4) * TINY.numel}
     gathers = 1 if name.startswith("ours") else 2  # of the two layers ours keeps both for backward
     least = gathers * bytes_of["gather"] + bytes_of["reduce"]
     assert moved == 0 if name == "none" else least <= moved <= 1.15 * least
@@ -262,7 +266,7 @@ def test_a_timeline_has_a_lane_per_stream(tmp_path):
     assert draw_timeline([path], tmp_path / "t.svg").stat().st_size > 1000
 
 
-def test_the_suite_saves_as_it_goes_and_stops_at_its_deadline(tmp_path, monkeypatch):
+def test_the_suite_saves_as_it_goes_goes_on_and_stops_at_its_deadline(tmp_path, monkeypatch):
     from benchmarks.step import suite
 
     ran = []
@@ -272,10 +276,36 @@ def test_the_suite_saves_as_it_goes_and_stops_at_its_deadline(tmp_path, monkeypa
         return {"case": case.to_json(), "rows": [_row(names[0], None, 100.0 + len(ran))]}
 
     monkeypatch.setattr(suite, "run_case", run)
-    written = suite.run_suite(tmp_path, lambda _: None, deadline_s=60.0, limit_s=10.0)
-    assert len(ran) == sum(len(names) for _, _, names in suite.SUITE) and len(written) == len(suite.SUITE)
-    results = report.load(written)
-    at_256 = next(r for r in results if r["case"]["ranks"] == 256 and r["case"]["model"] == "gpt-oss-120b")
-    assert report.floor_ms(at_256) == 101.0  # measured at 64 ranks: the floor has none
-    assert {"ours-all-to-all", "megatron"} <= {row["implementation"] for row in at_256["rows"]}
+    limits = {"deadline_s": 60.0, "limit_s": 10.0}
+    first = suite.run_suite(tmp_path, lambda _: None, names=["gpt-oss-256", "host"], **limits)
+    assert [path.stem for path in first] == ["gpt-oss-256", "host"]
+    cut = json.loads(first[1].read_text())
+    cut["results"][0]["rows"].pop()
+    first[1].write_text(json.dumps(cut))  # as if the run had ended early
+    rest = suite.run_suite(tmp_path, lambda _: None, **limits)
+    assert {path.stem for path in rest} == set(suite.SUITE) - {"gpt-oss-256"}
+    assert len(ran) == sum(len(names) for _, names in suite.SUITE.values()) + len(suite.SUITE["host"][1])
+    assert len(report.load(first[:1])[0]["rows"]) == len(suite.SUITE["gpt-oss-256"][1])
     assert suite.run_suite(tmp_path / "late", lambda _: None, deadline_s=1.0, limit_s=10.0) == []
+
+
+def test_the_suite_has_known_cases_only():
+    from benchmarks.step.app import app
+    from benchmarks.step.suite import SUITE
+    from typer.testing import CliRunner
+
+    assert {name for _, names in SUITE.values() for name in names} <= set(IMPLEMENTATIONS) & set(
+        report.LABELS
+    )
+    shown = CliRunner().invoke(app, ["suite", "--list", "--only", "host,llama-64", "--skip", "llama-64"])
+    assert shown.exit_code == 0 and shown.output.split(":")[0] == "host"
+    wrong = CliRunner().invoke(app, ["suite", "--list", "--only", "llama-65"])
+    assert wrong.exit_code == 2 and "llama-65" in wrong.output
+
+
+def test_a_floor_serves_files_without_one(tmp_path):
+    paths = [tmp_path / "64.json", tmp_path / "128.json"]
+    for path, ranks, row in zip(paths, (64, 128), (_row("none", None, 100.0), _row("fsdp2", None, 150.0))):
+        case = Case("llama-3-70b", 4, 4096, ranks)
+        path.write_text(json.dumps({"results": [{"case": case.to_json(), "rows": [row]}]}))
+    assert [report.floor_ms(result) for result in report.load(paths)] == [100.0, 100.0]
