@@ -4,8 +4,8 @@
 
 Trains a small dense and a small mixture-of-experts transformer on the text of the Python standard library
 (bytes as tokens) with AdamW, with 8-bit AdamW and with Muon: first a scan of six learning rates for each, on
-one process; then, at the best rate of each, curves on several ranks, 8-bit AdamW and Muon under DDP and
-under ``fully_shard``; then the report. Ranks are processes; with CUDA they use NCCL, and share a GPU where
+one process; then, at the best rate of each, curves on several ranks under DDP and under ``fully_shard``;
+then the report. Ranks are processes; with CUDA they use NCCL, and share a GPU where
 there are fewer GPUs than ranks. Each model and optimizer has its own file, so parts (``--stage``,
 ``--models``, ``--optimizers``) can run side by side, and curves that are there already are kept. ``--tiny``
 takes some minutes on a laptop.
@@ -32,6 +32,7 @@ def _arguments() -> argparse.Namespace:
         "--stage", choices=("all", "scan", "curves", "report"), default="all", help="a part of the work"
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes of the curves (default 2)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each best learning rate (default 3)")
     parser.add_argument("--steps", type=int, help="optimizer steps of each curve (default 800, --tiny 60)")
     parser.add_argument("--seconds", type=float, help="start no curve that would end later than this")
     parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all ranks")

@@ -58,22 +58,17 @@ class Curve:
 
 def train_curve(curve: Curve, setting: Setting, tokens: Tokens, device: torch.device) -> Curve:
     """Train and fill in the losses; every rank calls this and gets the same numbers."""
-    train, held_out = (
-        Batches(part, setting.seq_len, curve.seed) for part in (tokens.train, tokens.evaluation)
-    )
+    batches = _batches(curve, setting, tokens).to(device)
     model, call = _build(curve, setting, device)
     optimizer = OPTIMIZERS[curve.optimizer](model, curve.lr)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _lr_factor(step, setting))
-    rank, world = dist.get_rank(), dist.get_world_size()
     losses: list[Tensor] = []
     start = time.perf_counter()
-    for step in range(setting.steps):
+    for step, batch in enumerate(batches):
         if step == setting.steps // 5:  # compilation and first allocations are over
             _wait(device)
             start = time.perf_counter()
-        mine = share(setting.batch, world, rank)
-        samples = range(step * setting.batch + mine.start, step * setting.batch + mine.stop)
-        loss, balance = _loss(call, train.sequences(samples).to(device))
+        loss, balance = _loss(call, batch)
         (loss + balance).backward()
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -83,8 +78,16 @@ def train_curve(curve: Curve, setting: Setting, tokens: Tokens, device: torch.de
     _wait(device)
     curve.seconds_per_step = (time.perf_counter() - start) / (setting.steps - setting.steps // 5)
     curve.losses = _mean_over_ranks(torch.stack(losses))
-    curve.evaluation = _evaluate(call, held_out, device)
+    curve.evaluation = _evaluate(call, Batches(tokens.evaluation, setting.seq_len, curve.seed), device)
     return curve
+
+
+def _batches(curve: Curve, setting: Setting, tokens: Tokens) -> Tensor:
+    """(steps, sequences, seq_len + 1): what this rank trains on, read before the clock starts."""
+    train = Batches(tokens.train, setting.seq_len, curve.seed)
+    mine = share(setting.batch, dist.get_world_size(), dist.get_rank())
+    firsts = range(0, setting.steps * setting.batch, setting.batch)
+    return torch.stack([train.sequences(range(n + mine.start, n + mine.stop)) for n in firsts])
 
 
 def _build(curve: Curve, setting: Setting, device: torch.device) -> tuple[nn.Module, nn.Module]:

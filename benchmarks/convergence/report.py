@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from benchmarks.convergence.runs import LEARNING_RATES, MODELS
 __all__ = ["write_report"]
 
 _STYLES = {
+    "adamw, ddp": ("tab:gray", "-"),
     "adamw, ragged_fsdp": ("black", "-"),
     "adamw8bit, ddp": ("tab:orange", "-"),
     "adamw8bit, ragged_fsdp": ("tab:blue", "--"),
@@ -20,6 +22,8 @@ _STYLES = {
     "muon, ragged_fsdp": ("tab:red", "--"),
 }
 _COLORS = {"adamw": "black", "adamw8bit": "tab:blue", "muon": "tab:red"}
+_POINTS = 200
+"""Points of a curve that are drawn."""
 _PANELS = {"8-bit Adam": ("adamw", "adamw8bit"), "Muon": ("adamw", "muon")}
 
 
@@ -84,25 +88,30 @@ def _scan_table(curves: Sequence[Curve]) -> str:
 
 
 def _curve_table(curves: Sequence[Curve]) -> str:
-    """Final losses, and how far the two ways of sharding are apart."""
+    """Final losses of every seed, and how far the two ways of sharding are apart."""
     lines = [
-        "| model | optimizer | lr | last tenth | held-out loss | largest smoothed gap to DDP | ms/step |",
+        "| model | optimizer | lr | last tenth | held out, by seed | largest smoothed gap to DDP | ms/step |",
         "|---|---|---|---|---|---|---|",
     ]
+    groups: dict[tuple[str, str], list[Curve]] = {}
     for curve in curves:
-        tail = curve.losses[-max(1, len(curve.losses) // 10) :]
-        other = [
-            c for c in curves if (c.model, c.optimizer, c.sharding) == (curve.model, curve.optimizer, "ddp")
-        ]
-        gap = "-"
-        if other and curve.sharding != "ddp":
-            pairs = zip(_smooth(curve.losses), _smooth(other[0].losses))
-            gap = f"{max(abs(a - b) for a, b in pairs):.4f}"
+        groups.setdefault((curve.model, curve.name), []).append(curve)
+    for (model, name), seeds in groups.items():
+        twins = {c.seed: c for c in groups.get((model, f"{seeds[0].optimizer}, ddp"), [])}
+        gaps = [_largest_gap(curve, twins[curve.seed]) for curve in seeds if curve.seed in twins]
+        gap = f"{max(gaps):.4f}" if gaps and seeds[0].sharding != "ddp" else "-"
+        lasts = [statistics.mean(c.losses[-max(1, len(c.losses) // 10) :]) for c in seeds]
+        held_out = ", ".join(f"{curve.evaluation:.4f}" for curve in seeds)
+        milliseconds = statistics.median(curve.seconds_per_step for curve in seeds) * 1e3
         lines.append(
-            f"| {curve.model} | {curve.name} | {curve.lr:g} | {sum(tail) / len(tail):.4f} | "
-            f"{curve.evaluation:.4f} | {gap} | {curve.seconds_per_step * 1e3:.0f} |"
+            f"| {model} | {name} | {seeds[0].lr:g} | {statistics.mean(lasts):.4f} | {held_out} | {gap} | "
+            f"{milliseconds:.0f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _largest_gap(left: Curve, right: Curve) -> float:
+    return max(abs(a - b) for a, b in zip(_smooth(left.losses), _smooth(right.losses)))
 
 
 def _draw(scan: Sequence[Curve], curves: Sequence[Curve], tokens: float, path: Path) -> None:
@@ -136,7 +145,7 @@ def _draw(scan: Sequence[Curve], curves: Sequence[Curve], tokens: float, path: P
 def _best(scan: Sequence[Curve]) -> list[Curve]:
     """Of each model and optimizer, the curve of the best learning rate."""
     best: dict[tuple[str, str], Curve] = {}
-    for curve in scan:
+    for curve in (c for c in scan if c.seed == 1):
         key = (curve.model, curve.optimizer)
         if key not in best or curve.evaluation < best[key].evaluation:
             best[key] = curve
@@ -147,8 +156,11 @@ def _draw_curves(axis: Any, curves: Sequence[Curve], tokens: float) -> None:
     for curve in curves:
         color, line = _STYLES.get(curve.name, (_COLORS[curve.optimizer], "-"))
         smooth = _smooth(curve.losses) if curve.name in _STYLES else curve.losses  # a scan has means already
-        seen = [(i + 1) * tokens / len(smooth) for i in range(len(smooth))]
-        axis.plot(seen, smooth, line, color=color, label=f"{curve.name}, lr {curve.lr:g}", lw=1.2)
+        shown = range(0, len(smooth), max(1, len(smooth) // _POINTS))
+        seen = [(i + 1) * tokens / len(smooth) for i in shown]
+        first = curve.seed == 1
+        label = f"{curve.name}, lr {curve.lr:g}" if first else None
+        axis.plot(seen, [smooth[i] for i in shown], line, color=color, label=label, lw=1.2 if first else 0.6)
     if curves:
         last = min(min(_smooth(curve.losses)) for curve in curves)
         axis.set_ylim(last - 0.05, last + 1.2)

@@ -1,8 +1,8 @@
 """Which curves a run of the benchmark trains: a scan of learning rates, then the curves at the best of them.
 
 The scan is the same for every optimizer: six learning rates, each twice the one before, on one process. The
-best (by held-out loss) is repeated with two more seeds, which says how much of a difference is chance, and is
-the rate of the curves on several ranks. Muon's grid lies higher than AdamW's because its best rate does; each
+best (by held-out loss) is the rate of the curves on several ranks. Both are repeated with more seeds, which
+says how much of a difference is chance. Muon's grid lies higher than AdamW's because its best rate does; each
 grid must reach past its best value on both sides, and the report says so if it does not. A rate is that of
 all parameters: the AdamW inside Muon (embeddings, head, norms) has no rate of its own to tune.
 """
@@ -17,7 +17,6 @@ from ragged_fsdp.models import MoEConfig
 __all__ = [
     "LEARNING_RATES",
     "MODELS",
-    "SEEDS",
     "SHARDINGS",
     "TINY_LEARNING_RATES",
     "TINY_MODELS",
@@ -42,8 +41,8 @@ TINY_MODELS = {
     ),
 }
 LEARNING_RATES = {
-    "adamw": (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008),
-    "adamw8bit": (0.00025, 0.0005, 0.001, 0.002, 0.004, 0.008),
+    "adamw": (0.000125, 0.00025, 0.0005, 0.001, 0.002, 0.004),
+    "adamw8bit": (0.000125, 0.00025, 0.0005, 0.001, 0.002, 0.004),
     "muon": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
 }
 TINY_LEARNING_RATES = {
@@ -51,13 +50,8 @@ TINY_LEARNING_RATES = {
     "adamw8bit": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
     "muon": (0.004, 0.008, 0.016, 0.032, 0.064, 0.128),
 }
-SHARDINGS = {
-    "adamw": ("ragged_fsdp",),
-    "adamw8bit": ("ddp", "ragged_fsdp"),
-    "muon": ("ddp", "ragged_fsdp"),
-}
+SHARDINGS = ("ddp", "ragged_fsdp")
 """How the curves on several ranks are spread over them."""
-SEEDS = (1, 2, 3)
 
 
 @dataclass(frozen=True)

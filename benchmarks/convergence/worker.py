@@ -16,7 +16,6 @@ from benchmarks.convergence.curves import Curve, train_curve
 from benchmarks.convergence.runs import (
     LEARNING_RATES,
     MODELS,
-    SEEDS,
     SHARDINGS,
     TINY_LEARNING_RATES,
     TINY_MODELS,
@@ -73,8 +72,8 @@ def _wanted(
     arguments: argparse.Namespace, setting: Setting, model: str, optimizer: str, done: list[Curve]
 ) -> Iterator[Curve]:
     if arguments.stage == "scan":
-        return _scan(model, optimizer, setting.learning_rates[optimizer], done)
-    return _curves(model, optimizer, arguments.out)
+        return _scan(model, optimizer, setting.learning_rates[optimizer], arguments.seeds, done)
+    return _curves(model, optimizer, arguments.seeds, arguments.out)
 
 
 def _same_run(left: Curve, right: Curve) -> bool:
@@ -90,21 +89,24 @@ def _kept(path: Path, setting: Setting, model: str) -> list[Curve]:
     return [Curve(**curve) for curve in record["curves"]] if same else []
 
 
-def _scan(model: str, optimizer: str, rates: Sequence[float], done: list[Curve]) -> Iterator[Curve]:
+def _scan(
+    model: str, optimizer: str, rates: Sequence[float], seeds: int, done: list[Curve]
+) -> Iterator[Curve]:
     """Every learning rate with the first seed, then the best with the other seeds."""
     for lr in centre_out(rates):
-        yield Curve(model, optimizer, "one process", lr, SEEDS[0])
+        yield Curve(model, optimizer, "one process", lr)
     best = min(done, key=lambda curve: curve.evaluation)
-    for seed in SEEDS[1:]:
+    for seed in range(2, seeds + 1):
         yield Curve(model, optimizer, "one process", best.lr, seed)
 
 
-def _curves(model: str, optimizer: str, folder: Path) -> Iterator[Curve]:
-    """The curves on several ranks, at the best learning rate of the scan."""
+def _curves(model: str, optimizer: str, seeds: int, folder: Path) -> Iterator[Curve]:
+    """The curves on several ranks, at the best learning rate of the scan; a seed at a time."""
     scan = json.loads((folder / "scan" / f"{model}-{optimizer}.json").read_text())
     best = min(scan["curves"], key=lambda curve: curve["evaluation"])
-    for sharding in SHARDINGS[optimizer]:
-        yield Curve(model, optimizer, sharding, best["lr"], SEEDS[0])
+    for seed in range(1, seeds + 1):
+        for sharding in SHARDINGS:
+            yield Curve(model, optimizer, sharding, best["lr"], seed)
 
 
 def _in_time(started: float, done: int, seconds: float | None, device: torch.device) -> bool:
@@ -134,7 +136,7 @@ def _write(
         "hardware": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
         "ranks": f"{arguments.ranks}, {'NCCL' if cuda else 'gloo'}" + (", sharing one GPU" if shared else ""),
         "torch": torch.__version__,
-        "data": data,
+        "data": f"{data}, library of Python {platform.python_version()}",
         "setting": _recorded(setting),
         "model": asdict(setting.models[curves[0].model]),
         "curves": [asdict(curve) for curve in curves],
