@@ -1,10 +1,11 @@
 """What happens after an exception, in a second backward, to stale data, and to a model that is dropped."""
 
 import gc
+import itertools
 import logging
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -28,12 +29,13 @@ from rank_pool import Rank, spmd
 
 class _RaisesInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx, x, error=RuntimeError):
+        ctx.error = error
         return x.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        raise RuntimeError("planted")
+        raise ctx.error("planted")
 
 
 def _step(model: nn.Module, reference: nn.Module, rank: Rank, step: int) -> None:
@@ -44,41 +46,48 @@ def _step(model: nn.Module, reference: nn.Module, rank: Rank, step: int) -> None
     assert_same_grads(model, reference, rtol=1e-4, atol=1e-6)
 
 
+_COLLECTIVES = {
+    "reduction": ("reduce_scatter", "all_to_all", "all_to_all_pieces"),
+    "gather": ("all_gather_",),
+}
+
+
 @contextmanager
-def _planted(where: str, module: nn.Module) -> Iterator[None]:
-    """Let the forward or the backward of ``module`` raise, or every reduction."""
+def _planted(where: str, module: nn.Module, error: type[BaseException]) -> Iterator[None]:
+    """Let the forward or the backward of ``module`` raise, every reduction, or all gathers but the first."""
+    gather, calls = collectives.all_gather_, itertools.count()
 
-    def fail(*args: torch.Tensor, **_: object) -> torch.Tensor:
+    def fail(*args: torch.Tensor, **options: object) -> object:
         if where == "backward":
-            return _RaisesInBackward.apply(args[-1])
-        raise RuntimeError("planted")
+            return _RaisesInBackward.apply(args[-1], error)
+        if where == "gather" and next(calls) == 0:
+            return gather(*args, **options)
+        raise error("planted")
 
-    saved = collectives.reduce_scatter, collectives.all_to_all, collectives.all_to_all_pieces
-    hook = None
-    if where == "reduction":
-        collectives.reduce_scatter = collectives.all_to_all = collectives.all_to_all_pieces = fail
-    else:
-        hook = module.register_forward_hook(fail)
-    try:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as hooks:
+        for name in _COLLECTIVES.get(where, ()):
+            patch.setattr(collectives, name, fail)
+        if where not in _COLLECTIVES:
+            hooks.callback(module.register_forward_hook(fail).remove)
         yield
-    finally:
-        collectives.reduce_scatter, collectives.all_to_all, collectives.all_to_all_pieces = saved
-        if hook is not None:
-            hook.remove()
 
 
 @pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
-@pytest.mark.parametrize("where", ["forward", "backward", "forward, then an update", "reduction"])
+@pytest.mark.parametrize("where", ["forward", "backward", "forward, then an update", "reduction", "gather"])
 @spmd(2)
 def test_the_step_after_a_failed_one_needs_no_reset(rank: Rank, where: str, reduction: str) -> None:
-    """Nothing of the failed step is left: no gathered weights, no collected gradients, no open backward."""
+    """Nothing of the failed step is left: no gathered weights, no collected gradients, no open backward.
+
+    Whatever was raised: hooks of a module see no ``KeyboardInterrupt``.
+    """
     reference = make_net(rank.device)
     model = shard(clone(reference), mesh=rank.mesh(), reduction=reduction)
     for module in (model, reference):
         module.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
     for step in range(4):  # the first fails before the order of the groups is known
-        with pytest.raises(RuntimeError, match="planted"), _planted(where, model.blocks[1].up):
+        error = (RuntimeError, KeyboardInterrupt)[step % 2]
+        with pytest.raises(error, match="planted"), _planted(where, model.blocks[1].up, error):
             loss_of(model, batch(rank.device, 50, 2).chunk(2)[rank.rank]).backward()
         model.zero_grad()
         if where == "forward, then an update":

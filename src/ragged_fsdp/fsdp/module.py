@@ -68,6 +68,14 @@ class FSDPModule(TorchFSDPModule):
         made.__init__(*args, **kwargs)
         return made
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As any module's; a forward hook would not see an interrupt."""
+        try:
+            return super(TorchFSDPModule, self).__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._get_fsdp_state().abort_forward()
+            raise
+
     # -- parameters ------------------------------------------------------------------------------
 
     def reshard(self) -> None:
@@ -363,11 +371,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         state = self._get_fsdp_state()
         try:
             args, kwargs = state.pre_forward(self, args, kwargs)
-            output = method(*args, **kwargs)
-        except Exception:
-            state.post_forward(self, args, None)
+            return state.post_forward(self, args, method(*args, **kwargs))
+        except BaseException:
+            state.abort_forward()
             raise
-        return state.post_forward(self, args, output)
 
     setattr(module, method_name, wrapped.__get__(module, type(module)))
 

@@ -7,7 +7,6 @@ A state belongs to the module, or to the list of modules, passed to the call. St
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -56,8 +55,6 @@ class ModuleState(_State):
         self.backward_prefetch: list[ModuleState] | None = None
         self.still_to_run: set[nn.Module] = set()
         """Modules of a list whose forward has not run in this pass."""
-        self._error_before = 0
-        """Identity of the error that was being handled when the forward started, if any."""
 
     def init(
         self,
@@ -80,7 +77,7 @@ class ModuleState(_State):
             pre = self.pre_forward if len(self.modules) == 1 else self._list_pre_forward
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True)
             post = self.post_forward if len(self.modules) == 1 else self._list_post_forward
-            module.register_forward_hook(post, prepend=False, always_call=True)
+            module.register_forward_hook(post, prepend=False)
 
     # -- root ------------------------------------------------------------------------------------
 
@@ -129,7 +126,6 @@ class ModuleState(_State):
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, register the unsharded parameters, prepare the post-backward."""
         self.root.recover()
-        self._error_before = id(sys.exc_info()[1])
         if self.phase is Phase.PRE_BACKWARD:  # recomputation of a checkpointed forward
             for group in self.groups:
                 group.unshard()
@@ -171,9 +167,6 @@ class ModuleState(_State):
         """Reshard and hook the outputs."""
         if self.phase is Phase.PRE_BACKWARD:
             return self._cast_output(output)
-        if self._has_failed():
-            self.abort_forward()
-            return output
         self._end_groups()
         output = self._hook_outputs(output)
         self.phase = Phase.IDLE
@@ -182,17 +175,15 @@ class ModuleState(_State):
             self.root.end_forward()
         return self._cast_output(output)
 
-    def _has_failed(self) -> bool:
-        """Whether this hook runs because the forward raised; forwards may also run in an error's handler."""
-        error = sys.exc_info()[1]
-        return error is not None and id(error) != self._error_before
-
+    @outside_compile
     def abort_forward(self) -> None:
         """The forward raised: be ready for the next one, which must gather anew what this one gathered.
 
         What was gathered before it stays: a rank that serves requests with unsharded weights may fail alone,
         and must not be alone in the next gather.
         """
+        if self.phase is not Phase.FORWARD and self.root.forward_root is not self:
+            return  # it had not begun, or had ended, or backward computes it again
         for group in self.groups:
             group.phase = Phase.IDLE
             stopped = in_backward()  # a recomputation that had gone far enough
@@ -222,9 +213,6 @@ class ModuleState(_State):
 
     def _list_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The group is done with the last module of the list; before that only the cast applies."""
-        if self.phase is not Phase.PRE_BACKWARD and self._has_failed():
-            self.abort_forward()
-            return output
         if module in self.still_to_run:
             self.still_to_run.discard(module)
             if not self.still_to_run:
