@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ class Model:
     """Shapes, rules and placements drawn from a seed, the same on every rank."""
 
     def __init__(self, draw: random.Random, mesh, mesh_2d) -> None:
+        self.device = mesh.device_type
         self.meshes = dict.fromkeys(ONE_DIM, mesh) | dict.fromkeys(TWO_DIMS, mesh_2d)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.rules: dict[str, MatrixRule] = {}
@@ -37,7 +39,9 @@ class Model:
 
     def place(self, name: str, full: torch.Tensor) -> torch.Tensor:
         kind = self.kinds[name]
-        return full.clone() if kind == "plain" else cases.place(full, self.meshes[kind], kind)
+        if kind == "plain":
+            return full.to(self.device, copy=True)
+        return cases.place(full, self.meshes[kind], kind)
 
 
 def fused_rules(shape: tuple[int, ...]) -> list[MatrixRule]:
@@ -93,4 +97,5 @@ def test_random_models(rank):
                 assert torch.equal(found, wanted), what
             else:
                 tolerance = 1e-4 if chosen["ns_dtype"] == torch.float32 else 0.05
-                torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=what)
+                message = partial("{}: {}".format, what)
+                torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=message)

@@ -70,7 +70,7 @@ def test_dense_reference(rank):
         betas=(0.9, 0.99),
         block_shape=(64, 64),
         start_step=1,
-        damping=1e-6,
+        damping=1e-4,
         min_numel=1,
     )
     set_grads(params, gradients(0, rank.device, shapes))
@@ -79,7 +79,7 @@ def test_dense_reference(rank):
 
     def root(matrix):
         values, vectors = torch.linalg.eigh(matrix)
-        return vectors @ torch.diag((values.clamp(min=0) + 1e-6 * values[-1]) ** -0.25) @ vectors.T
+        return vectors @ torch.diag((values.clamp(min=0) + 1e-4 * values[-1]) ** -0.25) @ vectors.T
 
     direction = root(0.01 * grad @ grad.T) @ (0.1 * grad) @ root(0.01 * grad.T @ grad)
     adam = 0.1 * grad / ((0.01 * grad**2).sqrt() / 0.01**0.5 + 1e-8)
