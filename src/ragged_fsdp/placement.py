@@ -75,6 +75,7 @@ __all__ = [
     "RaggedShard",
     "StridedRaggedShard",
     "block_numel",
+    "checked_shape",
     "legal_granularity",
     "placement_from_layout",
     "ragged_dims",
@@ -132,7 +133,7 @@ class RaggedShard(Placement):
             ranks: the size of the mesh dim.
             granularity: ``Elements``, ``Rows``, ``Whole`` or a block shape; it must divide the tensor.
         """
-        return cls.by_weights(shape, (1,) * _at_least_one("ranks", ranks), granularity)
+        return cls.by_weights(shape, (1,) * _checked_ranks(cls.__name__, ranks), granularity)
 
     @classmethod
     def by_weights(
@@ -142,15 +143,16 @@ class RaggedShard(Placement):
         granularity: Granularity | BlockShape = _ELEMENTS,
     ) -> RaggedShard:
         """Whole blocks of ``granularity`` in proportion to ``weights``, one per rank; see :meth:`even`."""
-        numel, block = math.prod(shape), block_numel(shape, granularity)
-        return cls(ragged_dims(shape, block), _apportion(numel // block, weights))
+        shape, block = checked_shape(shape), block_numel(shape, granularity)
+        return cls(ragged_dims(shape, block), _apportion(math.prod(shape) // block, weights))
 
     @classmethod
     def on_one_rank(cls, shape: Sequence[int], ranks: int, root: int) -> RaggedShard:
         """The whole tensor on rank ``root`` of the mesh dim, in its own shape; nothing elsewhere."""
-        if not 0 <= root < _at_least_one("ranks", ranks):
+        shape, ranks = checked_shape(shape), _checked_ranks(cls.__name__, ranks)
+        if not 0 <= _integer(f"{cls.__name__}: root", root) < ranks:
             raise ValueError(f"{cls.__name__}: root must be in [0, {ranks}), got {root}.")
-        return cls(ragged_dims(shape, math.prod(shape)), (int(r == root) for r in range(ranks)))
+        return cls(ragged_dims(shape, math.prod(shape)), [int(r == root) for r in range(ranks)])
 
     def __eq__(self, other: object) -> bool:
         return self is other or (type(other) is type(self) and self._key == other._key)
@@ -189,9 +191,9 @@ class StridedRaggedShard(RaggedShard):
     """
 
     def _checked_units(self, local_units: Iterable[Any]) -> tuple[Any, ...]:
-        rows = tuple(local_units)
+        rows = tuple(local_units) if isinstance(local_units, Iterable) else ()
         if not rows or not all(isinstance(row, (tuple, list)) for row in rows):
-            return super()._checked_units(rows)
+            return super()._checked_units(local_units)
         per_outer = tuple(_reduced(_checked_tuple("StridedRaggedShard", row)) for row in rows)
         if len({len(row) for row in per_outer}) != 1:
             raise ValueError(f"StridedRaggedShard: one tuple per outer shard, all as long, got {per_outer}.")
@@ -216,15 +218,17 @@ def block_numel(shape: Sequence[int], granularity: Granularity | BlockShape) -> 
     A block shape is completed to whole rows, so that the block is contiguous: ``(32, 32)`` in a
     matrix of 128 columns means 32 rows, 4096 elements. Its leading 1s keep it inside one index.
     """
+    shape = checked_shape(shape)
     if isinstance(granularity, (Elements, Rows, Whole)):
         block = granularity.block_numel(shape)
     else:
-        block = _block_shape_numel(tuple(shape), tuple(operator.index(b) for b in granularity))
+        what = "granularity must be Elements, Rows, Whole or a block shape, whose sizes"
+        block = _block_shape_numel(shape, _integers(what, granularity))
     numel = math.prod(shape)
     if numel % block:
         raise ValueError(
             f"granularity {granularity} of {block} elements does not divide the {numel} elements of shape "
-            f"{tuple(shape)}; use a divisor or pad the tensor."
+            f"{shape}; use a divisor or pad the tensor."
         )
     return block
 
@@ -234,14 +238,24 @@ def legal_granularity(
 ) -> int:
     """Elements of the smallest legal block not finer than ``granularity`` beside other placements.
 
-    A ``Shard(d)`` applied after the ragged split must not be cut into: the block is raised to the LCM
+    A ``Shard(d)`` to the right of a ``RaggedShard`` must not be cut into: the block is raised to the LCM
     with the stride that one index before ``d`` has, so whole dim-``d`` fibres stay together.
+
+    Args:
+        shape: of the inner tensor: what ``placements`` leave of it.
+        granularity: ``Elements``, ``Rows``, ``Whole`` or a block shape; it must divide the tensor.
+        placements: those beside the ragged one.
     """
-    block = block_numel(shape, granularity)
+    shape, block = checked_shape(shape), block_numel(shape, granularity)
     for placement in placements:
+        if not isinstance(placement, Placement):
+            raise TypeError(f"placements must be placements, got {placement!r}.")
         dim = getattr(placement, "dim", None)
-        if dim is not None:
-            block = math.lcm(block, max(1, math.prod(shape[dim % len(shape) :])))
+        if dim is None:
+            continue
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"{placement} does not fit shape {shape}.")
+        block = math.lcm(block, max(1, math.prod(shape[dim % len(shape) :])))
     return block
 
 
@@ -258,10 +272,12 @@ def placement_from_layout(
     layout: GroupLayout, index: int, shape: Sequence[int], *, strided: bool = False
 ) -> RaggedShard:
     """The placement of tensor ``index`` of a planned group; ``shape`` is that of the inner tensor."""
-    spec = layout.specs[index]
+    if not 0 <= _integer("index", index) < len(layout.specs):
+        raise ValueError(f"index must be in [0, {len(layout.specs)}), the tensors of the group, got {index}.")
+    spec, shape = layout.specs[index], checked_shape(shape)
     if math.prod(shape) != spec.numel:
         raise ValueError(
-            f"{spec.name}: shape {tuple(shape)} has {math.prod(shape)} elements, layout has {spec.numel}."
+            f"{spec.name}: shape {shape} has {math.prod(shape)} elements, layout has {spec.numel}."
         )
     counts = tuple(layout.local_range(index, rank).numel for rank in range(layout.ranks))
     kind = StridedRaggedShard if strided else RaggedShard
@@ -281,6 +297,10 @@ def _block_shape_numel(shape: tuple[int, ...], block: tuple[int, ...]) -> int:
 
 def _apportion(blocks: int, weights: Sequence[float]) -> Units:
     """Whole blocks per rank in proportion to the weights; remainders to the largest fractions."""
+    try:
+        weights = [float(w) for w in weights]
+    except (TypeError, ValueError):
+        raise TypeError(f"weights must be numbers, one per rank, got {weights!r}.") from None
     total = math.fsum(weights)
     if not weights or any(w < 0 for w in weights) or not math.isfinite(total) or total <= 0:
         raise ValueError(f"weights must be non-negative and not all 0, got {tuple(weights)}.")
@@ -295,23 +315,19 @@ def _apportion(blocks: int, weights: Sequence[float]) -> Units:
 
 
 def _checked_dims(kind: str, dims: int | Iterable[int]) -> tuple[int, ...]:
-    given = (dims,) if isinstance(dims, int) else tuple(dims)
-    if any(isinstance(d, bool) or not isinstance(d, int) for d in given):
-        raise TypeError(f"{kind}: dims must be ints, got {given!r}.")
+    given = _integers(f"{kind}: dims", (dims,) if isinstance(dims, int) else dims)
     if given != tuple(range(len(given))):
         raise ValueError(f"{kind}: dims must be a prefix (0, 1, ...) of the tensor's dims, got {given}.")
     return given
 
 
 def _checked_tuple(kind: str, units: Iterable[Any]) -> Units:
-    given = tuple(units)
-    if any(isinstance(u, bool) or not hasattr(u, "__index__") for u in given):
-        raise TypeError(f"{kind}: local_units must be integers, one per rank, got {given!r}.")
+    given = _integers(f"{kind}: local_units, one per rank,", units)
     if not given:
         raise ValueError(f"{kind}: local_units needs one integer per rank of the mesh dim, got none.")
     if any(u < 0 for u in given):
         raise ValueError(f"{kind}: local_units must not be negative, got {given}.")
-    return tuple(operator.index(u) for u in given)
+    return given
 
 
 def _reduced(units: Units) -> Units:
@@ -319,7 +335,34 @@ def _reduced(units: Units) -> Units:
     return tuple(u // divisor for u in units)
 
 
-def _at_least_one(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
-    return value
+def _checked_ranks(kind: str, ranks: Any) -> int:
+    if _integer(f"{kind}: ranks", ranks) < 1:
+        raise ValueError(f"{kind}: ranks must be at least 1, got {ranks}.")
+    return operator.index(ranks)
+
+
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """``shape`` as plain integers; raises for anything that is no shape."""
+    sizes = _integers("shape", shape)
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"shape must not be negative, got {sizes}.")
+    return sizes
+
+
+def _integers(what: str, given: Any) -> tuple[int, ...]:
+    if not isinstance(given, Iterable) or isinstance(given, str):
+        raise TypeError(f"{what} must be integers, got {given!r}.")
+    values = tuple(given)
+    try:
+        return tuple(_integer(what, value) for value in values)
+    except TypeError:
+        raise TypeError(f"{what} must be integers, got {values!r}.") from None
+
+
+def _integer(what: str, value: Any) -> int:
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise TypeError(f"{what} must be an integer, got {value!r}.")

@@ -234,7 +234,7 @@ def test_chunked_draws_equal_one_large_draw(rank):
 def test_bad_input_is_refused_before_any_collective(rank):
     mesh = rank.mesh()
     full = numbers(0, 8, 6, device=rank.device)
-    grid = rank.mesh(2, 1)
+    grid, columns = rank.mesh(2, 1), rank.mesh(1, 2)
     elsewhere = _mesh_of_rank_zero(rank)
     good = ragged(full, mesh)
 
@@ -272,6 +272,24 @@ def test_bad_input_is_refused_before_any_collective(rank):
             "contiguous",
         ),
         (lambda: good.redistribute(placements=[RaggedShard((0,), (3, 4))]), ValueError, "does not divide"),
+        (lambda: good.redistribute(placements=[Shard(2)]), ValueError, "does not fit shape"),
+        (lambda: ragged_layout(full), TypeError, "a ragged DTensor or its spec, got Tensor"),
+        (place(RaggedShard((0,), (1, 1)), tensor=[1.0]), TypeError, "expected a tensor, got list"),
+        (place(RaggedShard((0,), (1, 1)), on=2), TypeError, "expected a DeviceMesh, got 2"),
+        (place(RaggedShard((0,), (1, 1)), "a", on=grid), TypeError, "placements must be a list"),
+        (lambda: distribute_tensor(full, mesh, good.placements[0]), TypeError, "placements must be a list"),
+        (
+            lambda: distribute_tensor(full, mesh, good.placements, src_data_rank=2),
+            ValueError,
+            r"src_data_rank must be None .* in \[0, 2\), got 2",
+        ),
+        # what fits one outer shard only is refused on every rank
+        (place(StridedRaggedShard(0, ((1,), (0,))), Shard(0), on=columns), ValueError, "the sum 0 .* 24"),
+        (
+            place(StridedRaggedShard(0, ((1,), (0,), (1,))), Shard(0), on=columns, tensor=full[:1]),
+            ValueError,
+            "3 tuples of units for 2 outer shards",
+        ),
     ]
     if rank.rank == 1:
         bad.append((place(RaggedShard((0,), (1,)), on=elsewhere), ValueError, "not in the mesh"))

@@ -47,7 +47,11 @@ def test_equality_is_of_layouts():
     ("make", "error", "message"),
     [
         (lambda: RaggedShard((1,), (1, 1)), ValueError, r"prefix .* got \(1,\)"),
-        (lambda: RaggedShard((0.0,), (1, 1)), TypeError, "dims must be ints"),
+        (lambda: RaggedShard((0.0,), (1, 1)), TypeError, r"dims must be integers, got \(0.0,\)"),
+        (lambda: RaggedShard(None, (1, 1)), TypeError, "dims must be integers, got None"),
+        (lambda: RaggedShard((0,), 2), TypeError, "local_units, one per rank, must be integers, got 2"),
+        (lambda: StridedRaggedShard((0,), None), TypeError, "must be integers, got None"),
+        (lambda: RaggedShard((0,), torch.ones(2)), TypeError, "must be integers"),
         (lambda: RaggedShard((0,), (1, -1)), ValueError, r"negative, got \(1, -1\)"),
         (lambda: RaggedShard((0,), (1, 0.5)), TypeError, "must be integers"),
         (lambda: RaggedShard((0,), (True, 1)), TypeError, "must be integers"),
@@ -60,7 +64,20 @@ def test_equality_is_of_layouts():
         (lambda: RaggedShard.even((8, 6), 2, Rows(3)), ValueError, "18 elements does not divide the 48"),
         (lambda: RaggedShard.even((8, 6), 2, (3, 6)), ValueError, "3 does not divide dim 0"),
         (lambda: RaggedShard.even((8, 6), 2, (2,)), ValueError, "one positive size per dim"),
+        (lambda: RaggedShard.even((8, 6), 2, 4), TypeError, "granularity must be Elements, .* got 4"),
+        (
+            lambda: RaggedShard.even((8, 6), 2, "rows"),
+            TypeError,
+            "granularity must be Elements, .* got 'rows'",
+        ),
+        (lambda: RaggedShard.even((8, 6), 2.0), TypeError, "ranks must be an integer, got 2.0"),
+        (lambda: RaggedShard.even(8, 2), TypeError, "shape must be integers, got 8"),
+        (lambda: RaggedShard.even((-8, 6), 2), ValueError, r"shape must not be negative, got \(-8, 6\)"),
         (lambda: RaggedShard.by_weights((8, 6), (1, -1)), ValueError, "non-negative"),
+        (lambda: RaggedShard.by_weights((8, 6), ("a", 1)), TypeError, "weights must be numbers"),
+        (lambda: RaggedShard.on_one_rank((8, 6), 2, 1.0), TypeError, "root must be an integer, got 1.0"),
+        (lambda: legal_granularity((8, 6), Rows(1), (Shard(2),)), ValueError, r"does not fit shape \(8, 6\)"),
+        (lambda: legal_granularity((8, 6), Rows(1), (1,)), TypeError, "must be placements, got 1"),
         (lambda: RaggedShard.on_one_rank((8, 6), 2, 2), ValueError, r"root must be in \[0, 2\), got 2"),
     ],
 )
@@ -102,6 +119,8 @@ def test_placement_from_a_planned_group():
     assert type(placement_from_layout(layout, 0, (8, 6), strided=True)) is StridedRaggedShard
     with pytest.raises(ValueError, match=r"a: shape \(4, 6\) has 24 elements, layout has 48"):
         placement_from_layout(layout, 0, (4, 6))
+    with pytest.raises(ValueError, match=r"index must be in \[0, 2\), the tensors of the group, got 2"):
+        placement_from_layout(layout, 2, (8, 6))
 
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

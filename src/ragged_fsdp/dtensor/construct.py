@@ -20,6 +20,7 @@ from ragged_fsdp.dtensor.geometry import (
 )
 from ragged_fsdp.dtensor.internals import DTensorSpec, api_module
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
+from ragged_fsdp.placement import RaggedShard
 
 __all__ = ["check_local", "distribute_tensor", "stock_distribute_tensor", "wrap_local"]
 
@@ -49,8 +50,13 @@ def distribute_tensor(
             without communication.
 
     Raises:
-        ValueError: the placements do not fit the shape or the mesh; raised before any communication.
+        TypeError, ValueError: the arguments are not these, or the placements do not fit the shape or the
+            mesh; raised before any communication.
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"distribute_tensor: expected a tensor, got {type(tensor).__name__}.")
+    if isinstance(placements, RaggedShard):
+        raise TypeError(f"distribute_tensor: placements must be a list, one per mesh dim, got {placements}.")
     if placements is None or ragged_mesh_dim(placements) is None or isinstance(tensor, DTensor):
         return stock_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     if not tensor.is_leaf:
@@ -62,6 +68,12 @@ def distribute_tensor(
         )
     mesh = device_mesh or api_module._mesh_resources.get_current_mesh()
     spec = ragged_spec(mesh, placements, tensor.shape, tensor.dtype)  # raises before any collective
+    ranks = min(mesh.shape)
+    if src_data_rank is not None and src_data_rank not in range(ranks):
+        raise ValueError(
+            f"distribute_tensor: src_data_rank must be None or a rank of each mesh dim, in [0, {ranks}), "
+            f"got {src_data_rank!r}."
+        )
     source = tensor.detach()
     if src_data_rank is not None and not tensor.is_meta:
         source = source.clone()  # stock receives the source rank's values in place

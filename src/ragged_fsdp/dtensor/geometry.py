@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ragged_fsdp.dtensor.compile_support import tag_rank
 from ragged_fsdp.dtensor.internals import DTensorSpec, StridedShard, TensorMeta
 from ragged_fsdp.dtensor.intervals import Box, chunk_bounds, flat_boxes, starts_of
-from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.placement import RaggedShard, checked_shape
 
 __all__ = [
     "RaggedLayout",
+    "check_placements",
     "compute_layout",
     "contiguous_stride",
     "is_ragged",
@@ -139,11 +141,13 @@ def contiguous_stride(shape: Sequence[int]) -> Shape:
 def ragged_layout(tensor_or_spec: Any) -> RaggedLayout:
     """The layout of a ragged DTensor or DTensorSpec on this rank."""
     spec: Any = tensor_or_spec._spec if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
+    if not isinstance(spec, DTensorSpec):
+        raise TypeError(f"expected a ragged DTensor or its spec, got {type(tensor_or_spec).__name__}.")
     mesh, coordinate = spec.mesh, spec.mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(f"this rank is not in the mesh {mesh}, so it holds no part of {spec.placements}.")
     # Sizes are SymInts under dynamic shapes; a ragged layout specialises on them.
-    shape = tuple(int(s) for s in spec.tensor_meta.shape)
+    shape = tuple(int(s) for s in spec.shape)
     return _cached_layout(shape, mesh, tuple(coordinate), spec.placements)
 
 
@@ -151,6 +155,10 @@ def ragged_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
     """The spec of a contiguous ragged tensor; raises where the placements do not fit the shape."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected a DeviceMesh, got {mesh!r}.")
+    shape = checked_shape(shape)
+    check_placements(shape, tuple(mesh.shape), placements)
     meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
     normal = tuple(Shard(p.dim + len(shape)) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
     spec = DTensorSpec(mesh, normal, tensor_meta=meta)
@@ -175,7 +183,24 @@ def _cached_layout(
 ) -> RaggedLayout:
     """The coordinate counts: meshes of two ranks are equal where one process has been both."""
     tag_rank()
-    return compute_layout(shape, tuple(mesh.size(d) for d in range(mesh.ndim)), coordinate, placements)
+    mesh_shape = tuple(mesh.size(d) for d in range(mesh.ndim))
+    _check_all_ranks(shape, mesh_shape, placements)
+    return compute_layout(shape, mesh_shape, coordinate, placements)
+
+
+@lru_cache(maxsize=8192)
+def _check_all_ranks(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -> None:
+    """Raise, alike on every rank, where the placements do not fit what is left for any of them.
+
+    A rank that looked at its own part alone would go on, into a collective that the others never enter.
+    """
+    outer = [range(n) if isinstance(p, Shard) else range(1) for n, p in zip(mesh_shape, placements)]
+    for coordinate in product(*outer):
+        compute_layout(shape, mesh_shape, coordinate, placements)
+    shards = math.prod(map(len, outer))
+    units = placements[ragged_mesh_dim(placements) or 0].local_units
+    if isinstance(units[0], tuple) and len(units) != shards:
+        raise ValueError(f"{placements}: {len(units)} tuples of units for {shards} outer shards.")
 
 
 def compute_layout(
@@ -203,9 +228,21 @@ def compute_layout(
     )
 
 
-def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -> int:
+def check_placements(shape: Shape, mesh_shape: Shape, placements: Any) -> None:
+    """Raise unless there is one placement per mesh dim and each fits a tensor of ``shape``."""
+    if not isinstance(placements, (list, tuple)) or not all(isinstance(p, Placement) for p in placements):
+        raise TypeError(f"placements must be a list of placements, one per mesh dim, got {placements!r}.")
     if len(placements) != len(mesh_shape):
-        raise ValueError(f"{len(placements)} placements {placements} for a mesh of {len(mesh_shape)} dims.")
+        raise ValueError(
+            f"{len(placements)} placements {tuple(placements)} for a mesh of {len(mesh_shape)} dims."
+        )
+    for placement in placements:
+        if isinstance(placement, Shard) and not -len(shape) <= placement.dim < len(shape):
+            raise ValueError(f"{placement} does not fit shape {shape}.")
+
+
+def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -> int:
+    check_placements(shape, mesh_shape, placements)
     found = [d for d, p in enumerate(placements) if isinstance(p, RaggedShard)]
     if len(found) != 1:
         raise ValueError(f"a ragged tensor has exactly one ragged placement, got {placements}.")
@@ -217,8 +254,6 @@ def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Place
             raise ValueError(f"{ragged} beside {other}: only Shard, Replicate and Partial compose with it.")
         if not isinstance(other, Shard):
             continue
-        if not -len(shape) <= other.dim < len(shape):
-            raise ValueError(f"{other} does not fit shape {shape}.")
         after = mesh_dim > found[0] and other.dim % len(shape) < len(ragged.dims)
         if after and type(ragged) is RaggedShard:
             raise ValueError(

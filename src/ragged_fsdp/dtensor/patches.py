@@ -314,11 +314,12 @@ def _patch_from_local() -> None:
                     f"from_local: the global shape cannot be inferred from a piece of {placements}; pass "
                     "shape= (and stride=, if at all, the contiguous one)."
                 )
-            contiguous = contiguous_stride(shape)
+            spec = ragged_spec(device_mesh, placements, shape, input.dtype)
+            contiguous = contiguous_stride(spec.shape)
             if stride is not None and tuple(stride) != contiguous:
                 raise ValueError(f"from_local: a ragged tensor is contiguous, got stride {tuple(stride)}.")
-            construct.check_local(input, ragged_spec(device_mesh, placements, shape, input.dtype))
-            shape, stride = torch.Size(shape), contiguous
+            construct.check_local(input, spec)
+            shape, stride = spec.shape, contiguous
         return stock(ctx, input, device_mesh, placements, run_check, shape, stride, *rest)
 
     owner.forward = staticmethod(forward)

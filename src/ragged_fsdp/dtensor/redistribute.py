@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 
 from ragged_fsdp.dtensor import moves
 from ragged_fsdp.dtensor.geometry import (
+    check_placements,
     is_ragged,
     ragged_layout,
     ragged_mesh_dim,
@@ -59,6 +60,8 @@ def redistribute_local_tensor(
     for spec in (current_spec, target_spec):  # a bad spec raises before any collective
         if is_ragged(spec):
             ragged_layout(spec)
+        else:
+            check_placements(tuple(spec.shape), tuple(spec.mesh.shape), spec.placements)
     moved = _move(local_tensor, current_spec, target_spec, async_op, stock_options)
     return moved if async_op else moves.wait(moved)
 
