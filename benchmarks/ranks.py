@@ -4,11 +4,13 @@ import argparse
 import os
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from benchmarks.shared_device import shared_device
 
 __all__ = ["join_ranks", "start_ranks"]
 
@@ -20,7 +22,10 @@ def start_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(run_rank, args=(arguments, port), nprocs=arguments.ranks)
+    shares = arguments.ranks > 1 and torch.device(arguments.device).type == "cuda"
+    with shared_device() if shares else nullcontext({}) as environment:
+        os.environ.update(environment)
+        mp.spawn(run_rank, args=(arguments, port), nprocs=arguments.ranks)
 
 
 def join_ranks(rank: int, arguments: argparse.Namespace, port: int) -> torch.device:

@@ -134,30 +134,26 @@ def real(
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
 ) -> None:
     """Train the same model over real collectives under ours, FSDP2 and DDP; losses and memory."""
-    from dataclasses import replace
+    from contextlib import nullcontext
 
-    from .real_ranks import RealCase, compare, run_real
+    from benchmarks.shared_device import shared_device
+
+    from .real_ranks import compare, planned_runs, run_real
     from .report import real_table
     from .runner import save
 
     if device == "cuda":
         _need_cuda()
-    results = []
-    for n in (int(text) for text in ranks.split(",")):
-        dense = RealCase("small-dense", 4, 1024, n, steps, "fp32", device)
-        experts = RealCase("tiny-moe", 4, 256, n, steps, "bf16", device)
-        for case, peers in ((dense, ("fsdp2", "ddp")), (experts, ("fsdp2",))):
-            runs = [(case, name) for name in ("ours-all-to-all", *peers, "ours")]
-            if debug:
-                runs.append((replace(case, debug=True), "ours-all-to-all"))
-            rows = []
+    results: list[dict[str, Any]] = []
+    with shared_device() if device == "cuda" else nullcontext({}) as environment:
+        for case, runs in planned_runs([int(text) for text in ranks.split(",")], steps, device, debug):
+            rows: list[dict[str, Any]] = []
             for one, name in runs:
                 start = time.monotonic()
-                rows.append(run_real(one, name, limit))
+                rows.append(run_real(one, name, limit, environment))
                 outcome = rows[-1].get("error", "trained").strip().splitlines()[-1]
-                _CONSOLE.out(
-                    f"{n} ranks, {case.model}, {name}: {outcome}  [{time.monotonic() - start:.0f} s]"
-                )
+                took = time.monotonic() - start
+                _CONSOLE.out(f"{case.ranks} ranks, {case.model}, {name}: {outcome}  [{took:.0f} s]")
                 if out is not None:
                     save(out, [*results, compare(case, rows)])
             results.append(compare(case, rows))

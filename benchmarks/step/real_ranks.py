@@ -3,6 +3,7 @@
 Each implementation starts from the same weights and sees the same batches, so losses must agree; memory
 must not grow after the second step. Several NCCL ranks can share a device if each claims a host of its
 own (``NCCL_HOSTID``); they then talk over sockets, so times mean nothing here and none are reported.
+:func:`benchmarks.shared_device.shared_device` makes it bearable.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import multiprocessing as mp
 import os
 import statistics
 import traceback
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from torch import nn
 from .layers import Stack
 from .shapes import MODELS
 
-__all__ = ["RealCase", "compare", "run_real"]
+__all__ = ["RealCase", "compare", "planned_runs", "run_real"]
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,32 @@ class RealCase:
             )
 
 
-def run_real(case: RealCase, implementation: str, limit_s: float = 120.0) -> dict[str, Any]:
-    """Losses of rank 0 and memory by step for ``ours``, ``ours-all-to-all``, ``fsdp2`` or ``ddp``."""
+def planned_runs(
+    ranks: Iterable[int], steps: int, device: str, debug: bool
+) -> Iterator[tuple[RealCase, list[tuple[RealCase, str]]]]:
+    """A dense model and one of experts for each number of ranks; each with what to run of it, in order."""
+    for n in ranks:
+        dense = RealCase("small-dense", 4, 1024, n, steps, "fp32", device)
+        experts = RealCase("tiny-moe", 4, 256, n, steps, "bf16", device)
+        for case, peers in ((dense, ("ddp", "fsdp2")), (experts, ("fsdp2",))):
+            runs = [(case, name) for name in ("ours-all-to-all", *peers, "ours")]
+            if debug:
+                runs += [(replace(case, debug=True), name) for name in ("ours-all-to-all", "ours")]
+            yield case, runs
+
+
+def run_real(
+    case: RealCase, implementation: str, limit_s: float = 120.0, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Losses of rank 0 and memory by step for ``ours``, ``ours-all-to-all``, ``fsdp2`` or ``ddp``.
+
+    ``environment`` is what every rank has beside the variables of this process.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", __name__])
     ours, theirs = context.Pipe(duplex=False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    args = (case, implementation, store.port, theirs)
+    args = (case, implementation, store.port, dict(environment or {}), theirs)
     ranks = [context.Process(target=_rank, args=(rank, *args)) for rank in range(case.ranks)]
     for process in ranks:
         process.start()
@@ -86,8 +107,10 @@ def compare(case: RealCase, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {"case": asdict(case), "rows": rows}
 
 
-def _rank(rank: int, case: RealCase, implementation: str, port: int, pipe: Any) -> None:
-    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+def _rank(
+    rank: int, case: RealCase, implementation: str, port: int, environment: dict[str, str], pipe: Any
+) -> None:
+    os.environ.update(environment, NCCL_HOSTID=f"rank{rank}")
     if case.debug:
         os.environ["RAGGED_FSDP_DEBUG"] = "1"
     try:

@@ -240,7 +240,7 @@ def real_table(result: dict[str, Any]) -> Table:
                 f"{last:.6f}",
                 "" if difference is None else f"{difference:.1e}",
                 reserved,
-                "yes" if flat else "NO",
+                "" if not row["reserved_mib"] else "yes" if flat else "NO",
             )
         )
     text = (

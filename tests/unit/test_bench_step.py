@@ -309,3 +309,24 @@ def test_a_floor_serves_files_without_one(tmp_path):
         case = Case("llama-3-70b", 4, 4096, ranks)
         path.write_text(json.dumps({"results": [{"case": case.to_json(), "rows": [row]}]}))
     assert [report.floor_ms(result) for result in report.load(paths)] == [100.0, 100.0]
+
+
+def test_a_shared_device_has_a_daemon_of_its_own(tmp_path, monkeypatch):
+    from benchmarks.shared_device import shared_device
+
+    monkeypatch.delenv("CUDA_MPS_PIPE_DIRECTORY", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with shared_device() as environment:
+        assert environment == {}  # no such program here
+    said = tmp_path / "said"
+    control = tmp_path / "nvidia-cuda-mps-control"
+    control.write_text(f'#!/bin/sh\nread line; echo "$CUDA_MPS_PIPE_DIRECTORY $1$line" >> {said}\n')
+    control.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with shared_device() as environment:
+        pipes = environment["CUDA_MPS_PIPE_DIRECTORY"]
+        assert Path(pipes).is_dir()
+    assert said.read_text().split() == [pipes, "-d", pipes, "quit"] and not Path(pipes).exists()
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", pipes)
+    with shared_device() as environment:
+        assert environment == {}  # somebody else's is used as it is
