@@ -1,4 +1,4 @@
-"""Figures from saved results: time against the bound, memory, and growth with the number of ranks."""
+"""Figures from saved results: time against the bound, throughput, memory, and growth with the ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .report import LABELS, bound_ms
+from .shapes import MODELS
 
 __all__ = ["draw"]
 
@@ -29,6 +30,7 @@ def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
 
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
+    results = _comparable(results)
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for result in results:
         case = result["case"]
@@ -38,7 +40,24 @@ def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
         written.append(_bars(members, folder / f"{model}.svg"))
         if len({m["case"]["ranks"] for m in members}) > 1:
             written.append(_growth(members, folder / f"{model}-ranks.svg"))
+    if any(row["bandwidth_gb_s"] for _, row in _rows(results)):
+        written.append(_throughput(results, folder / "throughput.svg"))
     return written
+
+
+def _comparable(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the figures show: the default payload, delivery and allocator, and of equal cases the widest."""
+    default = {"payload": "repeat", "delivery": "fake", "allocator": "default", "options": []}
+    widest: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for result in results:
+        case = result["case"]
+        if all(list(case[k]) == v if k == "options" else case[k] == v for k, v in default.items()):
+            shown = result | {"rows": [r for r in result["rows"] if r["implementation"] in _COLOURS]}
+            key = case["model"], case["tokens"], case["ranks"]
+            known = widest.get(key)
+            if known is None or len(shown["rows"]) > len(known["rows"]):
+                widest[key] = shown
+    return [widest[key] for key in sorted(widest)]
 
 
 def _rows(results: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -90,6 +109,35 @@ def _bars(results: list[dict[str, Any]], path: Path) -> Path:
     return _save(figure, path)
 
 
+def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
+    """Tokens per second of one GPU on the slowest modelled wire, and its memory below."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(results), figsize=(2.7 * len(results), 5.4), squeeze=False)
+    names: list[str] = []
+    for (above, below), result in zip(axes.T, results):
+        case, rows = result["case"], [row for _, row in _rows([result]) if row["bandwidth_gb_s"]]
+        slowest = min(row["bandwidth_gb_s"] for row in rows) if rows else 0
+        rows = [row for name in LABELS for row in rows if row["implementation"] == name]
+        rows = [row for row in rows if row["bandwidth_gb_s"] == slowest]
+        for at, row in enumerate(rows):
+            name, colour = row["implementation"], _COLOURS[row["implementation"]]
+            above.bar(at, case["tokens"] / row["step_ms"], color=colour)
+            below.bar(at, row["peak_reserved_gib"], color=colour)
+            below.bar(at, row["peak_allocated_gib"], fill=False, edgecolor="white", hatch="//", linewidth=0)
+            names += [name] if name not in names else []
+        title = f"{MODELS[case['model']].name} x{case['layers']}\n{case['ranks']} ranks, {slowest:g} GB/s"
+        above.set_title(title, fontsize=9)
+        for axis in (above, below):
+            axis.set_xticks([])
+            axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("1000 tokens/s per GPU")
+    axes[1][0].set_ylabel("peak reserved, GiB\n(hatched: allocated)")
+    handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[n]) for n in names]
+    figure.legend(handles, [LABELS[n] for n in names], fontsize=8, frameon=False, loc="lower center", ncols=6)
+    return _save(figure, path, bottom=0.06)
+
+
 def _growth(results: list[dict[str, Any]], path: Path) -> Path:
     import matplotlib.pyplot as plt
 
@@ -124,10 +172,10 @@ def _growth(results: list[dict[str, Any]], path: Path) -> Path:
     return _save(figure, path)
 
 
-def _save(figure: Any, path: Path) -> Path:
+def _save(figure: Any, path: Path, bottom: float = 0.0) -> Path:
     import matplotlib.pyplot as plt
 
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path)
     plt.close(figure)
     return path

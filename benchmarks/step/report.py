@@ -51,15 +51,8 @@ _COLUMNS = (
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """The results of several files: those of one case are joined, and a floor serves every rank count."""
-    joined: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        for result in json.loads(path.read_text())["results"]:
-            known = joined.setdefault(
-                json.dumps(result["case"], sort_keys=True), {"case": result["case"], "rows": []}
-            )
-            known["rows"] += result["rows"]
-    results = list(joined.values())
+    """The results of several files; a floor serves those of the same layers that have none."""
+    results = [result for path in paths for result in json.loads(path.read_text())["results"]]
     floors = {_workload(r["case"]): row for r in results for row in r["rows"] if _is_floor(row)}
     for result in results:
         floor = floors.get(_workload(result["case"]))

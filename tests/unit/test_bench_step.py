@@ -154,7 +154,7 @@ def test_reductions_and_exchanges_are_counted(rank_of):
 @pytest.mark.parametrize(
     "name",
     ["none", "fsdp2", "fsdp2-shard1", "ours-2-buffers", "ours-all-to-all"]
-    + [f"ours-all-to-all-{option}" for option in ("no-prefetch", "prefetch-2", "2-communicators", "budget")],
+    + [f"ours-all-to-all-{option}" for option in ("no-prefetch", "prefetch-2", "2-communicators")],
 )
 def test_implementations_train_on_one_rank_of_eight(rank_of, name):
     wire = rank_of(TINY.ranks)
@@ -162,7 +162,7 @@ def test_implementations_train_on_one_rank_of_eight(rank_of, name):
     trainer = IMPLEMENTATIONS[name](TINY, torch.device("cpu"))
     trainer.stack.bind(TINY.tokens, "cpu", torch.bfloat16)
     x = torch.randn(TINY.batch, 16, 64, dtype=torch.bfloat16, requires_grad=True)
-    for _ in range(3):
+    for _ in range(2):  # the first one learns the order
         wire.reset_counts()
         loss = trainer.forward_backward(x)
         if trainer.update is not None:
@@ -231,8 +231,9 @@ def test_figures_are_drawn(tmp_path):
         case = Case("llama-3-70b", 4, 4096, ranks, (None, 200.0))
         rows = [_row("none", None, 100.0), _row("ours", None, 110.0), _row("ours", 200.0, 300.0)]
         results.append({"case": case.to_json(), "rows": rows})
+        results.append({"case": case.to_json() | {"allocator": "expandable"}, "rows": rows})  # not comparable
     written = draw(results, tmp_path)
-    assert [p.name for p in written] == ["llama-3-70b.svg", "llama-3-70b-ranks.svg"]
+    assert [p.name for p in written] == ["llama-3-70b.svg", "llama-3-70b-ranks.svg", "throughput.svg"]
     assert all(p.stat().st_size > 1000 for p in written)
 
 
