@@ -1,10 +1,11 @@
 """Runs every test that a GPU can run, in groups side by side, and keeps the results with their date.
 
-The groups share the machine's GPUs: several NCCL ranks may lie on one. ``make test-gpu`` runs them all::
+Several NCCL ranks may lie on one GPU. NVIDIA's Multi-Process Service then lets them compute at the same
+time; a daemon is started for the run if there is one on this machine. ``make test-gpu`` runs everything::
 
-    python tests/gpu/run.py                       # everything
+    python tests/gpu/run.py                       # everything; rewrites tests/gpu/RESULTS.md
     python tests/gpu/run.py --only ragged-2       # one group
-    python tests/gpu/run.py --out results.txt     # elsewhere than tests/gpu/results-<date>.txt
+    python tests/gpu/run.py --out FOLDER          # results elsewhere than in tests/gpu
 """
 
 from __future__ import annotations
@@ -17,12 +18,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks.shared_device import shared_device  # noqa: E402
+
 OUTCOMES = (" PASSED", " FAILED", " ERROR", " SKIPPED", " XFAIL", " XPASS")
+_SERVICE = "CUDA_MPS_"  # what the variables that name a service start with
+_AT_ONCE = 4  # each has up to ten ranks; the service takes 48 processes
+_NOT_SHOWN = (
+    "Ranks that share one device do not show memory from `ncclMemAlloc` (a plain memory pool stands in) and "
+    "symmetric memory.\n"
+)
 
 
 @dataclass(frozen=True)
@@ -33,56 +45,124 @@ class Group:
     files: tuple[str, ...]
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    kills: bool = False
+    """Whether it ends ranks while they compute, which would end the service for all."""
 
 
-_RAGGED = ("tests/spmd/test_ragged_*.py",)
+def _spmd(prefix: str, *parts: str) -> tuple[str, ...]:
+    return tuple(f"tests/spmd/test_{prefix}_{part}.py" for part in parts or ("*",))
+
+
 _POISONED = {"RAGGED_FSDP_DEBUG": "1"}
+_RARE = ("compile", "cross_load", "errors", "example", "offload", "policy", "setters", "state_dict")
+_COMMON = (
+    "accumulation",
+    "api",
+    "checkpointing",
+    "collectives",
+    "extensions",
+    "frozen",
+    "hooks",
+    "meta_init",
+    "mixed_precision",
+    "quantized",
+    "shard_dim",
+    "train_parity",
+)
 
-GROUPS = {
-    "ragged-2": Group("ragged DTensors, 2 NCCL ranks", _RAGGED, ("-k", "2]")),
-    "ragged-4": Group("ragged DTensors, 4 NCCL ranks", _RAGGED, ("-k", "not 2]")),
-    "runtime-core": Group(
-        "DBuffer and fully_shard, 1 to 4 NCCL ranks, freed memory poisoned",
-        ("tests/spmd/test_dbuffer_*.py", "tests/spmd/test_fsdp_core_*.py"),
-        environment=_POISONED,
+GROUPS = {  # those that take longest first
+    "kernels": Group(
+        "Muon's and the 8-bit kernels", ("tests/gpu/test_muon_*.py", "tests/gpu/test_optim_*.py")
     ),
-    "runtime-more": Group(
-        "reductions by exchange, meshes, reuse of buffers, NCCL, freed memory poisoned",
-        tuple(f"tests/spmd/test_fsdp_{part}.py" for part in ("exchange", "parallelism", "reuse")),
-        environment=_POISONED,
-    ),
+    "muon": Group("Muon, 1 to 4 NCCL ranks", _spmd("muon")),
     "trainer": Group(
-        "the trainer on 1 to 4 NCCL ranks: splits, resuming, faults",
-        tuple(f"tests/spmd/test_train_{part}.py" for part in ("parallel", "runs")),
+        "the trainer: splits, resuming",
+        _spmd("train", "parallel", "runs"),
+        ("-k", "not killed and not error_on_one_rank"),
     ),
-    "gpu": Group("what only a GPU has: streams, memory, kernels", ("tests/gpu/test_*.py",)),
+    "fsdp": Group("fully_shard: training, 1 to 4 NCCL ranks", _spmd("fsdp", *_COMMON)),
+    "fsdp-more": Group("fully_shard: checkpoints, setters, compile", _spmd("fsdp", *_RARE)),
+    "streams": Group(
+        "streams, memory, equality with DDP and FSDP2",
+        ("tests/gpu/test_fsdp_*.py",),
+        ("-k", "not waiting_rank"),
+    ),
+    "core": Group(
+        "DBuffer and the runtime, 1 to 4 NCCL ranks, freed memory poisoned",
+        (*_spmd("dbuffer"), *_spmd("fsdp_core")),
+        environment=_POISONED,
+    ),
+    "meshes": Group(
+        "exchanges, meshes, reuse of buffers, freed memory poisoned",
+        _spmd("fsdp", "exchange", "parallelism", "reuse"),
+        environment=_POISONED,
+    ),
+    "optim": Group("8-bit Adam, Shampoo, fused AdamW, clipping", _spmd("optim")),
+    "ragged-4": Group("ragged DTensors, 4 NCCL ranks", _spmd("ragged"), ("-k", "not 2]")),
+    "ragged-2": Group("ragged DTensors, 2 NCCL ranks", _spmd("ragged"), ("-k", "2]")),
+    "faults": Group(
+        "ranks that stay away or are killed",
+        ("tests/gpu/test_fsdp_core_timeout.py", *_spmd("train", "runs")),
+        ("-k", "killed or error_on_one_rank or waiting_rank"),
+        kills=True,
+    ),
 }
 
 
-def start(group: Group, log: Path) -> subprocess.Popen[bytes]:
-    """A pytest process over the group's files; a pipe would stop it when nobody reads."""
+@dataclass(frozen=True)
+class Result:
+    """What became of a group."""
+
+    name: str
+    passed: bool
+    output: str
+
+    @property
+    def summary(self) -> str:
+        """pytest's last line, or how far it came."""
+        last = (self.output.strip().splitlines() or [""])[-1]
+        if last.startswith("==="):
+            return last.strip("= ")
+        counts = {word: self.output.count(f" {word}") for word in ("PASSED", "FAILED")}
+        return f"cut off at the limit, {counts['PASSED']} passed and {counts['FAILED']} failed before"
+
+
+def run_group(name: str, log: Path, environment: dict[str, str], deadline_s: float) -> Result:
+    """One pytest process to its end, or to the deadline."""
+    group = GROUPS[name]
     files = sorted(str(p.relative_to(ROOT)) for pattern in group.files for p in ROOT.glob(pattern))
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--durations=8", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "RAGGED_FSDP_TEST_DEVICE": "cuda", **group.environment}
-    with log.open("wb") as stream:
-        return subprocess.Popen(
+    with log.open("wb") as stream:  # a pipe would stop it when nobody reads
+        process = subprocess.Popen(
             [*command, *group.options, *files],
             cwd=ROOT,
-            env=environment,
+            env={**environment, "RAGGED_FSDP_TEST_DEVICE": "cuda", **group.environment},
             stdout=stream,
             stderr=stream,
             start_new_session=True,  # so that its ranks end with it
         )
-
-
-def finish(process: subprocess.Popen[bytes], seconds_left: float | None) -> bool:
-    """Wait for the process, or end it and its ranks; whether all its tests passed."""
     try:
-        return process.wait(seconds_left) == 0
+        passed = process.wait(max(0.0, deadline_s - time.monotonic())) == 0
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return False
+        passed = False
+    result = Result(name, passed, log.read_text(errors="replace"))
+    print(result.output if not passed else f"{name}: {result.summary}", flush=True)
+    return result
+
+
+def run(names: Sequence[str], environment: dict[str, str], deadline_s: float) -> list[Result]:
+    """The groups, a few at a time."""
+    logs = Path(tempfile.mkdtemp(prefix="test-gpu-"))
+    shares = any(name.startswith(_SERVICE) for name in environment)
+    print(
+        f"{', '.join(names)}: " + ("the ranks share a GPU through MPS" if shares else "without MPS"),
+        flush=True,
+    )
+    with ThreadPoolExecutor(_AT_ONCE) as workers:
+        running = [workers.submit(run_group, name, logs / name, environment, deadline_s) for name in names]
+        return [future.result() for future in running]
 
 
 def machine() -> str:
@@ -95,34 +175,47 @@ def machine() -> str:
     return f"{found}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
+def write(results: Sequence[Result], head: str, file: Path) -> None:
+    """Every test with its outcome into ``file``, and a row per group into a table beside it, if all ran."""
+    lines = [head]
+    for result in results:
+        lines += ["", f"== {result.name}: {GROUPS[result.name].what}: {result.summary}"]
+        lines += [line for line in result.output.splitlines() if any(word in line for word in OUTCOMES)]
+    file.write_text("\n".join(lines) + "\n")
+    if len(results) < len(GROUPS):
+        return
+    rows = [f"| `{r.name}` | {GROUPS[r.name].what} | {r.summary} |" for r in results]
+    table = ["| group | what | result |", "|---|---|---|", *rows]
+    title = (
+        f"# Last results of the GPU tests\n\n{head}. Every test: `{file.name}`. To repeat: `make test-gpu`.\n"
+    )
+    (file.parent / "RESULTS.md").write_text("\n".join([title, *table, "", _NOT_SHOWN]))
+
+
 def main() -> int:
     """Run the groups and write their results; 0 if every test passed or was skipped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=GROUPS, action="append", help="a group to run (repeatable)")
-    parser.add_argument("--limit-s", type=float, help="end what still runs after this many seconds")
-    parser.add_argument("--out", type=Path, help="the file to write the results to")
+    parser.add_argument(
+        "--limit-s", type=float, default=1e9, help="end what still runs after this many seconds"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "tests" / "gpu", help="the folder for the results")
     options = parser.parse_args()
     now = datetime.now(UTC)
-    out = options.out or ROOT / "tests" / "gpu" / f"results-{now:%Y-%m-%d}.txt"
-    lines = [f"{now:%Y-%m-%d %H:%M} UTC, {machine()}"]
-    began = time.monotonic()
-    logs = Path(tempfile.mkdtemp(prefix="test-gpu-"))
-    running = {name: start(GROUPS[name], logs / name) for name in options.only or GROUPS}
-    failed = 0
-    for name, process in running.items():
-        left = None if options.limit_s is None else max(0.0, began + options.limit_s - time.monotonic())
-        passed = finish(process, left)
-        failed += not passed
-        output = (logs / name).read_text(errors="replace")
-        summary = (output.strip().splitlines() or ["no output"])[-1].strip("= ")
-        lines += ["", f"== {name}: {GROUPS[name].what}: {summary}"]
-        lines += [line for line in output.splitlines() if any(word in line for word in OUTCOMES)]
-        if not passed:
-            print(output)
-        print(f"{name}: {summary} ({time.monotonic() - began:.0f} s since the start)", flush=True)
-    out.write_text("\n".join(lines) + "\n")
-    print(f"results in {out}")
-    return int(failed > 0)
+    head = f"{now:%Y-%m-%d %H:%M} UTC, {machine()}"
+    deadline_s = time.monotonic() + options.limit_s
+    names = options.only or list(GROUPS)
+    results = []
+    if together := [name for name in names if not GROUPS[name].kills]:
+        with shared_device() as service:
+            results += run(together, {**os.environ, **service}, deadline_s)
+    if alone := [name for name in names if GROUPS[name].kills]:
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(_SERVICE)}
+        results += run(alone, plain, deadline_s)
+    file = options.out / f"results-{now:%Y-%m-%d}.txt"
+    write(results, head, file)
+    print(f"results in {file}")
+    return int(not all(result.passed for result in results))
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def test_a_bf16_model_moved_to_fp32_keeps_its_policy(rank: Rank) -> None:
     groups = [group for module in (model, *model.blocks) for group in module._get_fsdp_state().groups]
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
     assert {g.model_weight.dtype for g in groups} == {torch.bfloat16}
-    assert {g.reducer.full.dtype for g in groups} == {torch.float32}
+    assert {full.dtype for g in groups for full in g.reducer._fulls.values()} == {torch.float32}
 
 
 @spmd(2)

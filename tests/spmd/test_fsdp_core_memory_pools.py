@@ -107,7 +107,8 @@ def test_buffers_of_collectives_come_from_the_pool(rank: Rank) -> None:
     assert not outside
     groups = [group for module in (model, *model.blocks) for group in module._get_fsdp_state().groups]
     for group in groups:
-        assert group.model_weight.storage in inside and group.reducer.full.storage in inside
+        (collected,) = group.reducer._fulls.values()
+        assert group.model_weight.storage in inside and collected.storage in inside
     for module in (model, *model.blocks):
         module.set_allocate_memory_from_process_group_for_comm(False)
     assert all(group.settings.comm_memory is None for group in groups)

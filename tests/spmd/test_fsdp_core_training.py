@@ -115,7 +115,8 @@ def test_frozen_and_mixed_dtypes_in_one_group(rank: Rank) -> None:
     assert torch.equal(seen[0], reference.codes)
     group = net._get_fsdp_state().groups[0]
     trainable = sum(p.numel() for p in reference.parameters() if p.requires_grad)
-    assert group.reducer.full.layout.tensor_numel == trainable
+    (collected,) = group.reducer._fulls.values()
+    assert collected.layout.tensor_numel == trainable
     for param, expected in zip(net.parameters(), reference.parameters()):
         assert (param.grad is None) == (expected.grad is None)
         if param.grad is not None:

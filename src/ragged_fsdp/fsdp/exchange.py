@@ -313,9 +313,7 @@ class ExchangeReducer(GradReducer):
     def discard(self) -> None:
         """Drop collected gradients and partial sums."""
         super().discard()
-        if self._leased is not None:  # the exchange itself raised
-            self.group.context.give_back(self._leased)
-        self._sends, self._received, self._grads, self._leased = [], [], {}, None
+        self._sends, self._received, self._grads = [], [], {}
 
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:

@@ -81,6 +81,7 @@ class GradReducer:
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
         self.full: DBuffer | None = None
+        """From the first gradient until a reduction takes it over."""
         self.written: set[int] = set()
         """Parameters whose slot of ``full`` holds a gradient."""
         self.partial: torch.Tensor | None = None
@@ -166,7 +167,7 @@ class GradReducer:
 
     def _buffer(self, grads: Sequence[tuple[int, torch.Tensor]]) -> DBuffer:
         """The gradient buffer, allocated at the first gradient."""
-        if self.full is not None and self.written:
+        if self.full is not None:
             return self.full
         return self._allocate(self.group.reduce_dtype or grads[0][1].dtype)
 
@@ -247,6 +248,7 @@ class GradReducer:
         direct = self._sum_dtype() == main_dtype
         main = self._make_main(main_dtype)
         reduced = self._target(main, direct)
+        added_to: list[torch.Tensor] = []
         with context.on_stream("reduce"):
             self._scatter(reduced, how)
             if not self._all_reduce_later(reduced):
@@ -256,15 +258,16 @@ class GradReducer:
                         reduced.div_(how.after)
                     if reduced.data_ptr() != main.flat.data_ptr():
                         main.flat.copy_(reduced)
-                    self._assign(main)
+                    added_to = self._assign(main)
                     done = context.record()
             else:
                 done = context.record()
         if ranks > 1:
             pg = (mesh.shard_size == 1 and mesh.replicate_group) or mesh.shard_group
             context.watch.note("reduction of the gradients", self.group, pg, done)
-        context.pending.append(PendingReduction(done, self._releaser(main), self, reduced))
+        release = self._releaser(main)
         self.written.clear()
+        context.pending.append(PendingReduction(done, release, self, (reduced, added_to)))
 
     def _make_main(self, dtype: torch.dtype) -> DBuffer:
         """A new buffer for the reduced shard: the user may keep the gradients, so it is never reused."""
@@ -334,8 +337,11 @@ class GradReducer:
         if group.settings.all_reduce_hook is not None:
             group.settings.all_reduce_hook(reduced)
 
-    def _assign(self, main: DBuffer) -> None:
-        """Give each sharded parameter its part of ``main``; add where it already has a gradient."""
+    def _assign(self, main: DBuffer) -> list[torch.Tensor]:
+        """Give each sharded parameter its part of ``main``; add where it already has a gradient.
+
+        Those that were added to are returned: a hook of the user may drop them while this stream uses them.
+        """
         group = self.group
         written = sorted(self.written)
         params = [group.params[i] for i in written]
@@ -357,6 +363,7 @@ class GradReducer:
             hooks = getattr(param.sharded, "_post_accumulate_grad_hooks", None)
             for hook in (hooks or {}).values():
                 hook(param.sharded)
+        return targets
 
     def _pieces(self, main: DBuffer) -> dict[int, torch.Tensor]:
         """Each parameter's flat part of ``main``: one split for all of them."""
@@ -402,7 +409,7 @@ class GradReducer:
         ]
         if not unused:
             return
-        if self.full is None or not self.written:
+        if self.full is None:
             self._allocate(self.group.gradient_dtype)
         missing = set(unused)
         self._zero(missing)
@@ -419,14 +426,16 @@ class GradReducer:
             torch._foreach_zero_(slots)
 
     def _releaser(self, main: DBuffer) -> Any:
-        full, leased = self.full, self._leased
+        """Hand what the reduction uses over to a function that frees it."""
+        full, leased, context = self.full, self._leased, self.group.context
+        self.full = self._leased = None
         assert full is not None
 
         def release() -> None:
             # ``main`` is kept until here: a gradient dropped during backward must not give its memory
             # to the compute stream while the reduction still writes it
             nonlocal main
-            self._free(full, leased)
+            full.release() if leased is None else context.give_back(leased)
             del main
 
         return release
@@ -441,14 +450,11 @@ class GradReducer:
 
     def discard(self) -> None:
         """Drop collected gradients and partial sums."""
-        self.group.context.finish_of(self)
-        self.partial = None
-        if self.full is not None and self.written:
-            self._free(self.full, self._leased)
+        context = self.group.context
+        context.finish_of(self)
+        if self._leased is not None:
+            context.give_back(self._leased)
+        elif self.full is not None:
+            self.full.release()
+        self.full = self._leased = self.partial = None
         self.written.clear()
-
-    def _free(self, full: DBuffer, leased: FlatStorage | None) -> None:
-        if leased is None:
-            full.release()
-        else:
-            self.group.context.give_back(leased)
