@@ -153,9 +153,11 @@ def _growth(results: list[dict[str, Any]], path: Path) -> Path:
             lines.setdefault((row["implementation"], _wire_name(row)), []).append(
                 (result["case"]["ranks"], row)
             )
+    lines = {
+        key: sorted(points, key=lambda point: point[0]) for key, points in lines.items() if len(points) > 1
+    }
     for axis, (text, value) in zip(axes, keys):
         for (name, wire), points in lines.items():
-            points.sort(key=lambda point: point[0])
             axis.plot(
                 [ranks for ranks, _ in points],
                 [value(row) for _, row in points],
@@ -165,11 +167,15 @@ def _growth(results: list[dict[str, Any]], path: Path) -> Path:
                 label=f"{LABELS[name]}, {wire}",
             )
         axis.set_xscale("log", base=2)
+        ticks = sorted({ranks for points in lines.values() for ranks, _ in points})
+        axis.set_xticks(ticks, [str(ranks) for ranks in ticks])
+        axis.set_ylim(bottom=0)
         axis.set_xlabel("ranks")
         axis.set_title(text, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(fontsize=7, frameon=False)
-    return _save(figure, path)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, frameon=False, loc="lower center", ncols=4)
+    return _save(figure, path, bottom=0.12)
 
 
 def _save(figure: Any, path: Path, bottom: float = 0.0) -> Path:
