@@ -14,6 +14,7 @@ _HOMES = {
     "StridedRaggedShard": "ragged_fsdp.dtensor",
     "distribute_tensor": "ragged_fsdp.dtensor",
     "DBuffer": "ragged_fsdp.dbuffer",
+    "BlockCodes": "ragged_fsdp.policy",
     "Elements": "ragged_fsdp.policy",
     "Rows": "ragged_fsdp.policy",
     "Whole": "ragged_fsdp.policy",

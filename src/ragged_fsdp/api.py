@@ -27,7 +27,7 @@ from ragged_fsdp.fsdp.module import (
     swap_class,
 )
 from ragged_fsdp.fsdp.state import ModuleState
-from ragged_fsdp.policy import Granularity
+from ragged_fsdp.policy import BlockCodes, Granularity
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -56,6 +56,7 @@ def fully_shard(
     reduction: str = "reduce_scatter",
     gathered_budget_bytes: int | None = None,
     max_buffers: int = 1,
+    gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it.
 
@@ -88,6 +89,9 @@ def fully_shard(
             root, that may stay between forward and backward. The largest value given counts.
         max_buffers: into how many buffers the group may be split where blocks of different size would pad a
             common one by more than a percent; each has a gather and a reduction of its own.
+        gather_policy: ``policy(name, param)`` returns ``BlockCodes``, in which the parameter is gathered and
+            computed with, or None. Such parameters form a group of their own; main weights, gradients and
+            checkpoints are as without it.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
@@ -114,6 +118,7 @@ def fully_shard(
         reduction=reduction,
         gathered_budget_bytes=gathered_budget_bytes,
         max_buffers=max_buffers,
+        gather_policy=gather_policy,
     )
     options.check_types()
     for one in [module] if isinstance(module, nn.Module) else _listed(module):

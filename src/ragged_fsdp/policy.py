@@ -1,7 +1,8 @@
 """Granularity of a parameter: how much of it must stay together on one rank.
 
 A policy answers one question: how many elements make one block of a tensor of a given shape.
-It is torch-free and hashable, so that every rank computes the same plan from it.
+It is torch-free and hashable, so that every rank computes the same plan from it. :class:`BlockCodes` says
+what of a parameter travels.
 """
 
 import math
@@ -9,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Elements", "Granularity", "Rows", "Whole", "parse_granularity"]
+__all__ = ["BlockCodes", "Elements", "Granularity", "Rows", "Whole", "parse_codes", "parse_granularity"]
 
 
 def _positive(kind: str, count: int) -> None:
@@ -66,6 +67,44 @@ class Whole:
 
 Granularity = Elements | Rows | Whole
 
+_CODES = ("int8", "float8_e4m3fn")
+
+
+@dataclass(frozen=True)
+class BlockCodes:
+    """A parameter travels, and is computed with, as one byte per element and one fp32 scale per tile.
+
+    Tiles of ``block_shape`` cover the last two dims, which they must divide. No tile is cut by sharding, so a
+    rank encodes what it holds without asking the others.
+    """
+
+    dtype: str = "int8"
+    """``int8``: the tile's largest magnitude is 127; ``float8_e4m3fn``: it is 448."""
+    block_shape: tuple[int, int] = (128, 128)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _CODES:
+            raise ValueError(f"BlockCodes: dtype must be one of {_CODES}, got {self.dtype!r}.")
+        if not isinstance(self.block_shape, tuple) or len(self.block_shape) != 2:
+            raise ValueError(f"BlockCodes: block_shape must be (rows, columns), got {self.block_shape!r}.")
+        for count in self.block_shape:
+            _positive("BlockCodes", count)
+
+    def check(self, shape: Sequence[int]) -> None:
+        """Raise unless tiles cover a tensor of ``shape``."""
+        if len(shape) < 2 or any(size % tile for size, tile in zip(shape[-2:], self.block_shape)):
+            rows, columns = self.block_shape
+            raise ValueError(
+                f"tiles of {rows} x {columns} do not cover shape {tuple(shape)}; use tiles that divide "
+                "the last two dims."
+            )
+
+    @property
+    def granularity(self) -> Rows:
+        """What keeps every tile on one rank."""
+        return Rows(self.block_shape[0])
+
+
 _TEXT = re.compile(r"(?P<before>\d*)(?P<unit>rows?|elements?|whole)(?::(?P<after>\d+))?")
 
 
@@ -89,3 +128,19 @@ def parse_granularity(text: str) -> Granularity:
     if match["unit"] == "whole":
         return Whole()
     return (Rows if match["unit"].startswith("row") else Elements)(int(counts[0]) if counts else 1)
+
+
+_CODES_TEXT = re.compile(r"(?P<dtype>\w+?)(?::(?P<rows>\d+)x(?P<columns>\d+))?")
+
+
+def parse_codes(text: str) -> BlockCodes:
+    """Codes as settings write them: ``int8``, ``int8:64x64``, ``float8_e4m3fn:128x128``.
+
+    Raises:
+        ValueError: for any other text, with what was expected.
+    """
+    match = _CODES_TEXT.fullmatch(text)
+    if match is None or match["dtype"] not in _CODES or "0" in (match["rows"], match["columns"]):
+        raise ValueError(f"codes {text!r}: expected one of {_CODES}, and a tile such as int8:64x64.")
+    tile = (int(match["rows"]), int(match["columns"])) if match["rows"] else (128, 128)
+    return BlockCodes(match["dtype"], tile)

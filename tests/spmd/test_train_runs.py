@@ -60,6 +60,7 @@ def test_resuming_is_bit_for_bit(tmp_path, optimizer):
         "processes": processes,
         "optimizer": optimizer,
         "model_set": {"hidden": "64", "expert_hidden": "64"},
+        "gather_codes": {"*.experts.*": "int8:64x16"} if optimizer == "adam8bit" else {},
     }
     train(tmp_path / "straight", **common)
     train(tmp_path / "stopped", stop_at=5, **common)

@@ -16,7 +16,7 @@ from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.moe import grouped_matmul, loop_matmul
 from ragged_fsdp.models.sample import sample_tokens
 from ragged_fsdp.models.source import find_model
-from ragged_fsdp.policy import Elements, Rows, Whole, parse_granularity
+from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole, parse_codes, parse_granularity
 from ragged_fsdp.trainer.batches import Batches, permuted, share
 from ragged_fsdp.trainer.config import OptimizerConfig, TrainConfig
 from ragged_fsdp.trainer.config_check import check
@@ -73,6 +73,10 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"replicas": 3}, 4, "does not divide the 4 processes"),
         ({"sharding": "fsdp2", "granularity": {"*": "rows"}}, 2, "granularity needs sharding = ragged"),
         ({"granularity": {"*": "colums:2"}}, 2, "'colums:2': expected 32rows or rows:32"),
+        ({"granularity": {"*.experts.*": "rows:7"}}, 2, "gate_up_proj: granularity Rows(count=7) of"),
+        ({"granularity": {"*.expert.*": "rows:7"}}, 2, "granularity '*.expert.*' matches no parameter"),
+        ({"gather_codes": {"*.experts.*": "int8:7x8"}}, 2, "gate_up_proj: tiles of 7 x 8 do not cover"),
+        ({"gather_codes": {"*": "int4"}}, 2, "codes 'int4': expected one of ('int8',"),
         ({"model": "dmeo"}, 1, "did you mean 'demo'?"),
         ({"model": "LammaConfig"}, 1, "did you mean 'LlamaConfig'?"),
         ({"model_set": {"layer": "2"}}, 1, "did you mean 'layers'?"),
@@ -101,6 +105,17 @@ def test_impossible_combinations_are_refused_before_a_start(values, processes, m
     with pytest.raises(ConfigError) as caught:
         check(from_values(values), processes)
     assert message in str(caught.value)
+
+
+def test_codes_texts():
+    assert parse_codes("int8") == BlockCodes() == parse_codes("int8:128x128")
+    assert parse_codes("float8_e4m3fn:1x64") == BlockCodes("float8_e4m3fn", (1, 64))
+    for bad in ("int4", "int8:", "int8:64", "int8:0x4", "int8:4x4x4", ""):
+        with pytest.raises(ValueError, match="expected one of"):
+            parse_codes(bad)
+    for dtype, tile in (("int4", (8, 8)), ("int8", (8,)), ("int8", [8, 8]), ("int8", (8, 0))):
+        with pytest.raises(ValueError, match="BlockCodes: "):
+            BlockCodes(dtype, tile)
 
 
 def test_granularity_texts():

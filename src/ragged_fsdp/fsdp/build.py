@@ -20,14 +20,16 @@ from ragged_fsdp.fsdp.extension import ExtensionGroup, RowPieces, is_extended
 from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.managed import Managed
 from ragged_fsdp.fsdp.mesh import ParallelMesh
+from ragged_fsdp.fsdp.packed import PackedGroup
 from ragged_fsdp.fsdp.param import ManagedParam
 from ragged_fsdp.fsdp.param_group import ParamGroup
 from ragged_fsdp.fsdp.parking import ParkingSpot, parking_mesh
 from ragged_fsdp.fsdp.placing import outer_shapes, place, shrink_to
 from ragged_fsdp.fsdp.plan import GroupPlan, GroupTensors, agree, make_plan, split_by_blocks
+from ragged_fsdp.fsdp.quantized import QuantizedGroup
 from ragged_fsdp.fsdp.row_plan import RowPlan, row_plan
 from ragged_fsdp.placement import block_numel
-from ragged_fsdp.policy import Elements, Rows, Whole
+from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
 
 __all__ = ["GroupBuilder", "Options"]
 
@@ -50,6 +52,7 @@ class Options:
     reduction: str = "reduce_scatter"
     gathered_budget_bytes: int | None = None
     max_buffers: int = 1
+    gather_policy: Callable[[str, nn.Parameter], Any] | None = None
 
     def check_types(self) -> None:
         """Raise on an argument of the wrong type, naming it."""
@@ -70,7 +73,7 @@ class Options:
             or self.max_buffers < 1
         ):
             raise ValueError(f"fully_shard: max_buffers must be an int >= 1, got {self.max_buffers!r}.")
-        for name in ("shard_placement_fn", "orig_param_policy"):
+        for name in ("shard_placement_fn", "orig_param_policy", "gather_policy"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
         for param in self.ignored_params:
@@ -88,6 +91,8 @@ class _Choice:
     block: int
     shard_dim: int | None
     """The dim of an explicit ``Shard``; None leaves the cut to the planner."""
+    codes: BlockCodes | None = None
+    """What travels instead of values."""
 
 
 @dataclass
@@ -168,12 +173,15 @@ class GroupBuilder:
         mesh.check_spmd(param, name)
         shapes = outer_shapes(param)
         block = self._policy_block(name, param, shapes)
+        codes = self._codes(name, param, shapes)
+        if codes is not None:
+            block = math.lcm(block or 1, block_numel(shapes[0], codes.granularity))
         if placement is None:
-            return _Choice(mesh, _beside_outer_shards(param, shapes, block or 1), None)
+            return _Choice(mesh, _beside_outer_shards(param, shapes, block or 1), None, codes)
         dim = self._placement_dim(param, placement, mesh, shapes[0])
         if block is None and mesh.shards and (explicit or dim):
             return _Choice(mesh, 1, dim)
-        return _Choice(mesh, math.lcm(block or 1, self._row_numel(shapes[0], dim)), None)
+        return _Choice(mesh, math.lcm(block or 1, self._row_numel(shapes[0], dim)), None, codes)
 
     def _placement_choice(self, param: nn.Parameter) -> tuple[ParallelMesh, Shard | None, bool]:
         """The mesh, the placement, and whether the placement was the point of the answer.
@@ -220,6 +228,24 @@ class GroupBuilder:
             raise ValueError(f"{name}: {error}") from None
         return max(blocks, default=1)
 
+    def _codes(self, name: str, param: nn.Parameter, shapes: Sequence[tuple[int, ...]]) -> BlockCodes | None:
+        """The codes that the gather policy asks for; None where a parameter travels as it is."""
+        policy = self.options.gather_policy
+        codes = policy(name, param) if policy is not None else None
+        if codes is None:
+            return None
+        if not isinstance(codes, BlockCodes):
+            raise TypeError(f"{name}: gather_policy must return BlockCodes or None, got {codes!r}.")
+        if is_extended(param) or not param.dtype.is_floating_point or param.dtype.itemsize == 1:
+            raise ValueError(f"{name}: no codes are made of a {type(param.data).__name__} of {param.dtype}.")
+        if len(set(shapes)) > 1:
+            raise NotImplementedError(f"{name}: codes of a dim that is cut unevenly, into {shapes}.")
+        try:
+            codes.check(shapes[0])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        return codes
+
     @staticmethod
     def _placement_dim(
         param: nn.Parameter, placement: Shard, mesh: ParallelMesh, inner: tuple[int, ...]
@@ -246,14 +272,19 @@ class GroupBuilder:
         """Plan a group per mesh and kind, compare the plans of the ranks, then cut and register."""
         by_mesh: dict[Any, list[int]] = {}
         for index, choice in enumerate(self._choices):
-            kind = self._group_class(choice, managed.params[index])
-            by_mesh.setdefault((choice.mesh.key(), kind), []).append(index)
+            param = managed.params[index]
+            dtype = param.dtype if choice.codes else None  # codes are decoded into a buffer of one dtype
+            key = (choice.mesh.key(), self._group_class(choice, param), dtype)
+            by_mesh.setdefault(key, []).append(index)
         planned = []
         for members in by_mesh.values():
             mesh = self._choices[members[0]].mesh
             for part in self._split(managed, members, mesh):
                 plan = self._plan(managed, part, mesh)
-                agree(plan.description, (mesh.shard_group, mesh.replicate_group), self.device)
+                codes = "".join(
+                    f"\n{managed.names[i]} {choice.codes}" for i in part if (choice := self._choices[i]).codes
+                )
+                agree(plan.description + codes, (mesh.shard_group, mesh.replicate_group), self.device)
                 planned.append((part, mesh, plan))
         groups = [self._make_group(managed, modules, *entry) for entry in planned]
         if len(groups) > 1:
@@ -264,7 +295,7 @@ class GroupBuilder:
     def _split(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> list[list[int]]:
         """The members of each buffer: one buffer for all unless ``max_buffers`` allows more and they pay."""
         kind = self._group_class(self._choices[members[0]], managed.params[members[0]])
-        if self.options.max_buffers == 1 or kind is not ParamGroup:
+        if self.options.max_buffers == 1 or issubclass(kind, PackedGroup):
             return [list(members)]
         tensors = self._tensors(managed, members)
         parts = split_by_blocks(tensors, mesh.shard_size, max_buffers=self.options.max_buffers)
@@ -283,11 +314,13 @@ class GroupBuilder:
     def _group_class(choice: _Choice, param: nn.Parameter) -> type[ParamGroup]:
         if is_extended(param):
             return ExtensionGroup
+        if choice.codes is not None:
+            return QuantizedGroup
         return ParamGroup if choice.shard_dim is None else ChunkGroup
 
     def _plan(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> GroupPlan:
         params = [managed.params[i] for i in members]
-        if self._group_class(self._choices[members[0]], params[0]) is not ParamGroup:
+        if issubclass(self._group_class(self._choices[members[0]], params[0]), PackedGroup):
             inners = [_inner(param) for param in params]
             return row_plan(
                 [managed.names[i] for i in members],
@@ -317,6 +350,8 @@ class GroupBuilder:
         group = kind(
             params, modules, mesh, plan, main, self.device, options.mp_policy, options.offload_policy
         )
+        if isinstance(group, QuantizedGroup):
+            group.use_codes([codes for i in members if (codes := self._choices[i].codes)])
         if options.reduction == "all_to_all":
             group.reducer = ExchangeReducer(group)
         self._set_reshard(group)

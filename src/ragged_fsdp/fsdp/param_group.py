@@ -240,13 +240,16 @@ class ParamGroup:
             )
         self.residence = to
 
-    @on_parameters
     def unshard(self, async_op: bool = False) -> None:
         """Issue the gather, unless it is under way or done."""
-        if self.residence in (Residence.GATHERING, Residence.UNSHARDED):
+        if self.residence is Residence.GATHERING or self.residence is Residence.UNSHARDED:
             return
         if self.phase is Phase.PRE_BACKWARD and not self.settings.unshard_in_backward:
             return
+        self._issue_gather(async_op)
+
+    @on_parameters
+    def _issue_gather(self, async_op: bool) -> None:
         if self.stale:
             self.stale = False
             self.reset_sharded_params()
@@ -267,13 +270,17 @@ class ParamGroup:
             pool = self.context.gather_pool.allocating(weight.nbytes, self.device)
             with self.settings.allocating(self.device, pool):
                 weight.materialize()
-        allocate = allocator_of(self.settings.custom_all_gather)
-        if allocate is not None and self.mesh.shard_size > 1:
-            self._staging = allocate(weight.flat.shape, dtype=weight.dtype, device=self.device).view(-1)
+        self._stage(weight)
         if self.params[0].unsharded is None:
             for param, view in zip(self.params, weight.tensors):
                 param.make_unsharded(view)
         return weight
+
+    def _stage(self, weight: Any) -> None:
+        """Allocate what the collective writes, if that is not the buffer itself."""
+        allocate = allocator_of(self.settings.custom_all_gather)
+        if allocate is not None and self.mesh.shard_size > 1:
+            self._staging = allocate(weight.flat.shape, dtype=weight.dtype, device=self.device).view(-1)
 
     def _gather(self, weight: Any, async_op: bool) -> Any:
         if self.residence is Residence.PARKED and self.parking is not None:
@@ -293,11 +300,13 @@ class ParamGroup:
                 full, slot, group, async_op=async_op, comm=self.settings.custom_all_gather
             )
 
-    @on_parameters
     def wait_for_unshard(self) -> None:
         """Let the current stream see the gathered parameters and register them."""
-        if self.residence is not Residence.GATHERING:
-            return
+        if self.residence is Residence.GATHERING:
+            self._finish_gather()
+
+    @on_parameters
+    def _finish_gather(self) -> None:
         self._wait_gather()
         self.speculative = self.keep_gathered = False
         for param in self.params:

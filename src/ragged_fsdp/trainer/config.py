@@ -134,6 +134,11 @@ class ShardingConfig:
     granularity: dict[str, str] = _option(
         {}, "what stays together on one rank, by parameter name: --granularity '*.experts.*=rows:32'"
     )
+    gather_codes: dict[str, str] = _option(
+        {},
+        "weights gathered and computed with as 8-bit codes and a scale per tile, by parameter name: "
+        "--gather-codes '*.experts.*=int8:32x32' (or float8_e4m3fn)",
+    )
     reshard_after_forward: bool = _option(True, "free the gathered parameters between forward and backward")
     precision: str = _option(
         "auto",

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 
 from ragged_fsdp.models.names import nearest
-from ragged_fsdp.models.source import find_model
+from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
-from ragged_fsdp.policy import parse_granularity
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.rules import check_rules
 
 __all__ = ["check"]
 
@@ -21,13 +21,6 @@ def check(config: TrainConfig, world_size: int) -> None:
     _check_mesh(config.sharding, world_size)
     _check_batch(config, world_size // config.sharding.tp)
     _check_device(config.sharding)
-    for text in config.sharding.granularity.values():
-        try:
-            parse_granularity(text)
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-    if config.sharding.granularity and config.sharding.sharding != "ragged":
-        raise ConfigError(f"granularity needs sharding = ragged, not {config.sharding.sharding}")
     try:
         source = find_model(
             config.model.model, config.model.model_set, random_weights=config.model.weights == "random"
@@ -37,6 +30,17 @@ def check(config: TrainConfig, world_size: int) -> None:
     tp, ep = config.sharding.tp, config.sharding.ep
     if problem := refusal("tp", tp, source.tp) or refusal("ep", ep, source.ep):
         raise ConfigError(problem)
+    _check_rules(config.sharding, source)
+
+
+def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
+    """Rules by parameter name, which only our ``fully_shard`` knows."""
+    for setting in ("granularity", "gather_codes"):
+        rules = getattr(config, setting)
+        if rules and config.sharding != "ragged":
+            raise ConfigError(f"{setting} needs sharding = ragged, not {config.sharding}")
+        if rules:
+            check_rules(source.build(), setting, rules)
 
 
 def _check_run(config: TrainConfig) -> None:

@@ -5,7 +5,6 @@ Four ways behind one interface, so that the same run can be compared across them
 """
 
 import contextlib
-import fnmatch
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -18,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ragged_fsdp.models.names import plain_name
-from ragged_fsdp.policy import Granularity, parse_granularity
+from ragged_fsdp.policy import Granularity
 from ragged_fsdp.trainer.config import ShardingConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.ranks import Ranks
+from ragged_fsdp.trainer.rules import match_rules
 
 __all__ = ["ShardedModel", "prepare_layers", "shard", "transformer_layers"]
 
@@ -107,7 +106,8 @@ def shard(
     if config.sharding == "ragged":
         from ragged_fsdp import fully_shard
 
-        extra["orig_param_policy"] = _granularity_policy(model, config.granularity, default)
+        extra["orig_param_policy"] = _policy(model, "granularity", config.granularity, default)
+        extra["gather_policy"] = _policy(model, "gather_codes", config.gather_codes)
     else:
         from torch.distributed.fsdp import fully_shard
     if ranks.split is not None:
@@ -118,10 +118,18 @@ def shard(
     in_layers = {"reshard_after_forward": config.reshard_after_forward, **common}
     for inside, options in (*((layer, in_layers) for layer in layers), (model, common)):
         if ranks.split is not None and (parts := _split_parts(inside, skip=layers)):
-            fully_shard(parts, mesh=ranks.split.outer, **options)
+            _apply(fully_shard, parts, mesh=ranks.split.outer, **options)
             if ranks.split.name == "ep":
                 _divide_by_parts(parts, ranks)
-        fully_shard(inside, mesh=ranks.mesh, **options)
+        _apply(fully_shard, inside, mesh=ranks.mesh, **options)
+
+
+def _apply(fully_shard: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Shard; a granularity or tiles that do not fit what tensor parallelism left are the user's to change."""
+    try:
+        fully_shard(*args, **options)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _split_parts(module: nn.Module, skip: nn.Module) -> list[nn.Module]:
@@ -157,24 +165,15 @@ def resolved_precision(config: ShardingConfig, device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "fp32"
 
 
-def _granularity_policy(
-    model: nn.Module, rules: dict[str, str], default: GranularityRule | None
-) -> GranularityRule | None:
-    """The rules as the ``orig_param_policy`` of ``fully_shard``; the first that matches a full name wins."""
+def _policy(
+    model: nn.Module, setting: str, rules: dict[str, str], default: GranularityRule | None = None
+) -> Callable[[str, nn.Parameter], Any] | None:
+    """The rules of a setting as a policy of ``fully_shard``."""
     if not rules:
         return default
-    parsed = {pattern: parse_granularity(text) for pattern, text in rules.items()}
-    chosen: dict[nn.Parameter, Granularity] = {}
-    used: set[str] = set()
-    for name, parameter in model.named_parameters():
-        for pattern, granularity in parsed.items():
-            if fnmatch.fnmatchcase(plain_name(name), pattern):
-                used.add(pattern)
-                chosen.setdefault(parameter, granularity)
-    if unused := sorted(set(parsed) - used):
-        raise ConfigError(f"granularity {unused[0]!r} matches no parameter name of the model")
+    chosen = match_rules(model, setting, rules)
 
-    def policy(name: str, parameter: nn.Parameter) -> Granularity | None:
+    def policy(name: str, parameter: nn.Parameter) -> Any:
         if parameter in chosen:
             return chosen[parameter]
         return default(name, parameter) if default else None

@@ -1,0 +1,197 @@
+"""Groups that travel as codes: a rank sends one byte per element of its shard and one scale per tile.
+
+The main weights stay as they are; gradients, optimizers and checkpoints know nothing of the codes. A gather
+encodes this rank's shard, moves bytes, and decodes them into the buffer that the parameters view::
+
+    main weights   a a a a|a a b b|b b . .     fp32, a shard per rank, cut between tiles
+    message        codes, scales|codes, scales|codes, scales        a part per rank, one all-gather
+    gathered       a a a a a a b b b b . .     in the compute dtype
+
+A parameter lies on a run of ranks: part of the first one's shard, whole shards, part of the last one's. The
+whole shards are decoded together, so the number of kernels does not grow with the number of ranks. Encoding
+and decoding are on the gather's stream, beside the computation. One rank alone encodes and decodes too: the
+numbers do not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragged_fsdp import collectives
+from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.fsdp.block_codes import band_shape, code_dtype, decode, encode
+from ragged_fsdp.fsdp.comm_memory import allocator_of
+from ragged_fsdp.fsdp.param_group import ParamGroup, Residence
+from ragged_fsdp.fsdp.plan import GroupPlan
+from ragged_fsdp.policy import BlockCodes
+
+__all__ = ["MessageLayout", "QuantizedGroup"]
+
+_ALIGN_BYTES = 16
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Consecutive ranks that hold alike much of a parameter, at the same place of their shards."""
+
+    first_rank: int
+    ranks: int
+    shard_start: int
+    scale_start: int
+    numel: int
+    """Of each rank."""
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where codes and scales lie in a rank's part of the message: codes where the shard has the elements."""
+
+    plan: GroupPlan
+    codes: tuple[BlockCodes, ...]
+
+    def scales_on(self, index: int, rank: int) -> int:
+        """Tiles of a parameter on a rank."""
+        rows, columns = self.codes[index].block_shape
+        return self.plan.local_range(index, rank).numel // (rows * columns)
+
+    @cached_property
+    def scale_offset(self) -> int:
+        """Bytes before the first scale."""
+        return _aligned(self.plan.layout.shard_numel)
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """Bytes of a rank's part."""
+        members = range(len(self.codes))
+        scales = [sum(self.scales_on(i, rank) for i in members) for rank in range(self.plan.layout.ranks)]
+        return self.scale_offset + _aligned(max(scales) * _SCALE_BYTES)
+
+    def run_on(self, index: int, rank: int) -> _Run:
+        """A parameter's part on one rank; scales are in the order of the parameters."""
+        part = self.plan.local_range(index, rank)
+        before = sum(self.scales_on(i, rank) for i in range(index))
+        return _Run(rank, 1, part.shard_start, before, part.numel)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[_Run, ...], ...]:
+        """The runs of each parameter: at most three, however many ranks hold it."""
+        return tuple(tuple(self._runs(index)) for index in range(len(self.codes)))
+
+    def _runs(self, index: int) -> Iterator[_Run]:
+        last: _Run | None = None
+        for rank in range(self.plan.layout.ranks):
+            here = self.run_on(index, rank)
+            if not here.numel:
+                continue
+            if last and here.numel == last.numel == self.plan.layout.shard_numel:
+                last = _Run(last.first_rank, last.ranks + 1, 0, 0, last.numel)
+                continue
+            if last:
+                yield last
+            last = here
+        if last:
+            yield last
+
+    def views(self, message: Tensor, index: int, run: _Run) -> tuple[Tensor, Tensor]:
+        """Codes (ranks, bands, rows, tiles, columns) and scales (ranks, bands, tiles) of a run."""
+        part = message.narrow(0, run.first_rank, run.ranks)
+        codes = part.narrow(1, run.shard_start, run.numel).view(code_dtype(self.codes[index]))
+        rows, tiles, width = self.band_shape(index)
+        count = run.numel // (rows * width)
+        start = self.scale_offset + run.scale_start * _SCALE_BYTES
+        scales = part.narrow(1, start, count * _SCALE_BYTES).view(torch.float32)
+        return codes.view(run.ranks, -1, rows, tiles, width), scales.view(run.ranks, -1, tiles)
+
+    def band_shape(self, index: int) -> tuple[int, int, int]:
+        """Of a parameter: rows, tiles and columns of a tile in a band."""
+        return band_shape(self.codes[index], self.plan.shapes[index][-1])
+
+
+class QuantizedGroup(ParamGroup):
+    """A group whose gather moves codes; see the module's docstring."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.message_layout = MessageLayout(self.plan, ())
+        self._message: Tensor | None = None
+        """One row of bytes per rank, from the launch of a gather until the computation has waited for it."""
+        self._decoded = False
+
+    def use_codes(self, codes: Sequence[BlockCodes]) -> None:
+        """How each parameter travels."""
+        self.message_layout = MessageLayout(self.plan, tuple(codes))
+
+    def _prepare_weight(self, param_dtype: torch.dtype | None) -> None:
+        kinds = {param.dtype for param in self.params}
+        if len(kinds) > 1 or not all(kind.is_floating_point and kind.itemsize > 1 for kind in kinds):
+            raise RuntimeError(
+                f"{self.label}: parameters with a gather_policy must keep one floating-point dtype, got "
+                f"{sorted(map(str, kinds))} after a cast."
+            )
+        super()._prepare_weight(param_dtype)
+
+    def _stage(self, weight: Any) -> None:
+        if self.residence is Residence.PARKED:
+            super()._stage(weight)
+            return
+        shape = (self.mesh.shard_size, self.message_layout.part_bytes)
+        allocate = allocator_of(self.settings.custom_all_gather) or torch.empty
+        with self.settings.allocating(self.device):
+            self._message = allocate(shape, dtype=torch.uint8, device=self.device)
+        self._decoded = False
+
+    def _gather(self, weight: Any, async_op: bool) -> Any:
+        message, group = self._message, self.mesh.shard_group
+        if message is None:  # parked: what is kept was decoded before
+            return super()._gather(weight, async_op)
+        self._encode(message)
+        work = None
+        if group.size() > 1:
+            self.context.note_collective("all_gather", self)
+            with collectives.explain_failure("all-gather", self.label, group), self.profile("all_gather"):
+                work = collectives.all_gather_(
+                    message.view(-1),
+                    message[group.rank()],
+                    group,
+                    async_op=async_op,
+                    comm=self.settings.custom_all_gather,
+                )
+        if work is None:
+            self._decode(message)
+        return work
+
+    def _encode(self, message: Tensor) -> None:
+        layout, rank = self.message_layout, self.mesh.shard_rank
+        for index, piece in enumerate(self.main.pieces):
+            if piece.numel():
+                shard = piece.to(self.device, non_blocking=self.pin_memory)
+                out = layout.views(message, index, layout.run_on(index, rank))
+                encode(shard.view(out[0].shape), layout.codes[index], out)
+
+    def _decode(self, message: Tensor) -> None:
+        weight, layout = self.model_weight, self.message_layout
+        assert isinstance(weight, DBuffer)
+        for index, runs in enumerate(layout.runs):
+            for run in runs:
+                codes, scales = layout.views(message, index, run)
+                start = run.first_rank * self.plan.layout.shard_numel + run.shard_start
+                # through the whole buffer: autograd would see a write to a parameter's own view
+                decode(codes, scales, weight.flat.narrow(0, start, run.numel * run.ranks).view(codes.shape))
+        self._decoded = True
+
+    def _wait_gather(self) -> None:
+        super()._wait_gather()
+        message, self._message = self._message, None
+        if message is not None and not self._decoded:
+            self._decode(message)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -1,0 +1,50 @@
+"""Settings by parameter name, such as ``granularity``: whose rule each is, and whether it fits."""
+
+import fnmatch
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ragged_fsdp.models.names import plain_name
+from ragged_fsdp.placement import block_numel
+from ragged_fsdp.policy import parse_codes, parse_granularity
+from ragged_fsdp.trainer.config_file import ConfigError
+
+__all__ = ["check_rules", "match_rules"]
+
+_PARSERS: dict[str, Callable[[str], Any]] = {"granularity": parse_granularity, "gather_codes": parse_codes}
+
+
+def match_rules(model: nn.Module, setting: str, rules: dict[str, str]) -> dict[nn.Parameter, Any]:
+    """The rule of each parameter that has one; the first that matches its full name wins.
+
+    Raises ``ConfigError`` for a rule that cannot be read or that matches nothing.
+    """
+    try:
+        parsed = {pattern: _PARSERS[setting](text) for pattern, text in rules.items()}
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    chosen: dict[nn.Parameter, Any] = {}
+    used: set[str] = set()
+    for name, parameter in model.named_parameters():
+        for pattern, rule in parsed.items():
+            if fnmatch.fnmatchcase(plain_name(name), pattern):
+                used.add(pattern)
+                chosen.setdefault(parameter, rule)
+    if unused := sorted(set(parsed) - used):
+        raise ConfigError(f"{setting} {unused[0]!r} matches no parameter name of the model")
+    return chosen
+
+
+def check_rules(model: nn.Module, setting: str, rules: dict[str, str]) -> None:
+    """Raise ``ConfigError``, naming the parameter, for a rule whose blocks do not fit a shape."""
+    for parameter, rule in match_rules(model, setting, rules).items():
+        try:
+            if setting == "granularity":
+                block_numel(parameter.shape, rule)
+            else:
+                rule.check(parameter.shape)
+        except ValueError as error:
+            name = next(plain_name(name) for name, p in model.named_parameters() if p is parameter)
+            raise ConfigError(f"{name}: {error}") from None
