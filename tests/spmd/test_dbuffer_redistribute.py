@@ -121,11 +121,40 @@ def test_bad_input_is_named(rank: Rank) -> None:
         DBuffer.distribute({}, mesh)
     with pytest.raises(ValueError, match="one dtype"):
         DBuffer.distribute({"x": torch.ones(2), "y": torch.ones(2).half()}, mesh)
+    with pytest.raises(TypeError, match="x must be a tensor, got list"):
+        DBuffer.distribute({"x": [1.0]}, mesh)
+    with pytest.raises(ValueError, match=r"granularity names \['z'\]; the tensors are \['x'\]"):
+        DBuffer.distribute({"x": torch.ones(2)}, mesh, granularity={"z": Rows(1)})
     layout = plan_group((TensorSpec("x", 6),), 2, unit=1)
     with pytest.raises(ValueError, match=r"x: shape \(5,\)"):
         DBuffer(layout, [(5,)], mesh, dtype=torch.float32)
     with pytest.raises(ValueError, match="layout has 3 ranks"):
         DBuffer(plan_group((TensorSpec("x", 6),), 3, unit=1), [(6,)], mesh, dtype=torch.float32)
     buffer = DBuffer(layout, [(6,)], mesh, dtype=torch.float32)
+    other = DBuffer(plan_group((TensorSpec("y", 8),), 2, unit=1), [(8,)], mesh, dtype=torch.float32)
     with pytest.raises(ValueError, match="different layouts"):
-        buffer.add_(DBuffer(plan_group((TensorSpec("y", 8),), 2, unit=1), [(8,)], mesh, dtype=torch.float32))
+        buffer.add_(other)
+
+
+@spmd(2)
+def test_results_and_memory_that_do_not_fit_are_refused_before_the_collective(rank: Rank) -> None:
+    mesh = rank.mesh()
+    sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
+    partial = full_buffer(rank, mesh, (Partial(),), 1.0)
+    other = DBuffer.distribute({"x": torch.ones(9, device=rank.device)}, mesh)
+    with pytest.raises(ValueError, match="out has another layout"):
+        partial.redistribute([Shard(0)], out=other)
+    with pytest.raises(
+        ValueError, match=r"out has placements \(Shard\(dim=0\),\), expected \(Replicate\(\),\)"
+    ):
+        partial.redistribute([Replicate()], out=sharded)
+    out = DBuffer(sharded.layout, sharded.shapes, mesh, dtype=torch.float32)
+    out.release()
+    for operation in (out.zero_, lambda: out.mul_(2), lambda: sharded.copy_(out), lambda: sharded.add_(out)):
+        with pytest.raises(RuntimeError, match="needs memory that was released"):
+            operation()
+    with pytest.raises(RuntimeError, match="redistribute needs memory that was released"):
+        out.redistribute([Replicate()])
+    assert partial.placements == (Partial(),)
+    partial.redistribute([Shard(0)], out=out, average=True)  # the memory of a result is brought back
+    torch.testing.assert_close(out.flat, sharded.flat)

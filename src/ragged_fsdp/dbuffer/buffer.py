@@ -10,21 +10,7 @@ inside are ragged::
     Replicate rank 1   a a a a a a a a|a a c c c c c .|b b b b b b . .    m S cells
     Partial   rank 1   the same shape; the value is the sum over the ranks
 
-``redistribute`` is the only dispatcher. Along the mesh dim that shards:
-
-    =========  =========  ====================================================
-    from       to         operation
-    =========  =========  ====================================================
-    Shard(0)   Replicate  all-gather in place: the shard is a slot of the result
-    Partial    Shard(0)   reduce-scatter in place: the result is a slot of the source
-    Partial    Replicate  all-reduce in place
-    Replicate  Shard(0)   none: a view of the slot
-    any        the same   none
-    any        Partial    raises
-    =========  =========  ====================================================
-
-Along every other mesh dim: Partial to Replicate is an all-reduce of what the rank then holds, so
-(Partial, Partial) to (Replicate, Shard(0)) is a reduce-scatter and an all-reduce of the shard.
+``redistribute`` is the only dispatcher; :mod:`ragged_fsdp.dbuffer.redistribute` has its table.
 """
 
 from __future__ import annotations
@@ -35,11 +21,11 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer.checks import (
+    check_group,
     check_tensors,
     check_transition,
     checked_placements,
@@ -48,6 +34,7 @@ from ragged_fsdp.dbuffer.checks import (
     in_elements,
     wait_all,
 )
+from ragged_fsdp.dbuffer.redistribute import redistribute
 from ragged_fsdp.dbuffer.registry import buffer_of_storage, register
 from ragged_fsdp.dbuffer.storage import FlatStorage
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
@@ -145,14 +132,7 @@ class DBuffer:
             granularity: of tensors that may not be cut anywhere, by name.
             unit: the shard size is a multiple of this many elements.
         """
-        if not tensors:
-            raise ValueError("DBuffer.distribute: a group needs at least one tensor, got none.")
-        kinds = {tensor.dtype for tensor in tensors.values()}
-        if len(kinds) != 1:
-            raise ValueError(
-                f"DBuffer.distribute: expected tensors of one dtype, got {sorted(map(str, kinds))}."
-            )
-        dtype = kinds.pop()
+        dtype = check_group(tensors, granularity or {})
         blocks = granularity or {}
         specs = tuple(
             TensorSpec(name, tensor.numel(), block_numel(tensor.shape, blocks.get(name, Elements())))
@@ -171,14 +151,17 @@ class DBuffer:
     def empty_like(self) -> DBuffer:
         """A new, uninitialised buffer of the same kind; nothing is checked again."""
         made = object.__new__(DBuffer)
-        for name in _KIND:
-            setattr(made, name, getattr(self, name))
-        made.offset_bytes = 0
-        debug = self.storage.debug
-        made.storage = FlatStorage(self.nbytes, self.device, pin_memory=self.pin_memory, debug=debug)
-        made._pending = None
+        made.__dict__.update(self._kind)
+        numel = self.nbytes // self.dtype.itemsize
+        made.flat = torch.empty(numel, dtype=self.dtype, device=self.device, pin_memory=self.pin_memory)
+        made.storage = FlatStorage.of(made.flat, debug=self.storage.debug)
         register(made, made.storage.untyped)
         return made
+
+    @cached_property
+    def _kind(self) -> dict[str, Any]:
+        """The attributes that buffers of one kind share."""
+        return {name: self.__dict__[name] for name in _KIND} | {"offset_bytes": 0, "_pending": None}
 
     @staticmethod
     def of(tensor: torch.Tensor) -> tuple[DBuffer, int] | None:
@@ -264,25 +247,29 @@ class DBuffer:
 
     def zero_(self) -> DBuffer:
         """Set everything, padding included, to zero."""
+        self._check_live("zero_")
         self.flat.zero_()
         return self
 
     def mul_(self, factor: float) -> DBuffer:
         """Scale all tensors."""
-        self._arithmetic("mul_")
+        self.check_arithmetic("mul_")
+        self._check_live("mul_")
         self.flat.mul_(factor)
         return self
 
     def add_(self, other: DBuffer, *, alpha: float = 1.0) -> DBuffer:
         """Add another buffer of the same layout and placements, in this buffer's dtype."""
-        self._arithmetic("add_")
+        self.check_arithmetic("add_")
         self._check_same_shape(other)
+        self._check_live("add_", other)
         self.flat.add_(other.flat, alpha=alpha)
         return self
 
     def copy_(self, other: DBuffer, *, non_blocking: bool = False) -> DBuffer:
         """Take the values of another buffer of the same layout and placements, cast to this dtype."""
         self._check_same_shape(other)
+        self._check_live("copy_", other)
         if self.dtypes == other.dtypes or (self._is_uniform and other._is_uniform):
             self.flat.copy_(other.flat, non_blocking=non_blocking)
         else:
@@ -291,6 +278,7 @@ class DBuffer:
 
     def to(self, dtype: torch.dtype) -> DBuffer:
         """A copy in another dtype."""
+        self.check_arithmetic("a cast of the whole")
         made = DBuffer(self.layout, self.shapes, self.mesh, self.placements, dtype=dtype, device=self.device)
         return made.copy_(self)
 
@@ -308,30 +296,24 @@ class DBuffer:
 
         Args:
             placements: one per mesh dim.
-            out: receives the result, in its dtype.
+            out: receives the result, in its dtype; a buffer of this layout with these placements.
             average: reductions are means over the ranks.
             async_op: return at once; call :meth:`wait` on the result before using it.
 
         Raises:
-            ValueError: the transition does not exist, such as anything to ``Partial()``.
+            ValueError: no such transition, as from anything to ``Partial()``, or ``out`` does not fit.
+            RuntimeError: this buffer's storage is released.
         """
         target = checked_placements(self.mesh, placements)
         check_transition(self.placements, target)
+        self._check_live("redistribute")
+        if out is not None:
+            self._check_out(out, target)
+            out.materialize()
         self.wait()  # for an asynchronous step that made it: its work is not handed on
-        source = self
-        works: list[Any] = []
-        if isinstance(target[-1], Shard) and isinstance(self.placements[-1], Partial):
-            source = source._reduce_scatter(out, average, works, async_op)
-        source = source._all_reduce(target, average, works, async_op)
-        if isinstance(target[-1], Replicate) and isinstance(self.placements[-1], Shard):
-            source = source._all_gather(out, works, async_op)
-        elif isinstance(target[-1], Shard) and isinstance(self.placements[-1], Replicate):
-            source = source._as(target, slot=True)
-        if out is not None and source is not out:
-            wait_all(works)
-            source = out.copy_(source)
-        source._pending = works
-        return source
+        result, works = redistribute(self, target, out, average, async_op)
+        result._pending = works
+        return result
 
     def wait(self) -> DBuffer:
         """Wait for an asynchronous :meth:`redistribute` that made this buffer."""
@@ -339,58 +321,10 @@ class DBuffer:
         self._pending = None
         return self
 
-    def _all_gather(self, out: DBuffer | None, works: list[Any], async_op: bool) -> DBuffer:
-        full = out or DBuffer(
-            self.layout,
-            self.shapes,
-            self.mesh,
-            (*self.placements[:-1], Replicate()),
-            dtype=self.dtypes if not self._is_uniform else self.dtype,
-            cell_bytes=self.cell_bytes,
-            device=self.device,
-        )
-        full.materialize()
-        wait_all(works)
-        full.slot_buffer.copy_(self)
-        if self.ranks > 1:
-            works.append(collectives.all_gather_(full.flat, full.slot, self.group, async_op=async_op))
-        return full
-
-    def _reduce_scatter(
-        self, out: DBuffer | None, average: bool, works: list[Any], async_op: bool
+    def with_placements(
+        self, placements: Sequence[Placement], *, storage: FlatStorage | None = None, offset_bytes: int = 0
     ) -> DBuffer:
-        self._arithmetic("a reduction")
-        placements = (*self.placements[:-1], Shard(0))
-        direct = out is not None and out.dtype == self.dtype and out.placements == placements
-        shard = out if out is not None and direct else self._as(placements, slot=True)
-        if self.ranks == 1:
-            return shard if shard.slot.data_ptr() == self.slot.data_ptr() else shard.copy_(self.slot_buffer)
-        op = collectives.reduce_op(average)
-        works.append(collectives.reduce_scatter(shard.flat, self.flat, self.group, op=op, async_op=async_op))
-        return shard
-
-    def _all_reduce(
-        self, target: tuple[Placement, ...], average: bool, works: list[Any], async_op: bool
-    ) -> DBuffer:
-        """Reduce in place over every mesh dim that goes from Partial to Replicate."""
-        done = list(self.placements)
-        for dim, (have, want) in enumerate(zip(self.placements, target)):
-            if not (isinstance(have, Partial) and isinstance(want, Replicate)):
-                continue
-            self._arithmetic("a reduction")
-            wait_all(works)
-            works.clear()
-            if self.mesh.size(dim) > 1:
-                op = collectives.reduce_op(average)
-                group = self.mesh.get_group(dim)
-                works.append(collectives.all_reduce_(self.flat, group, op=op, async_op=async_op))
-            done[dim] = want
-        self.placements = tuple(done)
-        return self
-
-    def _as(self, placements: tuple[Placement, ...], *, slot: bool) -> DBuffer:
-        """The same storage under other placements: this rank's slot of it, or all of it."""
-        offset = int(self.slot.storage_offset()) * self.dtype.itemsize if slot else self.offset_bytes
+        """A buffer of the same kind under other placements, uninitialised or in an existing storage."""
         return DBuffer(
             self.layout,
             self.shapes,
@@ -399,14 +333,19 @@ class DBuffer:
             dtype=self.dtype if self._is_uniform else self.dtypes,
             cell_bytes=self.cell_bytes,
             device=self.device,
-            storage=self.storage,
-            offset_bytes=offset,
+            storage=storage,
+            offset_bytes=offset_bytes,
         )
 
     @cached_property
     def slot_buffer(self) -> DBuffer:
         """This rank's shard of a full buffer, in place."""
-        return self if self.is_sharded else self._as((*self.placements[:-1], Shard(0)), slot=True)
+        return self if self.is_sharded else self.slot_as((*self.placements[:-1], Shard(0)))
+
+    def slot_as(self, placements: Sequence[Placement]) -> DBuffer:
+        """This rank's slot as a buffer with ``placements``, in place."""
+        offset = int(self.slot.storage_offset()) * self.dtype.itemsize
+        return self.with_placements(placements, storage=self.storage, offset_bytes=offset)
 
     @property
     def slot_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -454,7 +393,21 @@ class DBuffer:
         if other.is_sharded != self.is_sharded:
             raise ValueError(f"DBuffer: placements {other.placements} do not match {self.placements}.")
 
-    def _arithmetic(self, what: str) -> None:
+    def _check_out(self, out: DBuffer, target: tuple[Placement, ...]) -> None:
+        if out.layout is not self.layout and out.layout.digest != self.layout.digest:
+            raise ValueError("DBuffer: out has another layout than the buffer that is redistributed.")
+        if out.placements != target:
+            raise ValueError(f"DBuffer: out has placements {out.placements}, expected {target}.")
+
+    def _check_live(self, what: str, *others: DBuffer) -> None:
+        for buffer in (self, *others):
+            if not buffer.is_materialized:
+                raise RuntimeError(
+                    f"DBuffer: {what} needs memory that was released; materialize() brings it back."
+                )
+
+    def check_arithmetic(self, what: str) -> None:
+        """Raise unless all tensors have one dtype, so that the flat tensor holds numbers."""
         if not self._is_uniform:
             raise TypeError(
                 f"DBuffer: {what} needs tensors of one dtype, got {sorted(set(map(str, self.dtypes)))}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 
 __all__ = [
+    "check_group",
     "check_tensors",
     "check_transition",
     "checked_placements",
@@ -44,6 +45,24 @@ def check_transition(source: Sequence[Placement], target: Sequence[Placement]) -
     for dim, (have, want) in enumerate(zip(source, target)):
         if isinstance(want, Partial) and not isinstance(have, Partial):
             raise ValueError(f"DBuffer: no redistribution from {have} to {want} on mesh dim {dim}.")
+
+
+def check_group(tensors: Mapping[str, torch.Tensor], granularity: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a group of full tensors; raise unless there is one and the granularities are theirs."""
+    if not tensors:
+        raise ValueError("DBuffer.distribute: a group needs at least one tensor, got none.")
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"DBuffer.distribute: {name} must be a tensor, got {type(tensor).__name__}.")
+    kinds = {tensor.dtype for tensor in tensors.values()}
+    if len(kinds) != 1:
+        raise ValueError(f"DBuffer.distribute: expected tensors of one dtype, got {sorted(map(str, kinds))}.")
+    unknown = sorted(granularity.keys() - tensors.keys())
+    if unknown:
+        raise ValueError(
+            f"DBuffer.distribute: granularity names {unknown}; the tensors are {sorted(tensors)}."
+        )
+    return kinds.pop()
 
 
 def check_tensors(

@@ -84,6 +84,14 @@ class FlatStorage:
         made.nbytes = tensor.numel() * tensor.element_size()
         return made
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, *, debug: bool) -> FlatStorage:
+        """The memory of a tensor that fills its storage and was just allocated on the current stream."""
+        made = object.__new__(cls)
+        made.untyped, made.nbytes, made.device = tensor.untyped_storage(), tensor.nbytes, tensor.device
+        made.debug, made.is_borrowed, made.stream = debug, False, current_stream(tensor.device)
+        return made
+
     @property
     def is_materialized(self) -> bool:
         """Whether the bytes exist."""
