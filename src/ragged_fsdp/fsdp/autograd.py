@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections import OrderedDict
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,14 +28,26 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """``value`` with every tensor in it replaced: lists, tuples, dicts, sets, named tuples, dataclasses."""
     if isinstance(value, torch.Tensor):
         return function(value)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        items = [map_tensors(function, v) for v in value]
+        return value if _same(value, items) else kind(items)
+    if kind is dict:
+        plain = {k: map_tensors(function, v) for k, v in value.items()} if value else value
+        return value if _same(value.values(), plain.values()) else plain
+    return value if kind in _LEAVES else _map_special(function, value)
+
+
+_LEAVES = frozenset((type(None), bool, int, float, str))
+
+
+def _map_special(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """The containers that are not just a tuple, a list or a dict."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_dataclass(function, value)
-    if isinstance(value, OrderedDict):
-        changed = OrderedDict((k, map_tensors(function, v)) for k, v in value.items())
-        return value if _same(value.values(), changed.values()) else _like_mapping(value, changed)
     if isinstance(value, dict):
-        plain = {k: map_tensors(function, v) for k, v in value.items()}
-        return value if _same(value.values(), plain.values()) else _like_mapping(value, plain)
+        changed = {k: map_tensors(function, v) for k, v in value.items()}
+        return value if _same(value.values(), changed.values()) else _like_mapping(value, changed)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = [map_tensors(function, v) for v in value]
         return value if _same(value, fields) else type(value)(*fields)
@@ -46,13 +58,11 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 
 def _same(old: Any, new: Any) -> bool:
-    return all(a is b for a, b in zip(old, new))
+    return all(map(operator.is_, old, new))
 
 
 def _like_mapping(old: Any, new: dict) -> Any:
     """Keep the class of a mapping, such as a model output that is a dict."""
-    if type(old) in (dict, OrderedDict):
-        return new
     made = copy.copy(old)
     for key, item in new.items():
         made[key] = item

@@ -31,6 +31,7 @@ import torch
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.grad_layout import GradLayout
 from ragged_fsdp.fsdp.plan import gathered_dtype
 from ragged_fsdp.fsdp.reduction import GradReducer, Scaling
@@ -117,10 +118,11 @@ class ExchangeReducer(GradReducer):
         self._received: list[torch.Tensor] = []
         """Rows from all ranks, for one round each; rounds take turns."""
         self._plans: dict[int, SendPlan | None] = {}
+        self._packings: dict[int, list[tuple[int, int, int]]] = {}
 
     # -- collecting ------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @on_parameters
     def store_many(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Keep the gradients; one that comes again is added in the reduction dtype."""
         if not self.written:
@@ -181,21 +183,39 @@ class ExchangeReducer(GradReducer):
         )
 
     def _pack_all(self) -> torch.Tensor:
-        """All shards as rows of one tensor; padding is zero."""
+        """All shards as rows of one tensor, in one pass; padding is zero."""
+        dtype, device = self._wire_dtype(), self.group.device
+        packing, flat = self._packing(), {i: grad.reshape(-1) for i, grad in self._grads.items()}
+        absent = max((numel for index, _, numel in packing if index not in flat), default=0)
+        zeros = torch.zeros(absent, dtype=dtype, device=device)
+        parts = []
+        for index, start, numel in packing:
+            source, at = (flat[index], start) if index in flat else (zeros, 0)
+            parts.append(source if source.numel() == numel else source.narrow(0, at, numel))
         assert self._layout is not None
-        layout, dtype = self._layout.layout, self._wire_dtype()
-        packed = torch.zeros(layout.buffer_numel, dtype=dtype, device=self.group.device)
-        targets, sources = [], []
-        for index, segments in enumerate(self._layout.segments):
-            if index not in self._grads:
-                continue
-            flat = self._grads[index].reshape(-1)
-            for segment in segments:
-                targets.append(packed.narrow(0, layout.offsets[segment.index], segment.numel))
-                sources.append(flat.narrow(0, segment.tensor_start, segment.numel))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        packed = torch.empty(self._layout.layout.buffer_numel, dtype=dtype, device=device)
+        torch.cat(parts, out=packed)
         return packed.view(self.group.mesh.shard_size, -1)
+
+    def _packing(self) -> list[tuple[int, int, int]]:
+        """What lies in the buffer, in order: parameter, start in it, length; padding is parameter -1."""
+        layout = self._layout
+        assert layout is not None
+        if id(layout) not in self._packings:
+            runs = [
+                (layout.layout.offsets[segment.index], index, segment)
+                for index, segments in enumerate(layout.segments)
+                for segment in segments
+            ]
+            packing, end = [], 0
+            for offset, index, segment in sorted(runs, key=lambda run: run[0]):
+                packing += [(-1, 0, offset - end)] if offset > end else []
+                packing.append((index, segment.tensor_start, segment.numel))
+                end = offset + segment.numel
+            if end < layout.layout.buffer_numel:
+                packing.append((-1, 0, layout.layout.buffer_numel - end))
+            self._packings[id(layout)] = packing
+        return self._packings[id(layout)]
 
     def _pack(self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The shards that several tensors share, one row each; padding is zero."""
@@ -266,9 +286,12 @@ class ExchangeReducer(GradReducer):
                 f"{group.label}: a custom reduce-scatter has no use with reduction='all_to_all'."
             )
         start, numel = self._extent(self._send_plan())
-        reduced[:start].zero_()
-        reduced[start + numel :].zero_()
-        outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, len(self._sends)))
+        outs: Sequence[torch.Tensor] = (reduced,)
+        if numel < reduced.numel():
+            reduced[:start].zero_()
+            reduced[start + numel :].zero_()
+        if numel < reduced.numel() or len(self._sends) > 1:
+            outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, len(self._sends)))
         divisor = (group.mesh.shard_size if how.average else 1) * (how.before or 1.0)
         group.context.note_collective("all_to_all", group)
         pg = group.mesh.reduce_group or group.mesh.shard_group

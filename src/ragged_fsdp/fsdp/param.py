@@ -133,9 +133,8 @@ class ManagedParam:
         self.sharded.data = wrap_local(local, self.spec)
         self.sharded._local_tensor, self.sharded._spec = local, self.spec
 
-    def sharded_grad(self, piece: torch.Tensor) -> DTensor:
-        """A gradient of the sharded parameter whose local part is ``piece``."""
-        local = piece if piece.shape == self.local_shape else piece.view(self.local_shape)
+    def sharded_grad(self, local: torch.Tensor) -> DTensor:
+        """A gradient of the sharded parameter with this local part."""
         # without DTensor.__init__, which does nothing but costs as much as the rest
         return DTensor.__new__(DTensor, local, self.spec, requires_grad=False)
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
-from ragged_fsdp.fsdp.autograd import on_parameters
+from ragged_fsdp.fsdp.autograd import on_parameters, outside_compile
 from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.mesh import ParallelMesh
@@ -408,6 +408,7 @@ class ParamGroup:
 
     # -- backward --------------------------------------------------------------------------------
 
+    @outside_compile
     def post_backward(self) -> None:
         """Reshard and reduce; safe to call for a group that took no part in the backward."""
         self.phase = Phase.POST_BACKWARD

@@ -7,6 +7,7 @@ part after the reduction, in the parameters' dtype; the ``.grad`` of the sharded
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.dbuffer.storage import contiguous_stride
+from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.grad_layout import GradLayout, Segment, grad_layout
 from ragged_fsdp.fsdp.row_plan import rank_major
@@ -41,6 +44,7 @@ class Scaling:
     after: float | None = None
 
 
+@functools.cache
 def scaling(dtype: torch.dtype, ranks: int, divide_factor: float | None, sum_only: bool) -> Scaling:
     """Divide in the collective if it can, else the small shard afterwards; half precision in two steps.
 
@@ -89,7 +93,8 @@ class GradReducer:
         self.offload_event: Any = None
         self._layouts: dict[tuple[bool, ...], GradLayout] = {}
         self._layout: GradLayout | None = None
-        self._splits: tuple[list[int], dict[int, int]] | None = None
+        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
+        """Shape, strides and start of each parameter's part of the reduced shard."""
         self._main_kind: DBuffer | None = None
         self._leased: FlatStorage | None = None
         """Where ``full`` lies, if not in storage of its own."""
@@ -98,12 +103,11 @@ class GradReducer:
 
     # -- collecting ------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def store(self, index: int, grad: torch.Tensor) -> None:
         """Cast one gradient into its slot, or add it if the slot holds one already."""
         self.store_many([(index, grad)])
 
-    @torch.no_grad()
+    @on_parameters
     def store_many(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """The same for several gradients, with one call for all."""
         full = self._buffer(grads)
@@ -205,7 +209,8 @@ class GradReducer:
             self._layouts[trainable] = grad_layout(self.group.plan, trainable)
         if self._layout is not self._layouts[trainable]:
             self._layout = self._layouts[trainable]
-            self._splits = self._main_kind = None
+            self._places = self._find_places(self._layout)
+            self._main_kind = None
         return self._layouts[trainable]
 
     def _make_buffer(
@@ -233,7 +238,7 @@ class GradReducer:
 
     # -- reducing --------------------------------------------------------------------------------
 
-    @torch.no_grad()
+    @on_parameters
     def reduce(self) -> None:
         """Reduce what was collected into the ``.grad`` of the sharded parameters."""
         if self.group.settings.reduce_unused:
@@ -277,7 +282,8 @@ class GradReducer:
 
     def _make_ready(self) -> None:
         """Last step before the collective, on the compute stream."""
-        self._zero({i for i, s in enumerate(self._segments()) if s} - self.written)
+        if len(self.written) < len(self.group.params):
+            self._zero({i for i, s in enumerate(self._segments()) if s} - self.written)
 
     def _sum_dtype(self) -> torch.dtype:
         assert self.full is not None
@@ -347,16 +353,17 @@ class GradReducer:
         params = [group.params[i] for i in written]
         if group.offload:
             main = self._offload(main, [p.sharded for p in params])
-        pieces = self._pieces(main)
+        flat = main.flat
         targets, sources = [], []
         for index, param in zip(written, params):
-            existing = param.sharded.grad
+            sharded, piece = param.sharded, flat.as_strided(*self._places[index])
+            existing = sharded.grad
             if existing is None:
-                grad = param.sharded.grad = param.sharded_grad(pieces[index])
+                grad = sharded.grad = param.sharded_grad(piece)
                 grad._ragged_fsdp_buffer = main  # DBuffer.of(grad) finds it as long as a gradient lives
-            elif pieces[index].numel():
+            elif piece.numel():
                 targets.append(existing._local_tensor)
-                sources.append(pieces[index].view(param.local_shape))
+                sources.append(piece)
         if targets:
             torch._foreach_add_(targets, sources)
         for param in params:
@@ -365,30 +372,13 @@ class GradReducer:
                 hook(param.sharded)
         return targets
 
-    def _pieces(self, main: DBuffer) -> dict[int, torch.Tensor]:
-        """Each parameter's flat part of ``main``: one split for all of them."""
-        if self._splits is None:
-            self._splits = self._make_splits()
-        sizes, position_of = self._splits
-        parts = torch.split_with_sizes(main.flat, sizes)
-        return {i: parts[position_of[i]] for i in position_of}
-
-    def _make_splits(self) -> tuple[list[int], dict[int, int]]:
-        """Sizes that cut the shard into pieces and gaps, and where each parameter's piece is among them."""
-        assert self._layout is not None
-        rank, shard_numel = self.group.mesh.shard_rank, self._layout.layout.shard_numel
-        found = [(i, self._layout.local_piece(i, rank)) for i in range(len(self.group.params))]
-        here = sorted(
-            ((p[1].shard_start, p[1].numel, i) for i, p in found if p is not None), key=lambda t: t[0]
-        )
-        sizes, position_of, end = [0], {i: 0 for i, p in found if p is None}, 0
-        for start, numel, index in here:
-            sizes.append(start - end)
-            position_of[index] = len(sizes)
-            sizes.append(numel)
-            end = start + numel
-        sizes.append(shard_numel - end)
-        return sizes, position_of
+    def _find_places(self, layout: GradLayout) -> list[tuple[torch.Size, tuple[int, ...], int]]:
+        places = []
+        for index, param in enumerate(self.group.params):
+            piece = layout.local_piece(index, self.group.mesh.shard_rank)
+            start = 0 if piece is None else piece[1].shard_start
+            places.append((param.local_shape, contiguous_stride(param.local_shape), start))
+        return places
 
     def _offload(self, main: DBuffer, sharded: Sequence[torch.Tensor]) -> DBuffer:
         """Copy the reduced shard to the host; without waiting if nobody on the host reads it in backward."""

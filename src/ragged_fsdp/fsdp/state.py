@@ -6,7 +6,6 @@ A state belongs to the module, or to the list of modules, passed to the call. St
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -248,11 +247,16 @@ class ModuleState(_State):
         if not torch.is_grad_enabled():
             return args, kwargs
         found: list[torch.Tensor] = []
-        map_tensors(lambda t: found.append(t) if t.requires_grad else None, (args, kwargs))
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                found.append(tensor)
+            return tensor
+
+        map_tensors(collect, (args, kwargs))
         if not found:
             return args, kwargs
-        hooks = BackwardHooks(functools.partial(_post_backward, group), self.pre_backward)
-        behind = after_backward(hooks, found)
+        behind = after_backward(BackwardHooks(group.post_backward, self.pre_backward), found)
         replaced = dict(zip(map(id, found), behind))
         return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
 
@@ -312,8 +316,3 @@ def _prefetch_backward(groups: Any) -> None:
         phase, group.phase = group.phase, Phase.PRE_BACKWARD
         group.unshard(group.settings.unshard_async_op)
         group.phase = phase
-
-
-@outside_compile
-def _post_backward(group: ParamGroup) -> None:
-    group.post_backward()
