@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.utils import _get_root_modules
 
-from ragged_fsdp.fsdp.build import GroupBuilder, Options
+from ragged_fsdp.fsdp.build import GroupBuilder
 from ragged_fsdp.fsdp.managed import collect, move_to_device
 from ragged_fsdp.fsdp.mesh import default_mesh, device_of, parallel_mesh, validate_mesh
 from ragged_fsdp.fsdp.mesh_dims import DataParallelMeshDims
@@ -26,6 +26,7 @@ from ragged_fsdp.fsdp.module import (
     share_comm_ctx,
     swap_class,
 )
+from ragged_fsdp.fsdp.options import Options
 from ragged_fsdp.fsdp.state import ModuleState
 from ragged_fsdp.policy import BlockCodes, Granularity
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from fsdp_cases import (
     RAGGED,
@@ -104,7 +105,9 @@ def test_local_shards_match_distribute_tensor(rank):
         assert torch.equal(local, parameter.to_local()), name
 
 
-@pytest.mark.parametrize("difference", ["shape", "name", "policy", "dtype", "frozen", "count"])
+@pytest.mark.parametrize(
+    "difference", ["shape", "name", "policy", "dtype", "frozen", "count", "group", "none"]
+)
 @spmd(3)
 def test_ranks_that_disagree_raise_everywhere(rank, difference):
     """Rank 1 builds something else: every rank gets an exception that names the parameter."""
@@ -124,10 +127,33 @@ def test_ranks_that_disagree_raise_everywhere(rank, difference):
             model.down.bfloat16()
         elif difference == "frozen":
             model.down.requires_grad_(False)
-        else:
+        elif difference == "count":
             model.down.bias = None
+        elif difference == "none":
+            model = nn.Identity()
+
+    def placement(p: nn.Parameter) -> Shard | None:
+        return Shard(0) if difference == "group" and rank.rank == 1 and p.ndim == 1 else None
+
     if difference == "frozen":  # may differ: it is read at each step
         fully_shard(model.to(rank.device), orig_param_policy=policy)
         return
-    with pytest.raises((RuntimeError, ValueError), match=r"(down|lower)\.(weight|bias)"):
-        fully_shard(model.to(rank.device), orig_param_policy=policy)
+    with pytest.raises((RuntimeError, ValueError), match=r"(down|lower|up)\.(weight|bias)"):
+        fully_shard(model.to(rank.device), orig_param_policy=policy, shard_placement_fn=placement)
+
+
+@spmd(4)
+def test_every_replica_hears_of_a_difference(rank):
+    """Rank 3 differs: ranks 0 and 1 are in no group with it that shards, and must not wait for it."""
+    mesh = rank.mesh(2, 2, names=("replicate", "shard"))
+    width = 5 if rank.rank == 3 else 4
+    with pytest.raises(ValueError, match=r"rank 2 has 'weight \(4, 4\).*rank 3 has 'weight \(4, 5\)"):
+        fully_shard(nn.Linear(width, 4, device=rank.device), mesh=mesh)
+    with pytest.raises(
+        ValueError, match=r"rank [01] has 'reduction=reduce_scatter', rank [23] has 'reduction=all_to"
+    ):
+        fully_shard(
+            nn.Linear(4, 4, device=rank.device),
+            mesh=mesh,
+            reduction="all_to_all" if rank.rank >= 2 else "reduce_scatter",
+        )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from ragged_fsdp.fsdp.chunked import ChunkGroup, chunk_placement
@@ -20,6 +19,7 @@ from ragged_fsdp.fsdp.extension import ExtensionGroup, RowPieces, is_extended
 from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.managed import Managed
 from ragged_fsdp.fsdp.mesh import ParallelMesh
+from ragged_fsdp.fsdp.options import Options
 from ragged_fsdp.fsdp.packed import PackedGroup
 from ragged_fsdp.fsdp.param import ManagedParam
 from ragged_fsdp.fsdp.param_group import ParamGroup
@@ -31,56 +31,9 @@ from ragged_fsdp.fsdp.row_plan import RowPlan, row_plan
 from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
 
-__all__ = ["GroupBuilder", "Options"]
+__all__ = ["GroupBuilder"]
 
 logger = logging.getLogger("ragged_fsdp")
-_REDUCTIONS = ("reduce_scatter", "all_to_all")
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of ``fully_shard``."""
-
-    mesh: DeviceMesh | None
-    reshard_after_forward: bool | int | str | None
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    ignored_params: frozenset[nn.Parameter]
-    dp_mesh_dims: Any
-    orig_param_policy: Callable[[str, nn.Parameter], Any] | None
-    reduction: str = "reduce_scatter"
-    gathered_budget_bytes: int | None = None
-    max_buffers: int = 1
-    gather_policy: Callable[[str, nn.Parameter], Any] | None = None
-
-    def check_types(self) -> None:
-        """Raise on an argument of the wrong type, naming it."""
-        expected: dict[str, type | tuple[type, ...]] = {
-            "mesh": (DeviceMesh, type(None)),
-            "mp_policy": MixedPrecisionPolicy,
-            "offload_policy": OffloadPolicy,
-        }
-        for name, types in expected.items():
-            if not isinstance(getattr(self, name), types):
-                kind = types[0].__name__ if isinstance(types, tuple) else types.__name__
-                raise TypeError(f"fully_shard: {name} must be a {kind}, got {getattr(self, name)!r}.")
-        if self.reduction not in _REDUCTIONS:
-            raise ValueError(f"fully_shard: reduction must be one of {_REDUCTIONS}, got {self.reduction!r}.")
-        if (
-            not isinstance(self.max_buffers, int)
-            or isinstance(self.max_buffers, bool)
-            or self.max_buffers < 1
-        ):
-            raise ValueError(f"fully_shard: max_buffers must be an int >= 1, got {self.max_buffers!r}.")
-        for name in ("shard_placement_fn", "orig_param_policy", "gather_policy"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
-        for param in self.ignored_params:
-            if not isinstance(param, nn.Parameter):
-                raise TypeError(
-                    f"fully_shard: ignored_params must be a set of parameters, got {param!r} in it."
-                )
 
 
 @dataclass
@@ -280,17 +233,30 @@ class GroupBuilder:
         for members in by_mesh.values():
             mesh = self._choices[members[0]].mesh
             for part in self._split(managed, members, mesh):
-                plan = self._plan(managed, part, mesh)
-                codes = "".join(
-                    f"\n{managed.names[i]} {choice.codes}" for i in part if (choice := self._choices[i]).codes
-                )
-                agree(plan.description + codes, (mesh.shard_group, mesh.replicate_group), self.device)
-                planned.append((part, mesh, plan))
+                planned.append((part, mesh, self._plan(managed, part, mesh)))
+        self._agree(managed, planned)
         groups = [self._make_group(managed, modules, *entry) for entry in planned]
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
         return groups
+
+    def _agree(
+        self, managed: Managed, planned: Sequence[tuple[Sequence[int], ParallelMesh, GroupPlan]]
+    ) -> None:
+        """Compare options and plans with the other ranks, once per mesh; also if this rank has no group."""
+        said: dict[Any, tuple[ParallelMesh, list[str]]] = {
+            self.mesh.key(): (self.mesh, [self.options.description])
+        }
+        for part, mesh, plan in planned:
+            lines = said.setdefault(mesh.key(), (mesh, []))[1]
+            lines.append(plan.description)
+            lines += [
+                f"{managed.names[i]} {choice.codes}" for i in part if (choice := self._choices[i]).codes
+            ]
+        name = next(iter(managed.names), "")
+        for mesh, lines in said.values():
+            agree("\n".join(lines), name, (mesh.shard_group, mesh.replicate_group), self.device)
 
     def _split(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> list[list[int]]:
         """The members of each buffer: one buffer for all unless ``max_buffers`` allows more and they pay."""

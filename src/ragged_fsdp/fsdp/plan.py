@@ -151,18 +151,29 @@ def split_by_blocks(tensors: GroupTensors, ranks: int, *, max_buffers: int) -> l
     return [[position[spec.name] for spec in layout.specs] for layout in layouts if layout.specs]
 
 
-def agree(description: str, groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks planned the same."""
-    value = int.from_bytes(hashlib.sha256(description.encode()).digest()[:8], "big") >> 2
+def agree(
+    description: str, name: str, groups: Sequence[dist.ProcessGroup | None], device: torch.device
+) -> None:
+    """Raise on every rank, naming the first difference, unless all ranks planned the same.
+
+    A rank that learns of a difference in one process group still takes part in the comparison of the next,
+    and passes it on: with replicas not all ranks are in the group that differs.
+    """
+    difference = ""
     for group in groups:
         if group is None:
             continue
-        with explain_failure("comparison of the plans", description.split(" ", 1)[0], group):
-            if same_on_all_ranks(value, group, device):
+        digest = hashlib.sha256((difference or description).encode()).digest()
+        with explain_failure("comparison of the plans", name, group):
+            if same_on_all_ranks(int.from_bytes(digest[:8], "big") >> 2, group, device):
                 continue
-            texts: list[str] = [""] * group.size()
-            dist.all_gather_object(texts, description, group=group)
-        raise ValueError(_first_difference(texts, dist.get_process_group_ranks(group)))
+            said: list[tuple[str, str]] = [("", "")] * group.size()
+            dist.all_gather_object(said, (difference, description), group=group)
+        known = next((told for told, _ in said if told), "")
+        ranks = dist.get_process_group_ranks(group)
+        difference = known or _first_difference([text for _, text in said], ranks)
+    if difference:
+        raise ValueError(difference)
 
 
 def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
@@ -174,7 +185,7 @@ def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
             theirs = lines[index] if index < len(lines) else "nothing"
             if ours != theirs:
                 return (
-                    "fully_shard: the ranks disagree on the parameters of a group; "
+                    "fully_shard: the ranks disagree; "
                     f"rank {ranks[0]} has '{ours}', rank {rank} has '{theirs}'."
                 )
-    return "fully_shard: the ranks disagree on the parameters of a group."
+    return "fully_shard: the ranks disagree."

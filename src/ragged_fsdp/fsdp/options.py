@@ -1,0 +1,73 @@
+"""The arguments of one ``fully_shard`` call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["Options"]
+
+_REDUCTIONS = ("reduce_scatter", "all_to_all")
+_SAME_ON_ALL_RANKS = (
+    "reduction",
+    "reshard_after_forward",
+    "gathered_budget_bytes",
+    "max_buffers",
+    "mp_policy",
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of ``fully_shard``."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | str | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: frozenset[nn.Parameter]
+    dp_mesh_dims: Any
+    orig_param_policy: Callable[[str, nn.Parameter], Any] | None
+    reduction: str = "reduce_scatter"
+    gathered_budget_bytes: int | None = None
+    max_buffers: int = 1
+    gather_policy: Callable[[str, nn.Parameter], Any] | None = None
+
+    def check_types(self) -> None:
+        """Raise on an argument of the wrong type, naming it."""
+        expected: dict[str, type | tuple[type, ...]] = {
+            "mesh": (DeviceMesh, type(None)),
+            "mp_policy": MixedPrecisionPolicy,
+            "offload_policy": OffloadPolicy,
+        }
+        for name, types in expected.items():
+            if not isinstance(getattr(self, name), types):
+                kind = types[0].__name__ if isinstance(types, tuple) else types.__name__
+                raise TypeError(f"fully_shard: {name} must be a {kind}, got {getattr(self, name)!r}.")
+        if self.reduction not in _REDUCTIONS:
+            raise ValueError(f"fully_shard: reduction must be one of {_REDUCTIONS}, got {self.reduction!r}.")
+        if (
+            not isinstance(self.max_buffers, int)
+            or isinstance(self.max_buffers, bool)
+            or self.max_buffers < 1
+        ):
+            raise ValueError(f"fully_shard: max_buffers must be an int >= 1, got {self.max_buffers!r}.")
+        for name in ("shard_placement_fn", "orig_param_policy", "gather_policy"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
+        for param in self.ignored_params:
+            if not isinstance(param, nn.Parameter):
+                raise TypeError(
+                    f"fully_shard: ignored_params must be a set of parameters, got {param!r} in it."
+                )
+
+    @property
+    def description(self) -> str:
+        """One line per argument that decides which collectives run: what ranks must agree on."""
+        return "\n".join(f"{name}={getattr(self, name)}" for name in _SAME_ON_ALL_RANKS)
