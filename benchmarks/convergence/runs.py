@@ -50,7 +50,7 @@ TINY_LEARNING_RATES = {
     "adamw8bit": (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016),
     "muon": (0.004, 0.008, 0.016, 0.032, 0.064, 0.128),
 }
-SHARDINGS = ("ddp", "ragged_fsdp")
+SHARDINGS = ("ragged_fsdp", "ddp")
 """How the curves on several ranks are spread over them."""
 
 
