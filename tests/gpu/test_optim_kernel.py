@@ -49,6 +49,23 @@ def test_not_a_number_poisons_its_block_only():
     assert bool(poisoned[32:64, 64:96].all()) and int(poisoned.sum()) == 32 * 32
 
 
+def test_bits_of_the_reference_beyond_the_finite():
+    weights, states = [], []
+    for device in ("cpu", "cuda"):
+        param = torch.nn.Parameter(torch.linspace(-1, 1, 128 * 96, device=device).view(128, 96))
+        optimizer = AdamW8bit([param])
+        for value in (float("nan"), -torch.inf, torch.inf, -3e38, 1e-38, 0.0):
+            param.grad = torch.linspace(-1, 1, param.numel(), device=device).view_as(param)
+            param.grad[:, 32:64] *= 0
+            param.grad[int(abs(value) > 1) * 40, 70] = value
+            optimizer.step()
+        weights.append(param.detach().cpu())
+        states.append({k: v.cpu() for k, v in optimizer.state[param].items()})
+    torch.testing.assert_close(*weights, rtol=0, atol=0, equal_nan=True)
+    for key, value in states[0].items():
+        torch.testing.assert_close(states[1][key], value, rtol=0, atol=0, equal_nan=True, msg=key)
+
+
 def test_gradients_may_move_and_parameters_may_be_strided():
     weight = torch.randn(64, 128, device="cuda")
     plain, strided = (torch.nn.Parameter(w) for w in (weight.clone(), weight.t().contiguous().t()))
