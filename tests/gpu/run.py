@@ -101,11 +101,12 @@ GROUPS = {  # those that take longest first
     "ragged-4": Group("ragged DTensors, 4 NCCL ranks", _spmd("ragged"), ("-k", "not 2]")),
     "ragged-2": Group("ragged DTensors, 2 NCCL ranks", _spmd("ragged"), ("-k", "2]")),
     "faults": Group(
-        "ranks that stay away or are killed",
-        ("tests/gpu/test_fsdp_core_timeout.py", *_spmd("train", "runs")),
-        ("-k", "killed or error_on_one_rank or waiting_rank"),
+        "a rank that is killed, or fails alone",
+        _spmd("train", "runs"),
+        ("-k", "killed or error_on_one_rank"),
         kills=True,
     ),
+    "timeout": Group("a rank that stays away", ("tests/gpu/test_fsdp_core_timeout.py",), kills=True),
 }
 
 
