@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -11,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cases import (
     Transformer,
@@ -143,16 +144,44 @@ def test_optimizer_state_round_trip(rank):
             assert torch.equal(full(restored.state[p][key]), full(ours.state[q][key])), f"{name}.{key}"
 
 
+def _shard_dim(parameter):
+    """Explicit placements beside ragged ones: the vocabulary is odd, the width even."""
+    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
+
+
+def _copied_by(kind, rank, states):
+    """The state dict after one of the ways in which users keep one."""
+    if kind == "deepcopy":
+        return copy.deepcopy(states)
+    if kind == "torch.save":
+        path = rank.shared_dir / f"rank{rank.rank}.pt"
+        torch.save(states, path)
+        return torch.load(path, weights_only=True)
+    saved = dcp.async_save({"model": states}, checkpoint_id=rank.shared_dir / "checkpoint")
+    copies = {name: torch.zeros_like(value) for name, value in states.items()}
+    with torch.no_grad():
+        for value in states.values():
+            value.zero_()  # the step goes on while the checkpoint is written
+    saved.result()
+    dcp.load({"model": copies}, checkpoint_id=rank.shared_dir / "checkpoint")
+    return copies
+
+
+@pytest.mark.parametrize("kind", ["deepcopy", "torch.save", "async_save"])
+@pytest.mark.parametrize("placement", [None, _shard_dim], ids=["ragged", "shard"])
 @spmd(2)
-def test_torch_save_and_load_of_the_sharded_state(rank):
+def test_copies_of_a_state_dict(rank, kind, placement):
+    """Copies of several shards of one buffer are as many different tensors, apart from the model."""
     model, reference = build(Transformer, rank.device, seed=1)
-    shard_blocks(model)
-    path = rank.shared_dir / f"rank{rank.rank}.pt"
-    torch.save(model.state_dict(), path)
-    other, _ = build(Transformer, rank.device, seed=2)
-    shard_blocks(other)
-    other.load_state_dict(torch.load(path, weights_only=True))
-    assert_same(other, reference)
+    shard_blocks(model, shard_placement_fn=placement)
+    copies = _copied_by(kind, rank, model.state_dict())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    for name, value in reference.state_dict().items():
+        assert torch.equal(full(copies[name]), value), name
+    model.load_state_dict(copies)
+    assert_same(model, reference)
 
 
 def _cast_and_train(rank, *, trained_before):
@@ -222,16 +251,3 @@ def test_buffers_stay_plain(rank):
     states = model.state_dict()
     assert not isinstance(states["scale"], DTensor)
     assert "scratch" not in states
-
-
-@spmd(2)
-def test_deepcopy_of_a_state_dict(rank):
-    """Copies of several shards of one buffer are as many different tensors, apart from the model."""
-    model, reference = build(Transformer, rank.device)
-    shard_blocks(model)
-    copies = copy.deepcopy(model.state_dict())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    for name, value in reference.state_dict().items():
-        assert torch.equal(full(copies[name]), value), name

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed._state_dict_utils as state_dict_module
 import torch.distributed.checkpoint  # names bound there are rebound too
-from torch.distributed.checkpoint import hf_storage
+from torch.distributed.checkpoint import _state_dict_stager, hf_storage
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate
 
@@ -138,6 +138,12 @@ TOUCHED = (
     ),
     Touched(DTensor, "__reduce_ex__", ("self", "proto"), "pickling a piece that lies inside a larger buffer"),
     Touched(DTensor, "__deepcopy__", ("self", "memo"), "copying a piece that lies inside a larger buffer"),
+    Touched(
+        _state_dict_stager.StateDictStager,
+        "_offload_tensor",
+        ("self", "x", "memo", "non_blocking"),
+        "asynchronous checkpoints copy tensors to the host with a deepcopy of their own",
+    ),
     Touched(DTensor, "__create_write_items__", ("self", "fqn", "object"), "checkpoints: pieces as boxes"),
     Touched(DTensor, "__create_chunk_list__", ("self",), "checkpoints: pieces as boxes"),
     Touched(DTensor, "__get_tensor_shard__", ("self", "index"), "checkpoints: the box asked for, as a view"),
