@@ -54,7 +54,7 @@ def _patch_staging() -> None:
         memo[id(x)] = staged = DTensor(local, x._spec, requires_grad=False)
         return staged
 
-    StateDictStager._offload_tensor = offload
+    StateDictStager._offload_tensor = offload  # type: ignore[method-assign]
 
 
 def _lies_inside(tensor: DTensor) -> bool:
