@@ -34,6 +34,7 @@ from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
 __all__ = ["GroupBuilder"]
 
 logger = logging.getLogger("ragged_fsdp")
+Planned = tuple[list[int], ParallelMesh, GroupPlan]  # the parameters of a group, by index
 
 
 @dataclass
@@ -221,29 +222,33 @@ class GroupBuilder:
 
     # -- groups ----------------------------------------------------------------------------------
 
-    def build(self, managed: Managed, modules: tuple[nn.Module, ...]) -> list[ParamGroup]:
-        """Plan a group per mesh and kind, compare the plans of the ranks, then cut and register."""
+    def plan(self, managed: Managed) -> list[Planned]:
+        """Plan a group per mesh and kind and compare the plans of the ranks; nothing is changed yet."""
         by_mesh: dict[Any, list[int]] = {}
         for index, choice in enumerate(self._choices):
             param = managed.params[index]
             dtype = param.dtype if choice.codes else None  # codes are decoded into a buffer of one dtype
             key = (choice.mesh.key(), self._group_class(choice, param), dtype)
             by_mesh.setdefault(key, []).append(index)
-        planned = []
+        planned: list[Planned] = []
         for members in by_mesh.values():
             mesh = self._choices[members[0]].mesh
             for part in self._split(managed, members, mesh):
                 planned.append((part, mesh, self._plan(managed, part, mesh)))
         self._agree(managed, planned)
+        return planned
+
+    def build(
+        self, managed: Managed, modules: tuple[nn.Module, ...], planned: Sequence[Planned]
+    ) -> list[ParamGroup]:
+        """Cut the parameters and register their shards."""
         groups = [self._make_group(managed, modules, *entry) for entry in planned]
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
         return groups
 
-    def _agree(
-        self, managed: Managed, planned: Sequence[tuple[Sequence[int], ParallelMesh, GroupPlan]]
-    ) -> None:
+    def _agree(self, managed: Managed, planned: Sequence[Planned]) -> None:
         """Compare options and plans with the other ranks, once per mesh; also if this rank has no group."""
         said: dict[Any, tuple[ParallelMesh, list[str]]] = {
             self.mesh.key(): (self.mesh, [self.options.description])
