@@ -1,7 +1,6 @@
 """RAGGED_FSDP_DEBUG=1 and the failures it makes visible."""
 
 import logging
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +21,9 @@ from rank_pool import Rank, spmd
 
 @contextmanager
 def debug() -> Iterator[None]:
-    os.environ["RAGGED_FSDP_DEBUG"] = "1"
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAGGED_FSDP_DEBUG", "1")
         yield
-    finally:
-        del os.environ["RAGGED_FSDP_DEBUG"]
 
 
 @spmd(2, 3)
@@ -83,6 +80,44 @@ def test_divergent_order_names_the_rank(rank: Rank) -> None:
         with pytest.raises(RuntimeError, match=r"rank 0: .*all_gather of group 'left'; rank 2: .*'right'"):
             model(x, rank.rank < 2)
         model.reset_iter_state()
+
+
+@contextmanager
+def another_stream(model: nn.Module) -> Iterator[None]:
+    """A stream that has waited for nothing; on CPU the check is told that there is one."""
+    if next(model.parameters()).device.type == "cuda":
+        with torch.cuda.stream(torch.cuda.Stream()):
+            yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model._get_fsdp_state().comm.owners, "_current_stream", lambda: "another")
+        yield
+
+
+@spmd(2)
+def test_weights_belong_to_the_stream_that_waited_for_them(rank: Rank) -> None:
+    with debug():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(rank.device)
+        fully_shard(model[0], mesh=rank.mesh(), reshard_after_forward=False)
+        fully_shard(model, mesh=rank.mesh())
+        x = torch.ones(2, 8, device=rank.device)
+        for _ in range(2):
+            model(x).sum().backward()
+        loss = model(x).sum()
+        with another_stream(model):
+            with pytest.raises(RuntimeError, match=r"were waited for on stream .* and are used on stream"):
+                model(x)
+            with pytest.raises(RuntimeError, match=r"group '0' were waited for .* and are released on"):
+                model[0].reshard()
+            for module in (model, model[0]):
+                module.unshard()  # from here on they belong to this stream
+            model(x)
+        with pytest.raises(RuntimeError, match="used on stream"):
+            model(x)
+        for module in (model, model[0]):
+            module.unshard()
+        loss.backward()
+        model(x).sum().backward()
 
 
 @spmd(2)

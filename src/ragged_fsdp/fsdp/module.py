@@ -91,6 +91,7 @@ class FSDPModule(TorchFSDPModule):
             if group.keep_gathered:  # by the last forward: the parameters may have changed since
                 group.drop_kept()
             group.unshard(async_op=async_op)
+            group.hand_over()
         handle = UnshardHandle(groups)
         if async_op:
             return handle

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -20,46 +19,17 @@ from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.mesh import ParallelMesh
 from ragged_fsdp.fsdp.param import ManagedParam
 from ragged_fsdp.fsdp.parking import ParkingSpot
+from ragged_fsdp.fsdp.phases import ALLOWED_MOVES, Phase, Residence
 from ragged_fsdp.fsdp.plan import GroupPlan, gathered_dtype
 from ragged_fsdp.fsdp.recast import RecastWeight, gathered_weight
 from ragged_fsdp.fsdp.reduction import GradReducer
 from ragged_fsdp.fsdp.schedule import CommContext
 from ragged_fsdp.fsdp.settings import GroupSettings
 
-__all__ = ["ParamGroup", "Phase", "Residence"]
+__all__ = ["ParamGroup"]
 
 _NOTHING = nullcontext()
 _EAGER_GRAD_BYTES = 1 << 20  # gradients from this size on move into the buffer one by one, as they come
-
-
-class Residence(Enum):
-    """Where the parameters are; see docs/design.md."""
-
-    SHARDED = auto()
-    GATHERING = auto()
-    UNSHARDED = auto()
-    PARKED = auto()
-
-
-_ALLOWED = {
-    (Residence.SHARDED, Residence.GATHERING),
-    (Residence.PARKED, Residence.GATHERING),
-    (Residence.GATHERING, Residence.UNSHARDED),
-    (Residence.UNSHARDED, Residence.SHARDED),
-    (Residence.UNSHARDED, Residence.PARKED),
-    (Residence.UNSHARDED, Residence.GATHERING),
-    (Residence.GATHERING, Residence.SHARDED),
-    (Residence.PARKED, Residence.SHARDED),
-}
-
-
-class Phase(Enum):
-    """What the group is doing in the current iteration."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    PRE_BACKWARD = auto()
-    POST_BACKWARD = auto()
 
 
 class ParamGroup:
@@ -234,7 +204,7 @@ class ParamGroup:
     # -- gather and reshard ----------------------------------------------------------------------
 
     def _move(self, to: Residence) -> None:
-        if (self.residence, to) not in _ALLOWED:
+        if (self.residence, to) not in ALLOWED_MOVES:
             raise RuntimeError(
                 f"{self.label}: no transition from {self.residence.name} to {to.name}; this is a bug."
             )
@@ -304,6 +274,13 @@ class ParamGroup:
         """Let the current stream see the gathered parameters and register them."""
         if self.residence is Residence.GATHERING:
             self._finish_gather()
+        elif self.context.owners is not None and self.residence is Residence.UNSHARDED:
+            self.context.owners.check(self, "used")
+
+    def hand_over(self) -> None:
+        """In debug mode: gathered weights may be used and released on the current stream from here on."""
+        if self.context.owners is not None:
+            self.context.owners.hand_over(self)
 
     @on_parameters
     def _finish_gather(self) -> None:
@@ -320,6 +297,7 @@ class ParamGroup:
         if self.parking is not None:
             self.parking.clear()
         self._move(Residence.UNSHARDED)
+        self.hand_over()
 
     def _wait_gather(self) -> None:
         self.context.wait(self._gather_done)
@@ -355,6 +333,8 @@ class ParamGroup:
     @on_parameters
     def reshard(self) -> None:
         """Register the sharded parameters and free the gathered ones, as the phase and settings say."""
+        if self.context.owners is not None and self.residence is Residence.UNSHARDED:
+            self.context.owners.check(self, "released")
         if self.phase is Phase.FORWARD:
             if not self.reshard_after_forward:
                 return

@@ -14,7 +14,8 @@ from torch import nn
 from ragged_fsdp.fsdp.arena import arena_bytes
 from ragged_fsdp.fsdp.autograd import in_backward, outside_compile, queue_callback
 from ragged_fsdp.fsdp.gather_pool import pooled_bytes
-from ragged_fsdp.fsdp.param_group import ParamGroup, Phase, Residence
+from ragged_fsdp.fsdp.param_group import ParamGroup
+from ragged_fsdp.fsdp.phases import Phase, Residence
 from ragged_fsdp.fsdp.schedule import CommContext, ForwardOrder
 
 if TYPE_CHECKING:
@@ -70,6 +71,17 @@ class RootContext:
         self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes(needs))
         gathered = [group.gathered_bytes for group in groups]
         self.comm.gather_pool.nbytes = max(self.comm.gather_pool.nbytes, pooled_bytes(gathered))
+
+    def disband(self) -> None:
+        """Undo an :meth:`adopt` that raised."""
+        for state in self.states:
+            state.is_root = None
+            if state.root is self and state is not self.states[0]:
+                state.root = RootContext()
+            for group in state.groups:
+                group.fqn = None
+        self.states = []
+        self._owner.clear()
 
     def _name(self, groups: Sequence[ParamGroup], module: nn.Module) -> None:
         by_param = {param.sharded: param for group in groups for param in group.params}
@@ -201,6 +213,7 @@ class RootContext:
             state.still_to_run.clear()
             for group in reversed(state.groups):
                 if group.phase is not Phase.POST_BACKWARD:
+                    group.hand_over()  # autograd lets this stream wait for those of the backward
                     group.post_backward()
                 group.phase = Phase.IDLE
             state.phase = Phase.IDLE

@@ -18,7 +18,7 @@ import torch
 
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.fsdp.arena import Arena
-from ragged_fsdp.fsdp.debug import OrderCheck
+from ragged_fsdp.fsdp.debug import OrderCheck, StreamOwners
 from ragged_fsdp.fsdp.gather_pool import GatherPool
 from ragged_fsdp.fsdp.watch import CollectiveWatch
 
@@ -49,6 +49,8 @@ class CommContext:
         self.device: torch.device | None = None
         self.device_module: Any = None
         self._device_index = 0
+        self._so_far: Any = None
+        """An event for what a stream waits for at once, recorded again each time."""
         self.streams: dict[str, Any] = {}
         self.pending: deque[PendingReduction] = deque()
         self.max_grad_buffers = 1
@@ -56,6 +58,7 @@ class CommContext:
         self.arena = Arena()
         self.gather_pool = GatherPool()
         self.order_check = OrderCheck() if debug_enabled() else None
+        self.owners = StreamOwners(self._stream_now) if debug_enabled() else None
         self.watch = CollectiveWatch()
 
     def use_device(self, device: torch.device) -> None:
@@ -67,12 +70,16 @@ class CommContext:
             return
         self.device_module = torch.get_device_module(device)
         self._device_index = self.device_module.current_device() if device.index is None else device.index
+        self._so_far = torch.Event(device)
         for name in ("gather", "reduce", "all_reduce"):
             self.streams[name] = self.device_module.Stream(device=device, priority=-1)
 
     def current_stream(self) -> Any:
-        """The stream on which hooks launch; asked for by index, which torch answers several times faster."""
-        return self.device_module.current_stream(self._device_index)
+        """The stream on which hooks launch; a device module would take ten times as long to tell."""
+        return torch.accelerator.current_stream(self._device_index)
+
+    def _stream_now(self) -> Any:
+        return None if self.device_module is None else self.current_stream()
 
     def on_stream(self, name: str, stream: Any = None) -> AbstractContextManager:
         """Run on a communication stream, behind everything launched so far on the current one."""
@@ -81,8 +88,9 @@ class CommContext:
             return _HERE
         if self.device_module is None:
             return torch.cpu.stream(target)  # no real stream, but the user's hook asks which is current
-        target.wait_stream(self.current_stream())
-        return self.device_module.stream(target)
+        self._so_far.record(self.current_stream())
+        target.wait_event(self._so_far)
+        return target if stream is None else self.device_module.stream(stream)
 
     def record(self) -> Any:
         """An event behind the current stream's work; None without streams."""

@@ -17,8 +17,7 @@ import time
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,7 @@ _LOOKS_PER_TIMEOUT = 8
 _LONGEST_PAUSE_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """One collective on its way."""
 
     phase: str
@@ -56,14 +54,17 @@ class CollectiveWatch:
         self._timeouts_s: dict[dist.ProcessGroup, float] = {}
         self._last_reported: Launch | None = None
         self._device: torch.device | None = None
+        self._rank = 0
 
     def note(self, phase: str, group: ParamGroup, pg: dist.ProcessGroup, event: Any) -> None:
         """A collective of ``group`` was launched in front of ``event``; without streams (None) it is done."""
         if event is None:
             return
+        if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return  # an event inside a graph cannot be asked
         if pg not in self._timeouts_s:
             self._timeouts_s[pg] = _timeout_s(pg, group.device)
-            self._device = group.device
+            self._device, self._rank = group.device, dist.get_rank()
             _THREAD.add(self, self._timeouts_s[pg])
         timeout_s = self._timeouts_s[pg]
         launched = self._launched.get(phase)
@@ -97,7 +98,7 @@ class CollectiveWatch:
             "rank %d: %s of group '%s' (rank %d of %d of process group '%s') was launched %.0f s ago and "
             "has not finished; the process group gives up after %.0f s. Look at ranks that report another "
             "collective or none.",
-            dist.get_rank(),
+            self._rank,
             entry.phase,
             entry.group_name,
             entry.pg.rank(),
@@ -123,6 +124,7 @@ class _WatchThread:
 
     def __init__(self) -> None:
         self._watches: weakref.WeakSet[CollectiveWatch] = weakref.WeakSet()
+        self._lock = threading.Lock()  # a set must not grow while it is read
         self._pause_s = _LONGEST_PAUSE_S
         self._changed = threading.Event()
         self._stopped = False
@@ -130,7 +132,8 @@ class _WatchThread:
 
     def add(self, watch: CollectiveWatch, timeout_s: float) -> None:
         """Look after ``watch``, often enough for ``timeout_s``."""
-        self._watches.add(watch)
+        with self._lock:
+            self._watches.add(watch)
         self._pause_s = min(self._pause_s, timeout_s / _LOOKS_PER_TIMEOUT)
         self._changed.set()
         if self._thread is None:
@@ -151,8 +154,13 @@ class _WatchThread:
             self._changed.clear()
             if self._stopped:
                 return
-            for watch in list(self._watches):
-                watch.report(time.monotonic())
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            watches = list(self._watches)
+        for watch in watches:
+            watch.report(time.monotonic())
 
 
 _THREAD = _WatchThread()
