@@ -106,19 +106,21 @@ def overhead(
     layers: Annotated[int, typer.Option(help="Number of small layers.")] = 24,
     tokens: Annotated[int, typer.Option(help="Tokens of this rank: whole sequences.")] = 128,
     ranks: Annotated[int, typer.Option(help="Ranks to be rank 0 of.")] = 64,
-    implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,fsdp2",
+    implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,ours-all-to-all,fsdp2",
+    rounds: Annotated[int, typer.Option(help="Turns each takes, five steps each; the median counts.")] = 8,
     option: Annotated[list[str], typer.Option(help="name=value for our fully_shard; repeatable.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
 ) -> None:
     """Host time per layer: many small layers, so that the device waits for the host."""
     from .report import overhead_table
-    from .runner import run_case, save
+    from .runner import save
+    from .turns import take_turns
 
     _need_cuda()
     case = Case(
         "small-dense", layers, tokens, ranks, iterations=10, payload="nothing", options=_options(option)
     )
-    result = run_case(case, implementations.split(","), _CONSOLE.out)
+    result = take_turns(case, implementations.split(","), _CONSOLE.out, rounds=rounds)
     _CONSOLE.print(overhead_table(result))
     if out is not None:
         save(out, [result])
@@ -204,6 +206,29 @@ def suite(
         return
     _need_cuda()
     show(run_suite(out, _CONSOLE.out, names=names, deadline_s=deadline, limit_s=limit, trace_dir=traces))
+
+
+@app.command()
+def segments(
+    case: Annotated[str, typer.Argument(help="A case of the suite.")] = "llama-64",
+    implementation: Annotated[str, typer.Option(help="Whose memory.")] = "ours-all-to-all",
+    out: Annotated[Path | None, typer.Option(help="Write the result here as JSON.")] = None,
+) -> None:
+    """What torch's allocator reserves in the first steps, and for what: why it is more than is used."""
+    from .implementations import IMPLEMENTATIONS
+    from .report import segment_table
+    from .runner import save
+    from .segments import recorded_segments
+    from .suite import SUITE
+
+    for name, given, known in (("case", case, SUITE), ("implementation", implementation, IMPLEMENTATIONS)):
+        if given not in known:
+            raise typer.BadParameter(f"{name}: got {given!r}, expected one of {', '.join(known)}")
+    _need_cuda()
+    found = recorded_segments(SUITE[case][0], implementation)
+    _CONSOLE.print(segment_table(found))
+    if out is not None:
+        save(out, [found])
 
 
 @app.command()

@@ -6,6 +6,7 @@ import gc
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,24 @@ from .kernels import read_trace, summarise
 from .spin import spin_error, spin_ns
 from .wire import Wire, join
 
-__all__ = ["measure"]
+__all__ = ["Run", "host_ms", "measure", "prepare", "timed"]
 
 _GIB = 1 << 30
-_HOST_STEPS = 3
 _MAX_SPIN_ERROR = 0.05
 _Events = tuple[torch.cuda.Event, ...]
 
 
-def measure(case: Case, name: str, trace_dir: Path | None = None) -> list[dict[str, Any]]:
-    """Rows of results for implementation ``name``: one for each wire of the case."""
+@dataclass
+class Run:
+    """One implementation on the device, its input, and the wire under it."""
+
+    trainer: Trainer
+    x: torch.Tensor
+    wire: Wire
+
+
+def prepare(case: Case, name: str) -> Run:
+    """Build implementation ``name`` in this process."""
     device = torch.device("cuda", 0)
     if case.allocator == "expandable":
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
@@ -37,34 +46,41 @@ def measure(case: Case, name: str, trace_dir: Path | None = None) -> list[dict[s
     trainer = IMPLEMENTATIONS[name](case, device)
     trainer.stack.bind(case.tokens, device, torch.bfloat16)
     x = torch.randn(case.batch, case.shape.sequence, case.shape.width, device=device, dtype=torch.bfloat16)
-    x.requires_grad_()
+    return Run(trainer, x.requires_grad_(), wire)
+
+
+def measure(case: Case, name: str, trace_dir: Path | None = None) -> list[dict[str, Any]]:
+    """Rows of results for implementation ``name``: one for each wire of the case."""
+    run = prepare(case, name)
     rows = []
     for bandwidth in case.wires if name != "none" else (None,):
-        wire.bandwidth_gb_s = bandwidth
+        run.wire.bandwidth_gb_s = bandwidth
         if bandwidth is not None and (error := spin_error()) > _MAX_SPIN_ERROR:
             rows.append({"implementation": name, "error": f"the modelled wire is off by {error:.1%}"})
             continue
-        row = {"implementation": name, "bandwidth_gb_s": bandwidth, **_timed(case, trainer, x, wire)}
+        row = {"implementation": name, "bandwidth_gb_s": bandwidth, **timed(case, run)}
         file = f"{case.model}-{case.ranks}-{name}-{bandwidth or 'free'}.json"
         trace = trace_dir / file if trace_dir else None
-        rows.append(row | _profiled(trainer, x, wire, trace))
+        rows.append(row | _profiled(run, trace))
     if name == "none" and case.payload == "repeat":
-        _repeat_weights(trainer, case.ranks)
-        rows[0]["repeated_weights"] = _timed(case, trainer, x, wire)
+        _repeat_weights(run.trainer, case.ranks)
+        rows[0]["repeated_weights"] = timed(case, run)
     return rows
 
 
-def _timed(case: Case, trainer: Trainer, x: torch.Tensor, wire: Wire) -> dict[str, Any]:
+def timed(case: Case, run: Run) -> dict[str, Any]:
+    """Times, memory and bytes of the case's steps."""
+    wire = run.wire
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(case.warmup):
         wire.reset_counts()
-        loss = _step(trainer, x, wire)
+        loss = _step(run)
     times = [_events() for _ in range(case.iterations)]
     for events in times:
-        loss = _step(trainer, x, wire, events)
+        loss = _step(run, events)
     torch.cuda.synchronize()
     peak = {
         "peak_allocated_gib": (torch.cuda.max_memory_allocated() - wire.pool_bytes) / _GIB,
@@ -72,7 +88,7 @@ def _timed(case: Case, trainer: Trainer, x: torch.Tensor, wire: Wire) -> dict[st
     }
     step_counts = {k: v // (case.iterations + 1) for k, v in wire.calls.items()}
     step_bytes = {k: v / (case.iterations + 1) / _GIB for k, v in wire.moved_bytes.items()}
-    host = [_host_ms(trainer, x, wire) for _ in range(_HOST_STEPS)]
+    host = [host_ms(run) for _ in range(case.iterations)]
     forward_backward = [start.elapsed_time(middle) for start, middle, _ in times]
     return {
         "forward_backward_ms": round(statistics.median(forward_backward), 3),
@@ -92,48 +108,48 @@ def _events() -> _Events:
     return tuple(torch.cuda.Event(enable_timing=True) for _ in range(3))
 
 
-def _step(trainer: Trainer, x: torch.Tensor, wire: Wire, events: _Events | None = None) -> torch.Tensor:
+def _step(run: Run, events: _Events | None = None) -> torch.Tensor:
     """One step; the time of forward and backward ends when the wire is empty again."""
     if events:
         events[0].record()
-    loss = trainer.forward_backward(x)
-    wire.drain()
+    loss = run.trainer.forward_backward(run.x)
+    run.wire.drain()
     if events:
         events[1].record()
-    if trainer.update is not None:
-        trainer.update()
-    x.grad = None
+    _update(run)
     if events:
         events[2].record()
     return loss
 
 
-def _host_ms(trainer: Trainer, x: torch.Tensor, wire: Wire) -> float:
+def _update(run: Run) -> None:
+    if run.trainer.update is not None:
+        run.trainer.update()
+    run.x.grad = None
+
+
+def host_ms(run: Run) -> float:
     """How long the host needs to launch forward and backward, the device being idle at the start."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    trainer.forward_backward(x)
+    run.trainer.forward_backward(run.x)
     elapsed = time.perf_counter() - start
-    wire.drain()
-    if trainer.update is not None:
-        trainer.update()
-    x.grad = None
+    run.wire.drain()
+    _update(run)
     return elapsed * 1e3
 
 
-def _profiled(trainer: Trainer, x: torch.Tensor, wire: Wire, trace: Path | None) -> dict[str, Any]:
+def _profiled(run: Run, trace: Path | None) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if trace else [])) as profiler:
-        with torch.cuda.stream(wire.stream):
+        with run.wire.stream:
             spin_ns(1000)  # marks the wire's stream
-        trainer.forward_backward(x)
-        wire.drain()
+        run.trainer.forward_backward(run.x)
+        run.wire.drain()
         torch.cuda.synchronize()
-    if trainer.update is not None:
-        trainer.update()
-    x.grad = None
+    _update(run)
     with tempfile.TemporaryDirectory() as folder:
         path = trace or Path(folder) / "trace.json"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,15 +18,16 @@ from typing import Any
 
 from .case import Case
 
-__all__ = ["run_case", "save", "versions"]
+__all__ = ["PRELOAD", "run_case", "save", "versions"]
 
-_PRELOAD = [
+PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch._dynamo",
     "benchmarks.step.measure",
 ]
+"""What the processes find loaded: nothing that touches the device."""
 
 
 def versions() -> dict[str, str]:
@@ -81,7 +82,7 @@ def save(path: Path, results: list[dict[str, Any]]) -> None:
 
 def _in_own_process(case: Case, name: str, limit_s: float, trace_dir: Path | None) -> list[dict[str, Any]]:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(theirs, case, name, trace_dir))
     process.start()

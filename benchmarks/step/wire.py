@@ -74,7 +74,7 @@ class Wire:
     delivery: str = "fake"
     moved_bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
-    _stream: torch.cuda.Stream | None = None
+    _stream: torch.Stream | None = None
     _pools: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -84,9 +84,9 @@ class Wire:
             raise ValueError(f"delivery: expected one of {DELIVERIES}, got {self.delivery!r}")
 
     @property
-    def stream(self) -> torch.cuda.Stream:
+    def stream(self) -> torch.Stream:
         if self._stream is None:
-            self._stream = torch.cuda.Stream(priority=-1)
+            self._stream = torch.Stream("cuda", priority=-1)
         return self._stream
 
     @property
@@ -199,16 +199,19 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor | None:
 class _Delivered(dist.Work):
     """Finished when the wire reached the event; ``wait`` orders the caller's stream after it."""
 
-    def __init__(self, event: torch.cuda.Event | None, tensors: tuple[torch.Tensor, ...]) -> None:
+    def __init__(
+        self, event: torch.Event | None, tensors: tuple[torch.Tensor, ...], device_index: int = 0
+    ) -> None:
         super().__init__()
         self._event = event
+        self._device_index = device_index
         self._tensors: tuple[torch.Tensor, ...] | None = (
             tensors  # freed memory must not be reused under the wire
         )
 
     def wait(self, timeout: Any = None) -> bool:
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.accelerator.current_stream(self._device_index).wait_event(self._event)
         self._tensors = None
         return True
 
@@ -251,12 +254,10 @@ class WireGroup(dist.ProcessGroup):
         if wire.delivery == "fake" and kind != "all_gather":
             copies = ()
         stream = wire.stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        stream.wait_stream(torch.accelerator.current_stream(stream.device_index))
+        with stream:
             wire.transfer(copies, nbytes)
-            event = torch.cuda.Event()
-            event.record(stream)
-        return _Delivered(event, tensors)
+        return _Delivered(stream.record_event(), tensors, stream.device_index)
 
     def _gathered(self, output: torch.Tensor, part: torch.Tensor) -> Copy:
         """What an all-gather of ``part`` delivers."""

@@ -1,0 +1,85 @@
+"""Host time of several implementations that take turns.
+
+The time to launch a step changes by a quarter from minute to minute with what else the machine does. So all
+implementations stay alive, each in a process of its own, and every round asks each of them for a few
+steps: a slow minute meets all of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing as mp
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from .case import Case
+from .implementations import missing
+from .runner import PRELOAD
+
+__all__ = ["take_turns"]
+
+_STEPS_PER_TURN = 5
+
+
+def take_turns(
+    case: Case, names: Iterable[str], say: Callable[[str], None], *, rounds: int, limit_s: float = 120.0
+) -> dict[str, Any]:
+    """Results of one case, as :func:`.runner.run_case`'s, with the median host time over all rounds."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    players, rows = {}, []
+    for name in names:
+        absent = missing(name)
+        if absent is not None:
+            say(f"{name}: skipped, {absent} is not installed")
+            rows.append({"implementation": name, "skipped": f"{absent} is not installed"})
+            continue
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_play, args=(theirs, case, name), daemon=True)
+        process.start()
+        theirs.close()
+        players[name] = (ours, process)
+        row = _answer(ours, limit_s)
+        say(f"{name}: ready" if "error" not in row else f"{name}: failed\n{row['error']}")
+        rows.append({"implementation": name, "bandwidth_gb_s": None, **row})
+    running = {row["implementation"]: row for row in rows if "host_ms" in row}
+    for row in running.values():
+        row["host_all_ms"] = []
+    for _ in range(rounds):
+        for name, row in running.items():
+            players[name][0].send(_STEPS_PER_TURN)
+            row["host_all_ms"] += _answer(players[name][0], limit_s).get("host_ms", [])
+    for row in running.values():
+        row["host_ms"] = round(statistics.median(row["host_all_ms"]), 3)
+        row["host_ms_per_layer"] = round(row["host_ms"] / case.layers, 4)
+    for pipe, process in players.values():
+        pipe.close()  # ends it
+        process.join(10)
+    return {"case": case.to_json(), "rows": rows}
+
+
+def _answer(pipe: Any, limit_s: float) -> dict[str, Any]:
+    try:
+        return pipe.recv() if pipe.poll(limit_s) else {"error": f"no answer within {limit_s:.0f} s"}
+    except EOFError:
+        return {"error": "the process died"}
+
+
+def _play(pipe: Any, case: Case, name: str) -> None:
+    """Answer each number of steps with the host time of each; until the pipe is closed."""
+    try:
+        from .measure import host_ms, prepare, timed
+
+        run = prepare(case, name)
+        pipe.send(timed(case, run))
+        gc.collect()
+        while True:
+            pipe.send({"host_ms": [round(host_ms(run), 3) for _ in range(pipe.recv())]})
+    except EOFError:
+        return
+    except BaseException:
+        pipe.send({"error": traceback.format_exc(limit=-6)})
+        time.sleep(0.1)
