@@ -27,7 +27,8 @@ from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
 from ragged_fsdp.fsdp.block_codes import band_shape, code_dtype, decode, encode
 from ragged_fsdp.fsdp.comm_memory import allocator_of
-from ragged_fsdp.fsdp.param_group import ParamGroup, Residence
+from ragged_fsdp.fsdp.param_group import ParamGroup
+from ragged_fsdp.fsdp.phases import Residence
 from ragged_fsdp.fsdp.plan import GroupPlan
 from ragged_fsdp.policy import BlockCodes
 

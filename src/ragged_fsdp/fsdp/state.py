@@ -26,7 +26,8 @@ from ragged_fsdp.fsdp.autograd import (
     outside_compile,
 )
 from ragged_fsdp.fsdp.managed import STATE_ATTRIBUTE, state_of
-from ragged_fsdp.fsdp.param_group import ParamGroup, Phase, Residence
+from ragged_fsdp.fsdp.param_group import ParamGroup
+from ragged_fsdp.fsdp.phases import Phase, Residence
 from ragged_fsdp.fsdp.root import RootContext
 from ragged_fsdp.fsdp.schedule import CommContext
 
@@ -103,7 +104,11 @@ class ModuleState(_State):
         if self.auto_reshard:
             for group in self.groups:
                 group.reshard_after_forward = False
-        self.root.adopt(self, list(states), root_module)
+        try:
+            self.root.adopt(self, list(states), root_module)
+        except BaseException:  # parameters on the meta device, for example: the next forward tries again
+            self.root.disband()
+            raise
 
     def _begin_iteration(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Once per forward, in the module where it starts."""
