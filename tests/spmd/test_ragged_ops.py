@@ -47,6 +47,10 @@ def test_elementwise(rank):
             (x.bfloat16().float(), t.bfloat16().float()),
             (torch.add(x, y, out=torch.empty_like(x)), t + u),
             (torch.maximum(x, y).pow(2).sign(), torch.maximum(t, u).pow(2).sign()),
+            (x.clone().abs_().floor_divide(0.3), t.abs().floor_divide(0.3)),
+            (x.clone().lt_(y), t.clone().lt_(u)),
+            (torch.ops.aten.gelu.out(x, out=torch.empty_like(x)), nn.functional.gelu(t)),
+            (nn.functional.hardswish(x), nn.functional.hardswish(t)),
         ]
     assert comm.get_total_counts() == 0
     for result, expected in results:
@@ -66,6 +70,29 @@ def test_elementwise(rank):
     with torch.inference_mode():
         check(x.flatten().view(8, 6) * 2, t * 2)
         assert_same(x.mean(), t.mean())
+
+
+@spmd(*worlds(1, 3))
+def test_smaller_operands(rank):
+    """They meet their elements also where the cut goes through rows, so that the pieces are flat."""
+    mesh = rank.mesh()
+    t = numbers(5, 4, 3, 5, device=rank.device)
+    for prefix, shape in itertools.product((1, 2, 3), ((5,), (3, 1), (4, 1, 1), (1, 3, 5), (1, 1, 1), (1,))):
+        u = numbers(6, *shape, device=rank.device)
+        for placement in (Replicate(), Shard(0), RaggedShard.even(shape, rank.world_size)):
+            x = nn.Parameter(ragged(t, mesh, prefix=prefix))
+            y = nn.Parameter(distribute_tensor(u, mesh, [placement]))
+            plain = nn.Parameter(t.clone()), nn.Parameter(u.clone())
+            product, note = x * y, f"{shape} as {placement} beside {x.placements}"
+            assert product.placements == x.placements, note
+            assert product.to_local().shape == x.to_local().shape, note
+            product.square().sum().backward()
+            (plain[0] * plain[1]).square().sum().backward()
+            assert_same([x.grad, y.grad], [p.grad for p in plain], note)
+            with torch.no_grad():
+                assert_same(x.sub_(y), t - u, note)
+    with pytest.raises(RaggedOpError, match=r"an operand of shape \(1, 1, 1, 1\)"):
+        x + torch.ones(1, 1, 1, 1, device=rank.device)
 
 
 @spmd(*worlds(3))
@@ -192,6 +219,15 @@ DIM_REDUCTIONS = [
     lambda v, d, k: v.prod(d, k) if isinstance(d, int) else v.sum(d, k),
     lambda v, d, k: (v > 1).all(d, k) if isinstance(d, int) else v.sum(d, k),
 ]
+# with the index of what was found, wherever the cut goes
+INDEXED = [
+    lambda v, d, k: v.max(d, k),
+    lambda v, d, k: v.min(d, k),
+    lambda v, d, k: v.argmax(d, k),
+    lambda v, d, k: (v * 2).int().max(d, k).values,
+    lambda v, d, k: v.where(v < 1, math.nan).argmin(d, k),
+    lambda v, d, k: v.std(d, keepdim=k),
+]
 # along rows that are whole on their rank
 ROW_OPS = [
     lambda v: v.max(2),
@@ -223,6 +259,12 @@ def test_reductions(rank):
             for number, call in enumerate(DIM_REDUCTIONS):
                 note = f"call {number}, prefix {prefix}, dim {dim}, keepdim {keepdim}"
                 assert_same(call(x, dim, keepdim), call(t, dim, keepdim), note)
+        for dim, keepdim in itertools.product(fewer((0, 1, -1)), (False, True)):
+            for number, call in enumerate(INDEXED):
+                note = f"indexed {number}, prefix {prefix}, dim {dim}, keepdim {keepdim}"
+                assert_same(call(x, dim, keepdim), call(t, dim, keepdim), note)
+    scalar = distribute_tensor(t[0, 0, 0].clone(), mesh, [RaggedShard((), [0] * (rank.world_size - 1) + [1])])
+    assert_same([scalar.max(), scalar.sum(), scalar.norm()], [t[0, 0, 0], t[0, 0, 0], t[0, 0, 0].abs()])
     x = ragged(t, mesh)
     for call in ROW_OPS:
         expected = call(t)
@@ -373,6 +415,14 @@ def test_gradients_through_ops(rank):
         lambda p: (p.to_local() ** 2).sum() if isinstance(p, DTensor) else (p**2).sum(),
         lambda p: p.amax(1).sum(),
         lambda p: p.std(),
+        lambda p: p.max(1).values.square().sum() + p.min(0).values.square().sum(),
+        lambda p: p[2:7].square().sum() + p[3].exp().sum() + p[-1:].sum(),
+        lambda p: sum((k * part).square().sum() for k, part in enumerate(p.split([3, 0, 5]))),
+        lambda p: sum((k * row).square().sum() for k, row in enumerate(p.unbind())),
+        lambda p: (p.softmax(1) * p.log_softmax(-1)).sum() + p.cumsum(1).square().sum(),
+        lambda p: p.sort(1).values.cumsum(1).square().sum() + p.topk(2).values.square().sum(),
+        lambda p: (p - p.mean(1, keepdim=True)).square().sum() + p.logsumexp(1).sum(),
+        lambda p: nn.functional.hardtanh(nn.functional.softplus(p)).square().sum(),
     ):
         param = nn.Parameter(ragged(t, mesh))
         reference = nn.Parameter(t.clone())

@@ -8,10 +8,27 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from ragged_fsdp.dtensor import factories, masks, random_ops, reduce_direct, views
+from ragged_fsdp.dtensor import (
+    broadcast,
+    factories,
+    joins,
+    masks,
+    pointwise,
+    random_ops,
+    reduce_direct,
+    views,
+)
 from ragged_fsdp.dtensor.geometry import is_ragged
 
 __all__ = ["run_direct"]
+
+_HANDLERS = {
+    **views.HANDLERS,
+    **joins.HANDLERS,
+    **factories.HANDLERS,
+    **masks.HANDLERS,
+    **reduce_direct.HANDLERS,
+}
 
 
 def run_direct(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -21,10 +38,10 @@ def run_direct(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         return op(*settled, **kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
         return random_ops.run(op, args, kwargs)
-    for handlers in (views.HANDLERS, factories.HANDLERS, masks.HANDLERS, reduce_direct.HANDLERS):
-        if op in handlers:
-            return handlers[op](op, args, kwargs)
-    return NotImplemented
+    if pointwise.is_elementwise(op) and op not in _HANDLERS:
+        return broadcast.run(op, args, kwargs)
+    handler = _HANDLERS.get(op)
+    return NotImplemented if handler is None else handler(op, args, kwargs)
 
 
 def _settled(op: Any, args: tuple[Any, ...]) -> Iterator[Any]:

@@ -78,7 +78,7 @@ def dispatch(
 def _rule(propagator: Any, schema: OpSchema) -> OutputSharding | None:
     """The cacheable rule of an op, or None where it must be run by hand."""
     op = schema.op
-    if torch.Tag.nondeterministic_seeded in op.tags or pointwise.compares_shapes(schema):
+    if torch.Tag.nondeterministic_seeded in op.tags or pointwise.runs_by_hand(schema):
         return None
     if pointwise.is_elementwise(op):
         name = pointwise.op_name(op)

@@ -6,6 +6,7 @@ what its results are. It is computed once per signature: the C++ dispatcher cach
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -19,36 +20,48 @@ from ragged_fsdp.placement import RaggedShard
 
 __all__ = [
     "LIST_OPS",
-    "compares_shapes",
     "is_elementwise",
     "is_foreach",
     "list_rule",
     "op_name",
+    "runs_by_hand",
     "tensor_rule",
 ]
 
 aten = torch.ops.aten
 
-# Element-wise in effect, though not tagged so.
+# Element-wise in effect, though neither they nor their out-of-place forms are tagged so.
 _UNTAGGED = {
     aten._to_copy.default,
     aten.alias.default,
     aten.clone.default,
+    aten.complex.default,
     aten.copy.default,
     aten.copy_.default,
     aten.detach.default,
+    aten.detach_.default,
+    aten.elu_backward.default,
     aten.empty_like.default,
     aten.equal.default,
     aten.fill.Scalar,
     aten.fill_.Scalar,
     aten.fill_.Tensor,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.floor_divide_.Tensor,
     aten.full_like.default,
+    aten.hardshrink_backward.default,
+    aten.hardsigmoid_backward.default,
+    aten.hardswish.default,
+    aten.hardswish_.default,
+    aten.hardswish_backward.default,
+    aten.hardtanh_backward.default,
+    aten.leaky_relu_backward.default,
     aten.lift_fresh.default,
-    aten.masked_fill.Scalar,
-    aten.masked_fill.Tensor,
-    aten.masked_fill_.Scalar,
-    aten.masked_fill_.Tensor,
     aten.ones_like.default,
+    aten.polar.default,
+    aten.softplus_backward.default,
+    aten.softshrink_backward.default,
     aten.view.dtype,
     aten.zero.default,
     aten.zero_.default,
@@ -75,6 +88,7 @@ _LINEAR = {
 }
 LIST_OPS = ("_foreach_", "_fused_ada", "_fused_sgd")
 """How the names of ops on lists of tensors begin: tensor ``i`` of each list belongs together."""
+_REDUCING = {"max", "min"}  # element-wise with two operands, tagged so; other overloads reduce
 _REDUCING_FOREACH = {"_foreach_max", "_foreach_norm", "_foreach_powsum"}
 
 
@@ -88,17 +102,34 @@ def is_foreach(name: str) -> bool:
     return name.startswith(LIST_OPS)
 
 
+@functools.cache
 def is_elementwise(op: torch._ops.OpOverload) -> bool:
-    """Whether the op treats each element by itself, so that it may run on any matching pieces."""
+    """Whether the op treats each element by itself, so that it may run on any matching pieces.
+
+    Torch tags the out-of-place forms; ``abs_`` or ``gelu.out`` it does not.
+    """
     name = op_name(op)
     if is_foreach(name):
         return name not in _REDUCING_FOREACH
-    return (torch.Tag.pointwise in op.tags or op in _UNTAGGED) and op.namespace == "aten"
+    if op.namespace != "aten":
+        return False
+    if torch.Tag.pointwise in op.tags or op in _UNTAGGED:
+        return True
+    forms = getattr(aten, name.removesuffix("_"), None)
+    if forms is None or name in _REDUCING:
+        return False
+    return any(torch.Tag.pointwise in getattr(forms, form).tags for form in forms.overloads())
 
 
-def compares_shapes(schema: Any) -> bool:
-    """Whether this is ``equal`` of two tensors that differ in shape already."""
-    return schema.op is aten.equal.default and schema.args_schema[0].shape != schema.args_schema[1].shape
+def runs_by_hand(schema: Any) -> bool:
+    """Whether an element-wise op has an operand that the local pieces cannot meet as it is."""
+    if not is_elementwise(schema.op) or is_foreach(op_name(schema.op)):
+        return False
+    lead = _written_spec(schema) or _leading_spec(schema)
+    others = [a for a in schema.args_schema if _is_spec(a) and a.shape != lead.shape]
+    if schema.op is aten.equal.default:
+        return bool(others)  # they differ already
+    return is_ragged(lead) and any(_broadcast_placements(lead, spec) is None for spec in others)
 
 
 def tensor_rule(propagator: Any, schema: Any) -> OutputSharding:
@@ -195,7 +226,10 @@ def _matched(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:
     elif math.prod(spec.shape) == 1:
         return _replicated_spec(op, spec)
     else:
-        placements = _broadcast_placements(op, lead, spec)
+        follow = _broadcast_placements(lead, spec)
+        if follow is None:
+            raise refusal(op, lead, f"an operand of shape {tuple(spec.shape)} does not match it")
+        placements = follow
     if spec.placements == placements:
         return spec
     if spec.mesh != lead.mesh:
@@ -209,20 +243,17 @@ def _replicated_spec(op: Any, spec: DTensorSpec) -> DTensorSpec:
     return with_placements(spec, replicated(spec.mesh))
 
 
-def _broadcast_placements(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> tuple[Placement, ...]:
-    """Placements of a smaller operand whose local part broadcasts as the whole one would."""
+def _broadcast_placements(lead: DTensorSpec, spec: DTensorSpec) -> tuple[Placement, ...] | None:
+    """Placements of a smaller operand whose local part broadcasts as the whole one would; None if none."""
     mesh_dim = ragged_mesh_dim(lead.placements)
     missing = lead.ndim - spec.ndim
     if mesh_dim is None or missing < 0:
-        raise refusal(op, lead, f"an operand of shape {tuple(spec.shape)} does not match it")
+        return None
     prefix = len(lead.placements[mesh_dim].dims)
     spans_prefix = missing == 0 and tuple(spec.shape[:prefix]) == tuple(lead.shape[:prefix])
     covered = spec.shape[: max(0, prefix - missing)]  # its sizes along the dims that the pieces cut
     if not spans_prefix and (any(size != 1 for size in covered) or len(covered) > 1):
-        # the cut dims are one dim of the local tensor: at most one 1 can broadcast against it
-        raise refusal(
-            op, lead, f"an operand of shape {tuple(spec.shape)} does not follow the dims its pieces cut"
-        )
+        return None  # the cut dims are one dim of the local tensor: at most one 1 can broadcast against it
 
     def follow(placement: Placement) -> Placement:
         if isinstance(placement, RaggedShard):

@@ -26,6 +26,13 @@ aten = torch.ops.aten
 # CPU generators draw these element after element, in blocks of 16 at most: chunks of a multiple of 16
 # give the numbers of one large draw.
 _CHUNKABLE = {aten.normal_.default, aten.uniform_.default}
+# Their elements decide how the numbers are used, or are part of the result: the whole tensor is needed.
+_BY_VALUE = {
+    aten.bernoulli.default,
+    aten.normal.Tensor_Tensor,
+    aten.normal.Tensor_float,
+    aten.poisson.default,
+}
 _CHUNK_NUMEL = 1 << 22
 _BLOCK_NUMEL = 16
 
@@ -40,7 +47,7 @@ def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = op._schema.name
     if name.endswith("_"):
         return _in_place(op, args, kwargs)
-    if name.endswith("_like") or op is aten.bernoulli.default:
+    if name.endswith("_like") or op in _BY_VALUE:
         return _alike(op, args, kwargs)
     raise refusal(op, tensor, "its random numbers do not correspond to elements")
 
@@ -85,8 +92,8 @@ def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     local = tensor._local_tensor
     if local.is_meta:
         drawn = op(local, *args[1:], **kwargs)
-    elif op is aten.bernoulli.default:  # the probabilities decide how the numbers are used
-        drawn = _own_piece(op(_whole(tensor), *args[1:], **kwargs), tensor._spec)
+    elif op in _BY_VALUE:
+        drawn = _own_piece(op(*map(_whole, args), **kwargs), tensor._spec)
     else:
         model = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
         drawn = _own_piece(op(model, *args[1:], **kwargs), tensor._spec)

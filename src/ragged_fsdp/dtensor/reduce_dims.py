@@ -16,9 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
+from ragged_fsdp.dtensor.broadcast import values_for
 from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.geometry import contiguous_stride, ragged_layout
+from ragged_fsdp.dtensor.geometry import contiguous_stride, is_ragged, ragged_layout
 from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta
 from ragged_fsdp.placement import RaggedShard
 
@@ -26,10 +27,12 @@ __all__ = [
     "EXTREMES",
     "Combine",
     "along_dims",
+    "beside",
     "extreme_identity",
     "on_whole_rows",
     "partial_scalar",
     "pending",
+    "why_rows_are_cut",
 ]
 
 LocalReduction = Callable[[torch.Tensor, list[int], bool], torch.Tensor]
@@ -68,7 +71,7 @@ def along_dims(
     shape = _reduced_shape(tuple(tensor.shape), reduced, keepdim)
     inner = _reduced_shape(layout.inner_shape, reduced, keepdim)
     own = tensor._local_tensor
-    if all(d >= prefix for d in reduced):
+    if tensor.ndim and all(d >= prefix for d in reduced):
         local = reduce(own, [d - prefix + 1 for d in reduced], keepdim)
         return _wrapped(tensor, local, shape, reduced, keepdim, combine, ragged_stays=True)
     if not layout.numel:
@@ -85,14 +88,11 @@ def along_dims(
 
 def on_whole_rows(op: Any, tensor: DTensor, dim: int, run: Callable[[torch.Tensor, int], Any]) -> Any:
     """``run(local, local_dim)`` along one dim of each row; the results are ragged alike."""
-    layout = ragged_layout(tensor)
-    prefix = len(tensor.placements[layout.mesh_dim].dims)
-    at = dim % max(1, tensor.ndim)
-    if at < prefix:
-        raise refusal(op, tensor, f"it runs along dim {dim}, which the pieces cut")
-    if any(isinstance(p, Shard) and p.dim >= prefix for p in tensor.placements):
-        raise refusal(op, tensor, f"it runs along dim {dim} beside a Shard placement")
-    results = run(tensor._local_tensor, at - prefix + 1)
+    why_not = why_rows_are_cut(tensor, dim)
+    if why_not:
+        raise refusal(op, tensor, why_not)
+    prefix = len(tensor.placements[ragged_layout(tensor).mesh_dim].dims)
+    results = run(tensor._local_tensor, dim % max(1, tensor.ndim) - prefix + 1)
 
     def wrap(local: torch.Tensor) -> DTensor:
         shape = (*tensor.shape[:prefix], *local.shape[1:])
@@ -100,6 +100,23 @@ def on_whole_rows(op: Any, tensor: DTensor, dim: int, run: Callable[[torch.Tenso
         return wrap_local(local, DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta))
 
     return tuple(map(wrap, results)) if isinstance(results, (tuple, list)) else wrap(results)
+
+
+def why_rows_are_cut(tensor: DTensor, dim: int) -> str:
+    """Why a rank does not have the whole of ``dim`` for the rows of its piece; empty if it does."""
+    prefix = len(tensor.placements[ragged_layout(tensor).mesh_dim].dims)
+    if dim % max(1, tensor.ndim) < prefix:
+        return f"it runs along dim {dim}, which the pieces cut"
+    if any(isinstance(p, Shard) and p.dim >= prefix for p in tensor.placements):
+        return f"it runs along dim {dim} beside a Shard placement"
+    return ""
+
+
+def beside(tensor: DTensor, reduced: DTensor) -> torch.Tensor:
+    """A reduction of ``tensor`` that kept its dims, for each element of the local piece of ``tensor``."""
+    if is_ragged(reduced._spec):
+        return reduced._local_tensor  # rows are whole: it broadcasts
+    return values_for(tensor, reduced._local_tensor, ragged_layout(tensor).inner_offset)
 
 
 def pending(spec: DTensorSpec) -> DTensorSpec:

@@ -13,10 +13,26 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from ragged_fsdp.dtensor.broadcast import coordinates_of
+from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.geometry import ragged_layout, replicated
+from ragged_fsdp.dtensor.geometry import (
+    contiguous_stride,
+    is_ragged,
+    ragged_layout,
+    replicated,
+    with_placements,
+)
 from ragged_fsdp.dtensor.internals import bound_arguments, call_with
-from ragged_fsdp.dtensor.reduce_dims import EXTREMES, Combine, along_dims, on_whole_rows, partial_scalar
+from ragged_fsdp.dtensor.reduce_dims import (
+    EXTREMES,
+    Combine,
+    along_dims,
+    beside,
+    on_whole_rows,
+    partial_scalar,
+    why_rows_are_cut,
+)
 
 __all__ = ["HANDLERS"]
 
@@ -136,11 +152,9 @@ def _variance(root: bool) -> Handler:
         tensor, dims = call["self"], _dims_of(call["self"], call["dim"])
         correction = 1 if call.get("correction") is None else call["correction"]
         count = math.prod(tensor.shape[d] for d in dims)
-        mean = aten.mean.dim(tensor, dims, True)
-        if len(dims) == tensor.ndim:
-            mean = aten.view.default(_settled(mean), [])
-        squares = aten.square.default(aten.sub.Tensor(tensor, _settled(mean)))
-        total = aten.sum.dim_IntList(squares, dims, call["keepdim"])
+        mean = _settled(aten.mean.dim(tensor, dims, True))
+        squares = torch.square(tensor._local_tensor - beside(tensor, mean))
+        total = aten.sum.dim_IntList(wrap_local(squares, tensor._spec), dims, call["keepdim"])
         variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
         return aten.sqrt.default(variance) if root else variance
 
@@ -186,52 +200,64 @@ def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _arg_extreme(largest: bool) -> Handler:
-    """argmax and argmin: along whole rows, or of all elements (the first of equals)."""
+def _extreme_with_index(largest: bool) -> Handler:
+    """max, min, argmax, argmin: along one dim, or the place among all elements."""
 
-    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = bound_arguments(op, args, kwargs)
         tensor, dim, keepdim = call["self"], call["dim"], call["keepdim"]
-        if dim is not None:
+        if dim is not None and not why_rows_are_cut(tensor, dim):
             return on_whole_rows(op, tensor, dim, lambda local, at: op(local, at, keepdim))
-        best = _settled((aten.amax if largest else aten.amin).default(tensor))._local_tensor
-        own = tensor._local_tensor.reshape(-1)
-        hit = own == best
-        if own.is_floating_point():
-            hit = torch.where(torch.isnan(best), torch.isnan(own), hit)
-        positions = _global_positions(tensor)[hit]
-        first = positions.min() if positions.numel() else positions.new_full((), tensor.numel())
-        found = partial_scalar(tensor, first, "min")
-        return aten.view.default(found, [1] * tensor.ndim) if keepdim else found
+        values, indices = _first_extreme(tensor, dim, keepdim, largest)
+        return indices if len(op._schema.returns) == 1 else (values, indices)
 
     return handler
 
 
-def _global_positions(tensor: DTensor) -> torch.Tensor:
-    """The place of each element of the local piece in the flattened global tensor."""
-    layout = ragged_layout(tensor)
-    inner = torch.arange(layout.start, layout.stop, device=tensor._local_tensor.device)
-    position, step = torch.zeros_like(inner), 1
-    for size, offset, global_size in zip(
-        reversed(layout.inner_shape), reversed(layout.inner_offset), reversed(tensor.shape)
-    ):
-        position += (inner % max(size, 1) + offset) * step
-        inner, step = inner // max(size, 1), step * global_size
-    return position
+def _first_extreme(tensor: DTensor, dim: int | None, keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
+    """The extreme along ``dim`` (of all elements if None) and where it is first found, both reduced."""
+    extreme: Any = aten.amax.default if largest else aten.amin.default
+    dims = _dims_of(tensor, dim)
+    best = _settled(extreme(tensor, dims, True))
+    if tensor.is_floating_point():  # backends lose a NaN in a maximum
+        nan = _settled(aten.amax.default(aten.isnan.default(tensor).to(torch.uint8), dims, True))
+        best = aten.masked_fill.Scalar(best, nan > 0, math.nan)
+    own, wanted = tensor._local_tensor, beside(tensor, best)
+    hit = (own == wanted) | ((own != own) & (wanted != wanted))
+    here, steps = coordinates_of(tensor), contiguous_stride(tensor.shape)
+    if dim is None:
+        places = sum((c * step for c, step in zip(here, steps)), torch.zeros_like(own, dtype=torch.int64))
+    else:
+        places = here[dim]
+    candidates = torch.where(hit, places, torch.iinfo(torch.int64).max)
+    spec = with_placements(tensor._spec, tensor.placements, dtype=torch.int64)
+    first = _settled(aten.amin.default(wrap_local(candidates, spec), dims, keepdim))
+    return best if keepdim else extreme(best, dims, False), first
 
 
 def _whole_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Ops along one dim whose result depends on the row alone: sort, cumsum, softmax, max with indices."""
+    """Ops along one dim whose result depends on the row alone, of one tensor or several: sort, softmax."""
     call = bound_arguments(op, args, kwargs)
-    dim = call["dim"]
+    name = "dims" if "dims" in call else "dim"
+    dims = list(call[name]) if isinstance(call[name], (list, tuple)) else None
+    tensors = {key: value for key, value in call.items() if isinstance(value, DTensor)}
+    lead = next(tensor for tensor in tensors.values() if is_ragged(tensor._spec))
+    rows = {key: _with_rows_of(op, lead, tensor)._local_tensor for key, tensor in tensors.items()}
 
     def run(local: torch.Tensor, at: int) -> Any:
-        own = {**call, "self": local, "dim": [at] if isinstance(dim, (list, tuple)) else at}
-        return call_with(op, own)
+        return call_with(op, {**call, **rows, name: at if dims is None else [at]})
 
-    if isinstance(dim, (list, tuple)) and len(dim) != 1:
-        raise refusal(op, call["self"], f"it runs along the dims {tuple(dim)} at once")
-    return on_whole_rows(op, call["self"], dim[0] if isinstance(dim, (list, tuple)) else dim, run)
+    if dims is not None and len(dims) != 1:
+        raise refusal(op, lead, f"it runs along the dims {tuple(dims)} at once")
+    return on_whole_rows(op, lead, call[name] if dims is None else dims[0], run)
+
+
+def _with_rows_of(op: Any, lead: DTensor, tensor: DTensor) -> DTensor:
+    """``tensor`` with row ``i`` on the rank that has row ``i`` of ``lead``."""
+    prefix = len(lead.placements[ragged_layout(lead).mesh_dim].dims)
+    if tensor.shape[:prefix] != lead.shape[:prefix]:
+        raise refusal(op, lead, f"an operand of shape {tuple(tensor.shape)} has other rows")
+    return tensor.redistribute(placements=lead.placements)
 
 
 def _count_nonzero(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -269,8 +295,10 @@ HANDLERS: dict[Any, Handler] = {
     aten.min.default: _extreme_all(False),
     aten.amax.default: _extreme_dims(True),
     aten.amin.default: _extreme_dims(False),
-    aten.argmax.default: _arg_extreme(True),
-    aten.argmin.default: _arg_extreme(False),
+    aten.argmax.default: _extreme_with_index(True),
+    aten.argmin.default: _extreme_with_index(False),
+    aten.max.dim: _extreme_with_index(True),
+    aten.min.dim: _extreme_with_index(False),
     aten.sum.dim_IntList: _linear(_SUM),
     aten.prod.dim_int: _linear(_PRODUCT),
     aten.any.default: _truth,
@@ -297,16 +325,21 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(
         (
             aten._log_softmax.default,
+            aten._log_softmax_backward_data.default,
             aten._softmax.default,
+            aten._softmax_backward_data.default,
             aten.cummax.default,
             aten.cummin.default,
             aten.cumprod.default,
             aten.cumsum.default,
+            aten.flip.default,
+            aten.gather.default,
             aten.logsumexp.default,
-            aten.max.dim,
             aten.median.dim,
-            aten.min.dim,
             aten.mode.default,
+            aten.scatter.src,
+            aten.scatter.value,
+            aten.scatter_add.default,
             aten.sort.default,
             aten.sort.stable,
             aten.topk.default,

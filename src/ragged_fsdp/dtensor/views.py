@@ -26,7 +26,7 @@ from ragged_fsdp.dtensor.internals import (
 from ragged_fsdp.dtensor.intervals import overlap
 from ragged_fsdp.placement import RaggedShard, ragged_dims
 
-__all__ = ["HANDLERS"]
+__all__ = ["HANDLERS", "checked_first_dim", "ragged_like", "refuse_other_shards"]
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -43,7 +43,7 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shape == tuple(tensor.shape):
         out = wrap_local(tensor._local_tensor.view(layout.local_shape), spec)
         return return_and_correct_aliasing(op, args, kwargs, out)
-    _refuse_other_shards(op, tensor)
+    refuse_other_shards(op, tensor)
     out = _sub_tensor(op, tensor, layout, shape, 0, tensor.numel())
     return return_and_correct_aliasing(op, args, kwargs, out)
 
@@ -70,7 +70,7 @@ def _expand(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = args
-    size = _checked_first_dim(op, tensor, dim)
+    size = checked_first_dim(op, tensor, dim)
     if not -size <= index < size:
         raise IndexError(f"{op}: index {index} is out of range for dim 0 of size {size}.")
     return return_and_correct_aliasing(op, args, kwargs, _rows(op, tensor, index % size, 1, squeeze=True))
@@ -79,7 +79,7 @@ def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _slice(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = bound_arguments(op, args, kwargs)
     tensor, step = call["self"], call["step"]
-    size = _checked_first_dim(op, tensor, call["dim"])
+    size = checked_first_dim(op, tensor, call["dim"])
     lo, hi, _ = slice(call["start"], call["end"]).indices(size)
     if step != 1 and hi - lo > 1:
         raise refusal(op, tensor, f"a slice with step {step} is not one run of its flat order")
@@ -88,7 +88,7 @@ def _slice(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _split(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, dim = (*args, 0) if len(args) == 2 else args
-    length = _checked_first_dim(op, tensor, dim)
+    length = checked_first_dim(op, tensor, dim)
     if isinstance(sizes, int):
         sizes = [min(sizes, length - lo) for lo in range(0, length, max(1, sizes))] or [0]
     out, lo = [], 0
@@ -100,7 +100,7 @@ def _split(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _unbind(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim = (*args, 0) if len(args) == 1 else args
-    size = _checked_first_dim(op, tensor, dim)
+    size = checked_first_dim(op, tensor, dim)
     out = [_rows(op, tensor, index, 1, squeeze=True) for index in range(size)]
     return return_and_correct_aliasing(op, args, kwargs, out)
 
@@ -120,26 +120,32 @@ def _sub_tensor(
     if not own.is_contiguous():
         raise refusal(op, tensor, "its local piece is not contiguous, so this view of it does not exist")
     counts = [overlap(start, stop - start, s, n) for s, n in zip(layout.starts, layout.counts)]
+    begin = max(start, layout.start) - layout.start if counts[layout.index] else 0
+    return ragged_like(tensor, own.view(-1)[begin : begin + counts[layout.index]], shape, counts)
+
+
+def ragged_like(model: DTensor, flat: torch.Tensor, shape: Shape, counts: Sequence[int]) -> DTensor:
+    """A tensor of ``shape`` around ``flat``, with ``counts`` elements on each rank of the ragged mesh dim."""
     units: Sequence[int] = counts if sum(counts) else [1] * len(counts)
     dims = ragged_dims(shape, math.gcd(*units)) if sum(counts) else ragged_dims(shape, 0)
     placements = tuple(
-        RaggedShard(dims, units) if isinstance(p, RaggedShard) else p for p in tensor.placements
+        RaggedShard(dims, units) if isinstance(p, RaggedShard) else p for p in model.placements
     )
-    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), tensor.dtype)
-    spec = DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)
-    begin = max(start, layout.start) - layout.start if counts[layout.index] else 0
-    piece = own.view(-1)[begin : begin + counts[layout.index]]
-    return wrap_local(piece.view(ragged_layout(spec).local_shape), spec)
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), flat.dtype)
+    spec = DTensorSpec(model.device_mesh, placements, tensor_meta=meta)
+    return wrap_local(flat.view(ragged_layout(spec).local_shape), spec)
 
 
-def _checked_first_dim(op: Any, tensor: DTensor, dim: int) -> int:
-    _refuse_other_shards(op, tensor)
+def checked_first_dim(op: Any, tensor: DTensor, dim: int) -> int:
+    """The size of dim 0; raises for any other dim, and where parts of it are no runs of the flat order."""
+    refuse_other_shards(op, tensor)
     if not tensor.ndim or dim % tensor.ndim:
         raise refusal(op, tensor, f"a part of dim {dim} is not one run of its flat order")
     return tensor.shape[0]
 
 
-def _refuse_other_shards(op: Any, tensor: DTensor) -> None:
+def refuse_other_shards(op: Any, tensor: DTensor) -> None:
+    """Raise where another mesh dim cuts the tensor too."""
     if any(isinstance(p, Shard) for p in tensor.placements):
         raise refusal(op, tensor, "beside a Shard placement the new shape is not one run of the flat order")
 
