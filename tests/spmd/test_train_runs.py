@@ -13,12 +13,13 @@ import psutil
 import pytest
 import torch
 
+from ragged_fsdp.checkpoint.dcp import Saver
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
 from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.run_folder import RunLock
-from rank_pool import DEVICE
+from rank_pool import DEVICE, spmd
 from train_cases import losses, settings, tensors, train
 
 
@@ -80,6 +81,19 @@ def test_checkpoints_move_between_world_sizes_and_to_and_from_fsdp2(tmp_path, re
     _assert_same_curve(tmp_path, reference)
     starts = [row for row in read_metrics(tmp_path) if row["kind"] == "start"]
     assert [(row["step"], row["world_size"]) for row in starts] == [(0, 2), (3, 3)]
+
+
+@spmd(2)
+def test_a_checkpoint_that_cannot_be_written_says_why_and_where(rank):
+    root = rank.shared_dir / "checkpoints"
+    root.touch()  # a file where the folder should be
+    for background in (True, False):
+        saver = Saver(CheckpointStore(root), background=background, timeout_s=30)
+        with pytest.raises(
+            RuntimeError, match=rf"step 1 could not be written to {root}, where .* MiB are free:"
+        ):
+            saver.save(1, {"a": torch.ones(2)}, {})
+            saver.wait()
 
 
 def _notes(path: Path) -> str:
@@ -172,6 +186,17 @@ def test_an_interrupt_saves_and_the_run_goes_on_later(tmp_path, reference):
         assert CheckpointStore(tmp_path / "checkpoints").steps() == [outcome["step"]]
     train(tmp_path)
     _assert_same_curve(tmp_path, reference)
+
+
+def test_an_interrupt_before_the_ranks_are_there_is_not_lost(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    thread = _when(
+        lambda: signal.getsignal(signal.SIGINT) is not before, lambda: os.kill(os.getpid(), signal.SIGINT)
+    )
+    outcome = train(tmp_path)
+    thread.join()
+    assert outcome["status"] == "interrupted"
+    assert CheckpointStore(tmp_path / "checkpoints").steps() == [outcome["step"]][: outcome["step"]]
 
 
 def test_refusals_come_from_the_ranks_as_such(tmp_path):

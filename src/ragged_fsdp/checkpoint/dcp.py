@@ -6,6 +6,7 @@ the thread does not know. The state is any tree of dicts whose leaves are tensor
 placement, ours included) or picklable values.
 """
 
+import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -46,11 +47,11 @@ class Saver:
     def save(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
         """Start to save ``state`` as the checkpoint of ``step``; returns once the state is copied."""
         self.wait()
-        if not self._background:
-            self._write(step, state, info)
-            return
-        copied = copy_state(state)
+        background = self._background
+        copied = copy_state(state) if background else state
         self._pending = (step, _in_thread(lambda: self._write(step, copied, info)))
+        if not background:
+            self.wait()
 
     def wait(self) -> None:
         """Until the checkpoint that is being written, if any, is complete; raises what made it fail."""
@@ -58,10 +59,17 @@ class Saver:
             return
         step, future = self._pending
         self._pending = None
-        try:
-            future.result()
-        except Exception as error:
-            raise RuntimeError(f"the checkpoint of step {step} could not be written: {error}") from error
+        error = future.exception()
+        if error is None:
+            return
+        reason = (str(error).strip().splitlines() or [repr(error)])[-1]  # of a rank; its traceback is above
+        root = self._store.root.absolute()
+        there = next(path for path in (root, *root.parents) if path.exists())
+        free_mib = shutil.disk_usage(there).free / 2**20
+        raise RuntimeError(
+            f"the checkpoint of step {step} could not be written to {root}, where {free_mib:,.1f} MiB are "
+            f"free: {reason}"
+        ) from error
 
     def _write(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
         first = dist.get_rank() == 0

@@ -26,11 +26,15 @@ SETTINGS: dict[str, Any] = {
     "granularity": {"*.experts.*": "rows:32"},
 }
 _STOP_AT = 80
+_CONTENTS = ("run", "export", "report.html")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option(
-    "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("runs/demo"), help="folder"
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("runs/demo"),
+    help="folder to write to",
 )
 @click.option("--processes", type=click.IntRange(min=1), default=4, help="processes of the first part")
 @click.option("--then", "then_processes", type=click.IntRange(min=1), default=3, help="processes afterwards")
@@ -43,7 +47,8 @@ def command(out: Path, processes: int, then_processes: int, steps: int, model: s
     """Train a small mixture-of-experts model on the Python standard library's sources, sharded.
 
     Shows the layout, trains on 4 processes, stops, resumes from the checkpoint on 3, writes a sample of
-    text, exports safetensors and draws the curves. Replaces what an earlier demo left in its folder.
+    text, exports safetensors and draws the curves. Replaces what an earlier demo left in its folder, and
+    refuses a folder that holds anything else.
     """
     from rich.console import Console
 
@@ -52,7 +57,7 @@ def command(out: Path, processes: int, then_processes: int, steps: int, model: s
 
     console = Console(highlight=False)
     began = time.monotonic()
-    shutil.rmtree(out, ignore_errors=True)
+    _make_room(out)
     stop_at = max(2, steps * _STOP_AT // SETTINGS["steps"])
     common = {**SETTINGS, "steps": steps, "model": model, "device": device, "run_dir": str(out / "run")}
 
@@ -68,6 +73,14 @@ def command(out: Path, processes: int, then_processes: int, steps: int, model: s
     console.rule("[bold]done", align="left")
     _summarize(console, out, exported, stop_at, last, (processes, then_processes))
     console.print(f"in {time.monotonic() - began:.0f} s")
+
+
+def _make_room(out: Path) -> None:
+    """Remove an earlier demo; never what somebody else has put there."""
+    others = sorted({path.name for path in out.iterdir()} - set(_CONTENTS)) if out.exists() else []
+    if others:
+        raise click.UsageError(f"--out {out}: holds {others[0]!r}, which no demo wrote; use another folder")
+    shutil.rmtree(out, ignore_errors=True)
 
 
 def _export_and_report(out: Path) -> Path:

@@ -11,7 +11,7 @@ __all__ = ["command"]
 _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="keep", help="type of the weights")
@@ -39,7 +39,7 @@ def command(checkpoint: Path, out: Path, dtype: str, max_file_gib: float, best: 
                 max_file_bytes=round(max_file_gib * 2**30),
                 on_tensor=lambda name: status.update(f"writing {name}"),
             )
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise click.ClickException(str(error)) from error
     for file in files:
         click.echo(f"{file}  {file.stat().st_size / 2**20:,.1f} MiB")

@@ -76,8 +76,8 @@ def _config_class(name: str) -> type[PretrainedConfig]:
 
 def _parsed(config: PretrainedConfig, changes: Mapping[str, str]) -> dict[str, Any]:
     """Values from texts, as JSON where it is JSON; only for fields that the config knows."""
-    fields = [key for key in config.to_dict() if not key.startswith("_")]
-    fields += [*config.attribute_map, "head_dim"]  # aliases; and what models read whether it is set or not
+    fields = {key for key in config.to_dict() if not key.startswith("_")}
+    fields |= {*config.attribute_map, "head_dim"}  # aliases; and what models read whether it is set or not
     values: dict[str, Any] = {}
     for key, text in changes.items():
         if key not in fields:

@@ -70,7 +70,7 @@ class TrainingJob:
             config.log, self._run_dir, counters.step, self._view.say, enabled=self.ranks.rank == 0
         )
         reason = self._stop.agreed(self.ranks.control)
-        saved_step = counters.step if counters.step else None
+        saved_step = first_step = counters.step
         last_step = min(config.run.steps, config.run.stop_at or config.run.steps)
         while counters.step < last_step and reason is None:
             self._step()
@@ -90,6 +90,8 @@ class TrainingJob:
         self._saver.wait()
         if reason is not None and not finished:
             saved = "saved; the same command goes on from here" if wanted else "not saved"
+            if counters.step == first_step:
+                saved = "there is nothing new to save"
             why = {"time": "the time is up", "interrupted": "interrupted"}[reason]
             self._view.say(f"{why} after step {counters.step} of {config.run.steps}; {saved}")
         return self._finish("finished" if finished else reason or "stopped")

@@ -9,12 +9,14 @@ import multiprocessing as mp
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -73,7 +75,8 @@ def launch(target: str, argument: Any, processes: int) -> Any:
     }
     ranks: list[_Rank] = []
     try:
-        with _stop_on_signals(ranks):
+        with _stop_on_signals(ranks) as stop:
+            _start_fork_server()
             for index in range(processes):
                 ours, theirs = context.Pipe()
                 own = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
@@ -81,6 +84,8 @@ def launch(target: str, argument: Any, processes: int) -> Any:
                 process.start()
                 theirs.close()
                 ranks.append(_Rank(index, process, ours))
+                if stop.is_set():  # asked before this rank was there to hear it
+                    _ask_to_stop(ranks[-1:])
             return _watch(ranks)
     finally:
         for rank in ranks:
@@ -88,6 +93,23 @@ def launch(target: str, argument: Any, processes: int) -> Any:
                 rank.process.kill()
             rank.process.join()
             rank.pipe.close()
+
+
+def _start_fork_server() -> None:
+    """A terminal's Ctrl-C reaches it too, and must not end it while it loads torch: it inherits the mask."""
+    resource_tracker.ensure_running()  # first: it unblocks signals when it starts
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _ask_to_stop(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        if not rank.ended:
+            with suppress(OSError):  # it ends this very moment
+                rank.pipe.send("stop")
 
 
 def _serve(target: str, argument: Any, environment: dict[str, str], pipe: Connection) -> None:
@@ -167,27 +189,24 @@ def _story(failed: list[_Rank], processes: int) -> str:
 
 
 @contextmanager
-def _stop_on_signals(ranks: list[_Rank]) -> Iterator[None]:
-    """A first signal asks every rank to stop, a second kills them."""
-    asked = False
+def _stop_on_signals(ranks: list[_Rank]) -> Iterator[threading.Event]:
+    """A first signal asks every rank to stop, a second kills them; yields whether one has come."""
+    asked = threading.Event()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        if asked:
+        if asked.is_set():
             for rank in ranks:
                 rank.process.kill()
             raise KeyboardInterrupt
-        asked = True
+        asked.set()
         print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
-        for rank in ranks:
-            if not rank.ended:
-                rank.pipe.send("stop")
+        _ask_to_stop(ranks)
 
     previous: dict[int, Any] = {}
     try:
         for number in (int(signal.SIGINT), int(signal.SIGTERM)):
             previous[number] = signal.signal(number, on_signal)
-        yield
+        yield asked
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -29,8 +29,11 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self.file = (run_dir / ".lock").open("a+")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            self.file = (run_dir / ".lock").open("a+")
+        except OSError as error:
+            raise ConfigError(f"run_dir = {str(run_dir)!r} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
