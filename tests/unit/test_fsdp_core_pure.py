@@ -12,7 +12,7 @@ from ragged_fsdp.fsdp.autograd import cast_floating, map_tensors
 from ragged_fsdp.fsdp.gather_pool import pooled_bytes
 from ragged_fsdp.fsdp.grad_layout import grad_layout
 from ragged_fsdp.fsdp.plan import GroupPlan, GroupTensors, gathered_dtype, make_plan
-from ragged_fsdp.fsdp.reduction import scaling
+from ragged_fsdp.fsdp.scaling import scaling
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 

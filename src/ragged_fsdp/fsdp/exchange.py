@@ -34,7 +34,8 @@ from ragged_fsdp.dbuffer import DBuffer
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.grad_layout import GradLayout
 from ragged_fsdp.fsdp.plan import gathered_dtype
-from ragged_fsdp.fsdp.reduction import GradReducer, Scaling
+from ragged_fsdp.fsdp.reduction import GradReducer
+from ragged_fsdp.fsdp.scaling import Scaling
 
 __all__ = ["ExchangeReducer", "SendPlan", "packs_all", "plan_sends", "rounds_of"]
 

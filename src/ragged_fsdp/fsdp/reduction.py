@@ -7,10 +7,8 @@ part after the reduction, in the parameters' dtype; the ``.grad`` of the sharded
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,43 +22,16 @@ from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.grad_layout import GradLayout, Segment, grad_layout
 from ragged_fsdp.fsdp.row_plan import rank_major
+from ragged_fsdp.fsdp.scaling import Scaling, scaling
 from ragged_fsdp.fsdp.schedule import PendingReduction
 
 if TYPE_CHECKING:
     from ragged_fsdp.fsdp.param import ManagedParam
     from ragged_fsdp.fsdp.param_group import ParamGroup
 
-__all__ = ["GradReducer", "Scaling", "scaling"]
+__all__ = ["GradReducer"]
 
 _ALONE_NUMEL = 1 << 18
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """How a sum over the ranks becomes the gradient."""
-
-    average: bool
-    before: float | None = None
-    after: float | None = None
-
-
-@functools.cache
-def scaling(dtype: torch.dtype, ranks: int, divide_factor: float | None, sum_only: bool) -> Scaling:
-    """Divide in the collective if it can, else the small shard afterwards; half precision in two steps.
-
-    fp16 sums overflow and pre-divided ones underflow: dividing by about the square root on either side of
-    the reduction avoids both.
-    """
-    factor = float(ranks) if divide_factor is None else divide_factor
-    safe_range = dtype in (torch.float32, torch.bfloat16)
-    if safe_range and divide_factor is None and not sum_only:
-        return Scaling(average=ranks > 1)
-    if safe_range:
-        return Scaling(average=False, after=factor)
-    before = 1.0
-    while factor % before == 0 and factor / before > before:
-        before *= 2
-    return Scaling(average=False, before=before, after=factor / before)
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
