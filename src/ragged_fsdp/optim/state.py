@@ -89,9 +89,9 @@ def require_whole_blocks(name: str, param: Tensor, grid: BlockGrid) -> LocalBloc
     block = f"{grid.block_rows} x {grid.block_cols} blocks" if grid.tiled else f"runs of {grid.cols} elements"
     if None in parts:
         raise ValueError(
-            f"{name}: the sharding {param.placements} of shape {grid.shape} cuts {block}; shard it with a "
-            f"granularity of {grid.granularity}, or a multiple (fully_shard(..., orig_param_policy=...)), "
-            "or exclude the parameter."
+            f"{name}: the sharding {param.placements} of shape {grid.shape} cuts {block}; let the "
+            f"orig_param_policy of fully_shard answer {grid.granularity} for it (block_policy does), or "
+            "exclude the parameter."
         )
     if blocks_placements(grid, mesh_shape, param.placements) is None:
         raise ValueError(
