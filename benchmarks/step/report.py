@@ -23,6 +23,7 @@ __all__ = [
     "markdown",
     "overhead_table",
     "real_table",
+    "segment_table",
     "step_table",
 ]
 
@@ -105,12 +106,7 @@ def _cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
     for row in result["rows"]:
         label = LABELS.get(row["implementation"], row["implementation"])
         if "forward_backward_ms" not in row:
-            why = (
-                "skipped: " + row["skipped"]
-                if "skipped" in row
-                else "failed: " + row["error"].strip().splitlines()[-1]
-            )
-            cells.append((label, why[:90], *("",) * (len(_COLUMNS) - 2)))
+            cells.append((label, _why_not(row), *("",) * (len(_COLUMNS) - 2)))
             continue
         time, bound = row["forward_backward_ms"], bound_ms(result, row["bandwidth_gb_s"])
         cells.append(
@@ -131,6 +127,13 @@ def _cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
     return cells
 
 
+def _why_not(row: dict[str, Any]) -> str:
+    if "skipped" in row:
+        return "skipped: " + row["skipped"]
+    said = row["error"].strip().splitlines()[-1].removeprefix("torch.")
+    return "failed: " + said.split(". GPU")[0][:90]  # the rest of an out-of-memory error is about the machine
+
+
 def step_table(result: dict[str, Any]) -> Table:
     """One case for the terminal."""
     return _table(title(result), _COLUMNS, _cells(result))
@@ -147,7 +150,16 @@ def markdown(result: dict[str, Any]) -> str:
 def copy_table(results: Iterable[dict[str, Any]]) -> Table:
     """Copies beside the collective they serve, as in the paper's Table 1; the wire is the modelled one."""
     table = Table(title="copies around the collectives, ms per step")
-    columns = ("case", "implementation", "gather wire", "copy-out", "reduce wire", "copy-in", "other copies")
+    columns = (
+        "case",
+        "implementation",
+        "gather wire",
+        "copy-out",
+        "reduce wire",
+        "copy-in",
+        "cat",
+        "other copies",
+    )
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < 2 else "right")
     for result in results:
@@ -158,22 +170,21 @@ def copy_table(results: Iterable[dict[str, Any]]) -> Table:
     return table
 
 
-def copies_ms(row: dict[str, Any]) -> tuple[float, float, float, float, float]:
-    """Wire and copy time of the gather path, of the reduction path, and copies of neither name."""
+def copies_ms(row: dict[str, Any]) -> tuple[float, float, float, float, float, float]:
+    """Wire and copy of the gather path, of the reduction path, ``cat`` of either, and all other copies.
+
+    FSDP2 uses ``cat`` on both paths where it shards another dim than the first; layers have some too.
+    """
     gib_ms = (1 << 30) / row["bandwidth_gb_s"] / 1e6
     moved = row["moved_gib"]
     gather = moved.get("all_gather", 0.0) * gib_ms
     reduce = sum(moved.get(k, 0.0) for k in ("reduce_scatter", "all_to_all", "all_reduce")) * gib_ms
-    out = into = other = 0.0
-    for kernel in row["kernels"]["longest"]:
-        if kernel["kind"] == "interleaved copy":
-            if "split_with_sizes" in kernel["name"]:
-                out += kernel["ms"]
-            else:
-                into += kernel["ms"]
-        elif kernel["kind"] == "copy or cast":
-            other += kernel["ms"]
-    return gather, out, reduce, into, other
+    copies = [k for k in row["kernels"]["longest"] if k["kind"] in ("interleaved copy", "copy or cast")]
+    out, into, cat = (
+        sum(k["ms"] for k in copies if part in k["name"])
+        for part in ("split_with_sizes", "chunk_cat", "CatArray")
+    )
+    return gather, out, reduce, into, cat, sum(k["ms"] for k in copies) - out - into - cat
 
 
 def _table(title_text: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -202,10 +213,27 @@ def overhead_table(result: dict[str, Any]) -> Table:
                 f"{(own - plain) * 1e3:.0f}",
                 "" if added is None else f"{added:.2f}",
                 f"{row['forward_backward_ms']:.1f}",
+                f"{row['graph_forward_backward_ms']:.1f}" if "graph_host_ms" in row else "",
             )
         )
-    columns = ("implementation", "host us/layer", "/ FSDP2", "over unsharded us", "/ FSDP2's", "fwd+bwd ms")
+    columns = (
+        "implementation", "host us/layer", "/ FSDP2", "over unsharded us", "/ FSDP2's", "fwd+bwd ms",
+        "as a graph ms",
+    )  # fmt: skip
     return _table("host time, " + title(result), columns, cells)
+
+
+def segment_table(found: dict[str, Any]) -> Table:
+    """Reserved memory by the work it was reserved for."""
+    cells = [
+        (role, f"{entry['mib']:.0f}", ", ".join(entry.get("segments", ())))
+        for role, entry in found["by_role"].items()
+    ]
+    cells.append(("peak reserved", f"{found['peak_reserved_mib']:.0f}", ""))
+    cells.append(("peak allocated", f"{found['peak_allocated_mib']:.0f}", ""))
+    return _table(
+        f"{LABELS[found['implementation']]}, {title(found)}", ("reserved for", "MiB", "segments"), cells
+    )
 
 
 def is_real(result: dict[str, Any]) -> bool:

@@ -23,7 +23,7 @@ _EXPANDABLE_LLAMA = replace(_LLAMA, allocator="expandable", wires=(200.0,))
 
 _OURS = ("ours-all-to-all", "ours")
 _FEW = ("none", "ours-all-to-all", "fsdp2", "fsdp1", "megatron")
-_ALL = ("none", *_OURS, "fsdp2", "fsdp1", "megatron", "deepspeed")
+_ALL = ("none", *_OURS, "ours-all-to-all-nothing-kept", "fsdp2", "fsdp1", "megatron", "deepspeed")
 _OPTIONS = (
     "ours-2-buffers",
     *(

@@ -218,8 +218,8 @@ def test_kernels_by_kind_and_stream():
     assert found["ms_by_kind"] == pytest.approx(kinds)
     assert found["busy_ms"] == pytest.approx(0.14)  # overlapping kernels count once, the wire not at all
     row = _row("fsdp2", 400.0, 1.0, kernels=found)
-    gather, out, reduce, into, other = report.copies_ms(row)
-    assert (out, into, other, reduce) == pytest.approx((0.03, 0.02, 0, 0))
+    gather, out, reduce, into, cat, other = report.copies_ms(row)
+    assert (out, into, cat, other, reduce) == pytest.approx((0.03, 0.02, 0, 0, 0), abs=1e-9)
     assert gather == pytest.approx(2**30 / 400e6)
 
 
@@ -331,3 +331,28 @@ def test_a_shared_device_has_a_daemon_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", pipes)
     with shared_device() as environment:
         assert environment == {}  # somebody else's is used as it is
+
+
+def test_reserved_memory_is_listed_under_the_work_it_was_reserved_for():
+    from benchmarks.step.segments import segments_by_role
+
+    mib = 1 << 20
+    reserved = [
+        (64 * mib, ["linear", "forward", "step"]),
+        (32 * mib, ["materialize", "unshard", "pre_forward", "forward"]),
+        (48 * mib, []),
+        (64 * mib, ["silu", "forward"]),
+        (4 * mib, ["_init_group", "step"]),
+    ]
+    by_role = segments_by_role(8 * mib, reserved)
+    assert {role: entry["mib"] for role, entry in by_role.items()} == {
+        "shards, before the first step": 8,
+        "forward": 128,
+        "gathered layers": 32,
+        "backward": 48,
+        "optimizer state": 4,
+    }
+    assert by_role["forward"]["segments"] == ["2 x 64"]
+    found = {"case": TINY.to_json(), "implementation": "ours", "by_role": by_role}
+    table = report.segment_table(found | {"peak_allocated_mib": 200.0, "peak_reserved_mib": 220.0})
+    assert table.row_count == 7
