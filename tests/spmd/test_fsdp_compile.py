@@ -18,27 +18,36 @@ from fsdp_cases import (
 from rank_pool import spmd
 
 
-def _check(model, reference, rank, tolerance=1e-5):
+def _check(model, reference, rank, tolerance=1e-5, wrapper=""):
     for step in range(2):
         for module in (model, reference):
             module.zero_grad()
             module(tokens(rank, step)).backward()
         average_gradients(reference)
-        assert_same(model, reference, tolerance=tolerance, grads=True)
+        assert_same(model, reference, tolerance=tolerance, grads=True, wrapper=wrapper)
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("order", ["before", "after", "wrapped", "in one list"])
 @spmd(2, timeout=170)
 def test_blocks_compiled(rank, order):
+    """Each block is one graph: the hooks are neither in it nor compiled themselves."""
+    options = {"backend": "aot_eager", "fullgraph": True}
     model, reference = build(Transformer, rank.device)
     if order == "before":
         for layer in model.layers:
-            layer.compile(backend="aot_eager")
-    shard_blocks(model)
-    if order == "after":
+            layer.compile(**options)
+    if order == "in one list":
+        fully_shard(list(model.layers))
+        fully_shard(model)
+    else:
+        shard_blocks(model)
+    if order == "wrapped":
+        for index, layer in enumerate(model.layers):
+            model.layers[index] = torch.compile(layer, **options)
+    elif order != "before":
         for layer in model.layers:
-            layer.compile(backend="aot_eager")
-    _check(model, reference, rank)
+            layer.compile(**options)
+    _check(model, reference, rank, wrapper="_orig_mod.")
 
 
 @spmd(2, timeout=170)

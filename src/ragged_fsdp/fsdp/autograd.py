@@ -17,6 +17,7 @@ __all__ = [
     "after_backward",
     "cast_floating",
     "in_backward",
+    "leave_frame",
     "map_tensors",
     "on_parameters",
     "outside_compile",
@@ -110,22 +111,31 @@ def queue_callback(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def outside_compile(function: Callable) -> Callable:
-    """Keep the compiler out of ``function``: hooks resize storages and launch collectives.
+_frames = torch._C._dynamo.eval_frame
 
-    Outside compiled code ``function`` is called as it is; the compiler is not even imported.
+
+def leave_frame(function: Callable, *, below: bool) -> Callable:
+    """Let the compiler run ``function`` as it is, and with ``below`` all that it calls.
+
+    Compiled modules call their hooks outside the graph, but each Python frame there would be taken for one
+    more function to compile. Set in the code object: the compiler is not even imported.
     """
+    skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
+    strategy = _frames._FrameExecStrategy(skip, skip if below else default)
+    _frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def outside_compile(function: Callable) -> Callable:
+    """Keep the compiler out of ``function``: hooks resize storages and launch collectives."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or _frame_callback() is not None:
+        if torch.compiler.is_dynamo_compiling():  # traced as a part of what calls the module
             return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return call
-
-
-_frame_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: frames run uncompiled
+    return leave_frame(call, below=True)
 
 
 def on_parameters(function: Callable) -> Callable:

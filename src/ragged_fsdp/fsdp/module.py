@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from ragged_fsdp.fsdp.autograd import leave_frame
 from ragged_fsdp.fsdp.comm_memory import process_group_memory
 from ragged_fsdp.fsdp.managed import state_of
 from ragged_fsdp.fsdp.param_group import ParamGroup
@@ -68,6 +69,7 @@ class FSDPModule(TorchFSDPModule):
         made.__init__(*args, **kwargs)
         return made
 
+    @functools.partial(leave_frame, below=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As any module's; a forward hook would not see an interrupt."""
         try:

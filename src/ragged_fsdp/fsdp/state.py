@@ -210,11 +210,13 @@ class ModuleState(_State):
                     self.root.backward_order.append(group)
             group.phase = Phase.IDLE
 
+    @outside_compile
     def _list_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not self.still_to_run:
             self.still_to_run.update(self.modules)
         return self.pre_forward(module, args, kwargs)
 
+    @outside_compile
     def _list_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The group is done with the last module of the list; before that only the cast applies."""
         if module in self.still_to_run:
