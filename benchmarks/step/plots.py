@@ -16,6 +16,7 @@ _COLOURS = {
     "ours": "#d1495b",
     "ours-2-buffers": "#e07a5f",
     "ours-all-to-all": "#9b2335",
+    "ours-all-to-all-nothing-kept": "#c06c78",
     "fsdp2": "#2e4057",
     "fsdp2-shard1": "#66a1b5",
     "fsdp1": "#8d96a3",
@@ -114,21 +115,28 @@ def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(2, len(results), figsize=(2.7 * len(results), 5.4), squeeze=False)
-    names: list[str] = []
+    tried = {row["implementation"] for result in results for row in result["rows"]} - {"none"}
+    names = [name for name in LABELS if name in tried]
     for (above, below), result in zip(axes.T, results):
-        case, rows = result["case"], [row for _, row in _rows([result]) if row["bandwidth_gb_s"]]
-        slowest = min(row["bandwidth_gb_s"] for row in rows) if rows else 0
-        rows = [row for name in LABELS for row in rows if row["implementation"] == name]
-        rows = [row for row in rows if row["bandwidth_gb_s"] == slowest]
-        for at, row in enumerate(rows):
-            name, colour = row["implementation"], _COLOURS[row["implementation"]]
-            above.bar(at, case["tokens"] / row["step_ms"], color=colour)
-            below.bar(at, row["peak_reserved_gib"], color=colour)
-            below.bar(at, row["peak_allocated_gib"], fill=False, edgecolor="white", hatch="//", linewidth=0)
-            names += [name] if name not in names else []
+        case, wired = result["case"], [row for _, row in _rows([result]) if row["bandwidth_gb_s"]]
+        slowest = min((row["bandwidth_gb_s"] for row in wired), default=0)
+        for row in wired:
+            at, colour = names.index(row["implementation"]), _COLOURS[row["implementation"]]
+            if row["bandwidth_gb_s"] == slowest:
+                above.bar(at, case["tokens"] / row["step_ms"], color=colour)
+                below.bar(at, row["peak_reserved_gib"], color=colour)
+                hatch = {"fill": False, "edgecolor": "white", "hatch": "//", "linewidth": 0}
+                below.bar(at, row["peak_allocated_gib"], **hatch)
+        for row in result["rows"]:
+            if "error" in row:
+                why = "out of memory" if "OutOfMemory" in row["error"] else "failed"
+                above.text(
+                    names.index(row["implementation"]), 0, f" {why}", rotation=90, ha="center", fontsize=8
+                )
         title = f"{MODELS[case['model']].name} x{case['layers']}\n{case['ranks']} ranks, {slowest:g} GB/s"
         above.set_title(title, fontsize=9)
         for axis in (above, below):
+            axis.set_xlim(-0.6, len(names) - 0.4)
             axis.set_xticks([])
             axis.spines[["top", "right"]].set_visible(False)
     axes[0][0].set_ylabel("1000 tokens/s per GPU")
