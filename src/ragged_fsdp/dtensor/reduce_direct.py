@@ -105,7 +105,8 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
             total = aten.view.default(total, [1] * tensor.ndim)
     else:
         total = aten.sum.dim_IntList(tensor, call["dim"], call["keepdim"], **options)
-    return aten.div.Scalar(total, count)
+    # on the local tensor, so that the result is known for what the reduction of a ragged tensor left
+    return wrap_local(aten.div.Scalar(total._local_tensor, count), total._spec)
 
 
 def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -154,7 +155,7 @@ def _variance(root: bool) -> Handler:
         count = math.prod(tensor.shape[d] for d in dims)
         mean = _settled(aten.mean.dim(tensor, dims, True))
         squares = torch.square(tensor._local_tensor - beside(tensor, mean))
-        total = aten.sum.dim_IntList(wrap_local(squares, tensor._spec), dims, call["keepdim"])
+        total = _settled(aten.sum.dim_IntList(wrap_local(squares, tensor._spec), dims, call["keepdim"]))
         variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
         return aten.sqrt.default(variance) if root else variance
 
