@@ -104,6 +104,8 @@ def test_mistakes_on_the_command_line(tmp_path):
         code, text = _call("train", *arguments)
         assert code == 2 and message in text, text
     assert "did you mean 'train'?" in _call("trian")[1]
+    assert "holds 'x.toml', which no demo wrote" in _call("demo", "--out", tmp_path)[1]
+    assert (tmp_path / "x.toml").exists()
 
 
 def _train_command(run_dir: Path, **changes: object) -> list[str]:

@@ -237,7 +237,8 @@ def test_metrics_trace_sample_and_time_limit(tmp_path):
     trace = json.loads((tmp_path / "trace/steps-2-2.json").read_text())
     assert any("all_gather" in event.get("name", "") for event in trace["traceEvents"])
     assert list((tmp_path / "tensorboard").iterdir())
-    late = train(tmp_path, steps=10_000, minutes=1e-9, lr=2e-3, profile=1)
+    late = train(tmp_path, steps=10_000, minutes=1e-9, lr=2e-3, profile=1, precision="fp32")
     assert late["status"] == "time" and late["step"] == 3
     assert "lr is 0.002, was 0.01 when the checkpoint was written" in _notes(tmp_path)
+    assert "precision is fp32, was bf16 when the checkpoint was written" in _notes(tmp_path)
     assert settings(tmp_path)["model"] in (tmp_path / "config.toml").read_text()

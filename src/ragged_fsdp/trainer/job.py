@@ -72,6 +72,8 @@ class TrainingJob:
         reason = self._stop.agreed(self.ranks.control)
         saved_step = first_step = counters.step
         last_step = min(config.run.steps, config.run.stop_at or config.run.steps)
+        if counters.step >= config.run.steps:
+            self._view.say(f"all {config.run.steps} steps are done; a larger --steps goes on")
         while counters.step < last_step and reason is None:
             self._step()
             profiler.step()

@@ -18,8 +18,13 @@ from ragged_fsdp.trainer.ranks import Ranks
 
 __all__ = ["RunLock", "StartingPoint", "starting_point"]
 
-_SHOWN_SECTIONS = ("data", "optimizer")
-_SHOWN_OF_RUN = ("steps", "seed")
+_SHOWN = {
+    "run": ("steps", "seed"),
+    "data": None,
+    "optimizer": None,
+    "sharding": ("precision", "gather_codes"),
+}
+"""Settings that decide the course of training, by section; None is all of them."""
 
 
 class RunLock:
@@ -107,8 +112,7 @@ def _changed_settings(stored: dict[str, Any], config: TrainConfig) -> list[str]:
             f"resume: the checkpoint was trained with optimizer = {before}, this run has "
             f"{config.optimizer.optimizer}; use another run_dir"
         )
-    keys = [(section, key) for section in _SHOWN_SECTIONS for key in now[section]]
-    keys += [("run", key) for key in _SHOWN_OF_RUN]
+    keys = [(section, key) for section, chosen in _SHOWN.items() for key in chosen or now[section]]
     return [
         f"{key} is {now[section][key]}, was {stored[section][key]} when the checkpoint was written"
         for section, key in keys
