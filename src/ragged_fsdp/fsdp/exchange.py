@@ -40,9 +40,9 @@ from ragged_fsdp.fsdp.scaling import Scaling
 __all__ = ["ExchangeReducer", "SendPlan", "packs_all", "plan_sends", "rounds_of"]
 
 
-_ROUNDS = 4
-_ROUND_NUMEL = 1 << 20  # shards smaller than this are exchanged in one round
-_PACK_NUMEL = 1 << 19  # and packed if they are smaller than this
+_ROUNDS = 8
+_ROUND_NUMEL = 1 << 19  # a round has at least this many elements of each shard
+_PACK_NUMEL = 1 << 19  # smaller shards are packed
 _ALIGN_NUMEL = 16
 
 
@@ -252,7 +252,8 @@ class ExchangeReducer(GradReducer):
         return min(2, rounds) * ranks * rounds_of(shard_numel, rounds)[0] * self._wire_dtype().itemsize
 
     def _rounds(self, shard_numel: int) -> int:
-        return 1 if self.group.device.type == "cpu" or shard_numel < _ROUND_NUMEL else _ROUNDS
+        most = 1 if self.group.device.type == "cpu" else _ROUNDS
+        return max(1, min(most, shard_numel // _ROUND_NUMEL))
 
     def _send_plan(self) -> SendPlan | None:
         """How the gradients are cut; None if they are packed as a whole."""
