@@ -5,10 +5,10 @@
 Trains a small dense and a small mixture-of-experts transformer on the text of the Python standard library
 (bytes as tokens) with AdamW, with 8-bit AdamW and with Muon: first a scan of six learning rates for each, on
 one process; then, at the best rate of each, curves on several ranks under DDP and under ``fully_shard``;
-then the report. Ranks are processes; with CUDA they use NCCL, and share a GPU where
-there are fewer GPUs than ranks. Each model and optimizer has its own file, so parts (``--stage``,
-``--models``, ``--optimizers``) can run side by side, and curves that are there already are kept. ``--tiny``
-takes some minutes on a laptop.
+then the report. Ranks are processes; with CUDA they use NCCL, and share a GPU where there are fewer GPUs than
+ranks. Each model and optimizer has its own file, so parts (``--stage``, ``--models``, ``--optimizers``,
+``--shardings``) can run side by side, and curves that are there already are kept. ``--tiny`` takes some
+minutes on a laptop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from benchmarks.convergence.report import write_report
-from benchmarks.convergence.runs import LEARNING_RATES, MODELS
+from benchmarks.convergence.runs import LEARNING_RATES, MODELS, SHARDINGS
 from benchmarks.convergence.worker import run_rank
 from benchmarks.ranks import start_ranks
 
@@ -39,6 +39,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=256, help="bytes per sequence")
     parser.add_argument("--models", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--optimizers", nargs="*", choices=list(LEARNING_RATES), default=list(LEARNING_RATES))
+    parser.add_argument("--shardings", nargs="*", choices=SHARDINGS, default=SHARDINGS)
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
     )

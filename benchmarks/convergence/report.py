@@ -90,8 +90,8 @@ def _scan_table(curves: Sequence[Curve]) -> str:
 def _curve_table(curves: Sequence[Curve]) -> str:
     """Final losses of every seed, and how far the two ways of sharding are apart."""
     lines = [
-        "| model | optimizer | lr | last tenth | held out, by seed | largest smoothed gap to DDP | ms/step |",
-        "|---|---|---|---|---|---|---|",
+        "| model | optimizer | lr | last tenth | held-out loss, by seed | largest smoothed gap to DDP |",
+        "|---|---|---|---|---|---|",
     ]
     groups: dict[tuple[str, str], list[Curve]] = {}
     for curve in curves:
@@ -102,10 +102,8 @@ def _curve_table(curves: Sequence[Curve]) -> str:
         gap = f"{max(gaps):.4f}" if gaps and seeds[0].sharding != "ddp" else "-"
         lasts = [statistics.mean(c.losses[-max(1, len(c.losses) // 10) :]) for c in seeds]
         held_out = ", ".join(f"{curve.evaluation:.4f}" for curve in seeds)
-        milliseconds = statistics.median(curve.seconds_per_step for curve in seeds) * 1e3
         lines.append(
-            f"| {model} | {name} | {seeds[0].lr:g} | {statistics.mean(lasts):.4f} | {held_out} | {gap} | "
-            f"{milliseconds:.0f} |"
+            f"| {model} | {name} | {seeds[0].lr:g} | {statistics.mean(lasts):.4f} | {held_out} | {gap} |"
         )
     return "\n".join(lines) + "\n"
 

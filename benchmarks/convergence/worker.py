@@ -16,7 +16,6 @@ from benchmarks.convergence.curves import Curve, train_curve
 from benchmarks.convergence.runs import (
     LEARNING_RATES,
     MODELS,
-    SHARDINGS,
     TINY_LEARNING_RATES,
     TINY_MODELS,
     Setting,
@@ -73,7 +72,7 @@ def _wanted(
 ) -> Iterator[Curve]:
     if arguments.stage == "scan":
         return _scan(model, optimizer, setting.learning_rates[optimizer], arguments.seeds, done)
-    return _curves(model, optimizer, arguments.seeds, arguments.out)
+    return _curves(model, optimizer, arguments.seeds, arguments.shardings, arguments.out)
 
 
 def _same_run(left: Curve, right: Curve) -> bool:
@@ -100,12 +99,14 @@ def _scan(
         yield Curve(model, optimizer, "one process", best.lr, seed)
 
 
-def _curves(model: str, optimizer: str, seeds: int, folder: Path) -> Iterator[Curve]:
+def _curves(
+    model: str, optimizer: str, seeds: int, shardings: Sequence[str], folder: Path
+) -> Iterator[Curve]:
     """The curves on several ranks, at the best learning rate of the scan; a seed at a time."""
     scan = json.loads((folder / "scan" / f"{model}-{optimizer}.json").read_text())
     best = min(scan["curves"], key=lambda curve: curve["evaluation"])
     for seed in range(1, seeds + 1):
-        for sharding in SHARDINGS:
+        for sharding in shardings:
             yield Curve(model, optimizer, sharding, best["lr"], seed)
 
 
