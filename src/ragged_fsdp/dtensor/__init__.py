@@ -7,6 +7,7 @@ is changed in torch and why, and ``docs/raggedshard.md`` for the whole picture.
 from ragged_fsdp.dtensor import supported  # noqa: F401  # isort: skip  first: it names a torch that is too old
 from ragged_fsdp.dtensor import patches
 from ragged_fsdp.dtensor.construct import distribute_tensor, wrap_local
+from ragged_fsdp.dtensor.dispatch import register_op
 from ragged_fsdp.dtensor.errors import RaggedOpError
 from ragged_fsdp.dtensor.geometry import RaggedLayout, is_ragged, ragged_layout, ragged_spec
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard, legal_granularity, placement_from_layout
@@ -22,6 +23,7 @@ __all__ = [
     "placement_from_layout",
     "ragged_layout",
     "ragged_spec",
+    "register_op",
     "wrap_local",
 ]
 

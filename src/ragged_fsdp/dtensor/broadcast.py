@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.dtensor.construct import wrap_local
+from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout, replicated, with_placements
+from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout, with_placements
 
 __all__ = ["coordinates_of", "run", "values_for"]
 
@@ -36,7 +36,7 @@ def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _like(lead: DTensor, operand: torch.Tensor) -> DTensor:
     """The operand repeated to the shape of ``lead``: only the piece that this rank needs of it."""
     if isinstance(operand, DTensor):
-        operand = operand.redistribute(placements=replicated(operand.device_mesh))._local_tensor
+        operand = whole(operand)
     values = values_for(lead, operand, (0,) * lead.ndim)
     return wrap_local(values, with_placements(lead._spec, lead.placements, dtype=values.dtype))
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Replicate
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ragged_fsdp.dtensor.geometry import (
     ragged_layout,
     ragged_mesh_dim,
     ragged_spec,
+    replicated,
     unragged,
     with_placements,
 )
@@ -22,7 +23,15 @@ from ragged_fsdp.dtensor.internals import DTensorSpec, api_module
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
 from ragged_fsdp.placement import RaggedShard
 
-__all__ = ["check_local", "distribute_tensor", "stock_distribute_tensor", "wrap_local"]
+__all__ = [
+    "check_local",
+    "distribute_tensor",
+    "moved",
+    "settled",
+    "stock_distribute_tensor",
+    "whole",
+    "wrap_local",
+]
 
 # Captured before patches.py replaces the name.
 stock_distribute_tensor: Any = api_module.distribute_tensor
@@ -31,6 +40,24 @@ stock_distribute_tensor: Any = api_module.distribute_tensor
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
     """A DTensor around ``local``, sharing its memory: no checks, no communication, no autograd."""
     return DTensor(local, spec, requires_grad=requires_grad)
+
+
+def moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``tensor`` under other placements of its mesh: ``redistribute`` for code that runs below autograd."""
+    if tensor.placements == tuple(placements):
+        return tensor
+    target = with_placements(tensor._spec, placements)
+    return wrap_local(redistribute_local_tensor(tensor._local_tensor, tensor._spec, target), target)
+
+
+def settled(tensor: DTensor) -> DTensor:
+    """``tensor`` without pending reductions."""
+    return moved(tensor, [Replicate() if p.is_partial() else p for p in tensor.placements])
+
+
+def whole(tensor: DTensor) -> torch.Tensor:
+    """The whole plain tensor, on every rank."""
+    return moved(tensor, replicated(tensor.device_mesh))._local_tensor
 
 
 def distribute_tensor(

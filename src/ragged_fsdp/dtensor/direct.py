@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor import (
     broadcast,
@@ -18,11 +18,12 @@ from ragged_fsdp.dtensor import (
     reduce_direct,
     views,
 )
+from ragged_fsdp.dtensor.construct import settled
 from ragged_fsdp.dtensor.geometry import is_ragged
 
-__all__ = ["run_direct"]
+__all__ = ["HANDLERS", "run_direct"]
 
-_HANDLERS = {
+HANDLERS = {
     **views.HANDLERS,
     **joins.HANDLERS,
     **factories.HANDLERS,
@@ -38,9 +39,9 @@ def run_direct(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         return op(*settled, **kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
         return random_ops.run(op, args, kwargs)
-    if pointwise.is_elementwise(op) and op not in _HANDLERS:
+    if pointwise.is_elementwise(op) and op not in HANDLERS:
         return broadcast.run(op, args, kwargs)
-    handler = _HANDLERS.get(op)
+    handler = HANDLERS.get(op)
     return NotImplemented if handler is None else handler(op, args, kwargs)
 
 
@@ -49,8 +50,6 @@ def _settled(op: Any, args: tuple[Any, ...]) -> Iterator[Any]:
     for argument, value in zip(op._schema.arguments, args):
         pending = isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
         if pending and is_ragged(value._spec) and argument.alias_info is None:
-            yield value.redistribute(
-                placements=[Replicate() if p.is_partial() else p for p in value.placements]
-            )
+            yield settled(value)
         else:
             yield value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ragged_fsdp.dtensor import pointwise, reductions
-from ragged_fsdp.dtensor.direct import run_direct
+from ragged_fsdp.dtensor.direct import HANDLERS, run_direct
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged
 from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, composite_kernel, tracing
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 
-__all__ = ["dispatch", "first_ragged", "look_at"]
+__all__ = ["dispatch", "first_ragged", "look_at", "register_op"]
 
 _KINDS = (RaggedShard, StridedRaggedShard)
 
@@ -101,3 +102,28 @@ class _Caches(threading.local):
 
 
 _caches = _Caches()
+
+
+def register_op(op: torch._ops.OpOverload, handler: Callable[..., Any] | None = None) -> None:
+    """Let an op, of torch or of your own, run on ragged tensors.
+
+    Args:
+        op: one overload, such as ``torch.ops.mylib.myop.default``.
+        handler: called as ``handler(op, args, kwargs)`` with DTensors, below autograd, whenever one of them
+            is ragged; it returns the finished result, alike on every rank. None says that the op treats
+            each element by itself: it then runs on the local pieces, at the speed of torch's own.
+
+    Raises:
+        TypeError: for an op that is no overload, or a handler that cannot be called.
+    """
+    if not isinstance(op, torch._ops.OpOverload):
+        raise TypeError(f"register_op: expected an overload such as torch.ops.aten.add.Tensor, got {op!r}.")
+    if handler is None:
+        pointwise.add_elementwise(op)
+    elif callable(handler):
+        HANDLERS[op] = handler
+    else:
+        raise TypeError(
+            f"register_op: handler must be callable as handler(op, args, kwargs), got {handler!r}."
+        )
+    _caches.rule.cache_clear()  # it may have been refused before

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.dtensor.construct import whole
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.internals import bound_arguments
 
@@ -24,7 +25,7 @@ def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     by_mask = isinstance(mask, DTensor) and mask.dtype is torch.bool and mask.shape == tensor.shape
     if not by_mask or value.numel() != 1 or call["accumulate"]:
         raise refusal(op, tensor, "it writes by index, and only one mask and one number say where and what")
-    number = value.full_tensor() if isinstance(value, DTensor) else value
+    number = whole(value) if isinstance(value, DTensor) else value
     return aten.masked_fill_.Scalar(tensor, mask, number.item())
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ragged_fsdp.dtensor.construct import wrap_local
+from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.geometry import is_ragged, replicated
 from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta
 
@@ -55,4 +55,4 @@ def _is_foreign_scalar(value: Any, home: Any) -> bool:
 
 
 def _number(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return whole(value) if isinstance(value, DTensor) else value

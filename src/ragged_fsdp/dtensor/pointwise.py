@@ -20,6 +20,7 @@ from ragged_fsdp.placement import RaggedShard
 
 __all__ = [
     "LIST_OPS",
+    "add_elementwise",
     "is_elementwise",
     "is_foreach",
     "list_rule",
@@ -111,14 +112,22 @@ def is_elementwise(op: torch._ops.OpOverload) -> bool:
     name = op_name(op)
     if is_foreach(name):
         return name not in _REDUCING_FOREACH
+    if op in _UNTAGGED:
+        return True
     if op.namespace != "aten":
         return False
-    if torch.Tag.pointwise in op.tags or op in _UNTAGGED:
+    if torch.Tag.pointwise in op.tags:
         return True
     forms = getattr(aten, name.removesuffix("_"), None)
     if forms is None or name in _REDUCING:
         return False
     return any(torch.Tag.pointwise in getattr(forms, form).tags for form in forms.overloads())
+
+
+def add_elementwise(op: torch._ops.OpOverload) -> None:
+    """Take ``op`` for element-wise from now on."""
+    _UNTAGGED.add(op)
+    is_elementwise.cache_clear()
 
 
 def runs_by_hand(schema: Any) -> bool:

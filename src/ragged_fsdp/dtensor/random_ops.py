@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from ragged_fsdp.dtensor.construct import wrap_local
+from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import RaggedLayout, is_ragged, ragged_layout, replicated, with_placements
 from ragged_fsdp.dtensor.internals import DTensorSpec
@@ -111,13 +111,10 @@ def _dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DT
 
 
 def _own_piece(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
-    whole = with_placements(spec, replicated(spec.mesh), dtype=full.dtype)
-    return redistribute_local_tensor(full, whole, with_placements(whole, spec.placements))
+    every = with_placements(spec, replicated(spec.mesh), dtype=full.dtype)
+    return redistribute_local_tensor(full, every, with_placements(every, spec.placements))
 
 
 def _whole(value: Any) -> Any:
     """A DTensor operand as the whole plain tensor (probabilities that differ by element)."""
-    if not isinstance(value, DTensor):
-        return value
-    whole = with_placements(value._spec, replicated(value.device_mesh))
-    return redistribute_local_tensor(value._local_tensor, value._spec, whole)
+    return whole(value) if isinstance(value, DTensor) else value

@@ -11,16 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.broadcast import coordinates_of
-from ragged_fsdp.dtensor.construct import wrap_local
+from ragged_fsdp.dtensor.construct import moved, settled, whole, wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import (
     contiguous_stride,
     is_ragged,
     ragged_layout,
-    replicated,
     with_placements,
 )
 from ragged_fsdp.dtensor.internals import bound_arguments, call_with
@@ -153,9 +152,9 @@ def _variance(root: bool) -> Handler:
         tensor, dims = call["self"], _dims_of(call["self"], call["dim"])
         correction = 1 if call.get("correction") is None else call["correction"]
         count = math.prod(tensor.shape[d] for d in dims)
-        mean = _settled(aten.mean.dim(tensor, dims, True))
+        mean = settled(aten.mean.dim(tensor, dims, True))
         squares = torch.square(tensor._local_tensor - beside(tensor, mean))
-        total = _settled(aten.sum.dim_IntList(wrap_local(squares, tensor._spec), dims, call["keepdim"]))
+        total = settled(aten.sum.dim_IntList(wrap_local(squares, tensor._spec), dims, call["keepdim"]))
         variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
         return aten.sqrt.default(variance) if root else variance
 
@@ -219,9 +218,9 @@ def _first_extreme(tensor: DTensor, dim: int | None, keepdim: bool, largest: boo
     """The extreme along ``dim`` (of all elements if None) and where it is first found, both reduced."""
     extreme: Any = aten.amax.default if largest else aten.amin.default
     dims = _dims_of(tensor, dim)
-    best = _settled(extreme(tensor, dims, True))
+    best = settled(extreme(tensor, dims, True))
     if tensor.is_floating_point():  # backends lose a NaN in a maximum
-        nan = _settled(aten.amax.default(aten.isnan.default(tensor).to(torch.uint8), dims, True))
+        nan = settled(aten.amax.default(aten.isnan.default(tensor).to(torch.uint8), dims, True))
         best = aten.masked_fill.Scalar(best, nan > 0, math.nan)
     own, wanted = tensor._local_tensor, beside(tensor, best)
     hit = (own == wanted) | ((own != own) & (wanted != wanted))
@@ -232,7 +231,7 @@ def _first_extreme(tensor: DTensor, dim: int | None, keepdim: bool, largest: boo
         places = here[dim]
     candidates = torch.where(hit, places, torch.iinfo(torch.int64).max)
     spec = with_placements(tensor._spec, tensor.placements, dtype=torch.int64)
-    first = _settled(aten.amin.default(wrap_local(candidates, spec), dims, keepdim))
+    first = settled(aten.amin.default(wrap_local(candidates, spec), dims, keepdim))
     return best if keepdim else extreme(best, dims, False), first
 
 
@@ -258,7 +257,7 @@ def _with_rows_of(op: Any, lead: DTensor, tensor: DTensor) -> DTensor:
     prefix = len(lead.placements[ragged_layout(lead).mesh_dim].dims)
     if tensor.shape[:prefix] != lead.shape[:prefix]:
         raise refusal(op, lead, f"an operand of shape {tuple(tensor.shape)} has other rows")
-    return tensor.redistribute(placements=lead.placements)
+    return moved(tensor, lead.placements)
 
 
 def _count_nonzero(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -273,19 +272,13 @@ def _count_nonzero(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
 def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """any and all of all elements, reduced at once: programs branch on them, alike on every rank."""
     local = op(args[0]._local_tensor).to(torch.uint8)
-    verdict = _settled(partial_scalar(args[0], local, "max" if op is aten.any.default else "min"))
+    verdict = settled(partial_scalar(args[0], local, "max" if op is aten.any.default else "min"))
     return aten._to_copy.default(verdict, dtype=torch.bool)
 
 
 def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The one element, on every rank, though it lies on one of them."""
-    return args[0].redistribute(placements=replicated(args[0].device_mesh))._local_tensor.item()
-
-
-def _settled(tensor: DTensor) -> DTensor:
-    """The tensor without pending reductions."""
-    placements = [Replicate() if p.is_partial() else p for p in tensor.placements]
-    return tensor.redistribute(placements=placements)
+    return whole(args[0]).item()
 
 
 HANDLERS: dict[Any, Handler] = {
