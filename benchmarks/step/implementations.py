@@ -22,7 +22,7 @@ from torch import nn
 from .case import Case
 from .layers import Layer, Stack
 
-__all__ = ["IMPLEMENTATIONS", "Trainer", "missing"]
+__all__ = ["IMPLEMENTATIONS", "Trainer", "missing", "per_layer"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -75,7 +75,7 @@ def _none(case: Case, device: torch.device) -> Trainer:
     return Trainer(forward_backward, None, stack)
 
 
-def _per_layer(
+def per_layer(
     case: Case, device: torch.device, shard: Callable[..., Any], policy: Any, **kwargs: Any
 ) -> Trainer:
     """FSDP2's calling convention: shard on meta, allocate, initialise the parts that are here."""
@@ -99,7 +99,7 @@ def _fsdp2(case: Case, device: torch.device, shard_dim: int = 0) -> Trainer:
     extra: dict[str, Any] = {}
     if shard_dim:
         extra["shard_placement_fn"] = lambda p: Shard(shard_dim) if p.ndim > shard_dim else Shard(0)
-    return _per_layer(case, device, fully_shard, policy, **extra)
+    return per_layer(case, device, fully_shard, policy, **extra)
 
 
 def _ours(
@@ -114,7 +114,7 @@ def _ours(
     from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype])
-    trainer = _per_layer(case, device, fully_shard, policy, **(options | dict(case.options)))
+    trainer = per_layer(case, device, fully_shard, policy, **(options | dict(case.options)))
     if grad_buffers is not None:
         trainer.stack.set_reduce_scatter_max_input_buffers(grad_buffers)
     if communicators == 2:
