@@ -19,6 +19,7 @@ __all__ = [
     "all_to_all",
     "all_to_all_pieces",
     "explain_failure",
+    "launching",
     "reduce_op",
     "reduce_scatter",
     "same_on_all_ranks",
@@ -118,6 +119,25 @@ class explain_failure:
                 f"ragged_fsdp: {self.phase} of group '{self.name}' failed on rank {dist.get_rank()} "
                 f"(rank {self.group.rank()} of {self.group.size()} of '{self.group.group_name}')."
             )
+
+
+class launching(explain_failure):
+    """The same around the launch of a collective, which is a named range in a profiler that is running."""
+
+    __slots__ = ("_range",)
+
+    def __enter__(self) -> None:
+        self._range = None
+        if torch.autograd._profiler_enabled():
+            kind = self.phase.replace("-", "_")
+            self._range = torch.profiler.record_function(f"FSDP::{kind} ({self.name})")
+            self._range.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if self._range is not None:
+            self._range.__exit__(kind, error, traceback)
+        if error is not None:
+            super().__exit__(kind, error, traceback)
 
 
 def same_on_all_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -> bool:

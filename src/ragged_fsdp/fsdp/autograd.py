@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -209,8 +209,25 @@ class AfterBackwardInTransform(torch.autograd.Function):
     jvp = AfterBackward.jvp
 
 
-def after_backward(hooks: BackwardHooks, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """``inputs`` behind a node whose backward calls ``hooks.after``."""
+def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """A module's inputs; those that need gradients behind a node whose backward calls ``hooks.after``."""
+    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # most layers
+        return (_behind_node(hooks, args) if args[0].requires_grad else args), kwargs
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            found.append(tensor)
+        return tensor
+
+    map_tensors(collect, (args, kwargs))
+    if not found:
+        return args, kwargs
+    replaced = dict(zip(map(id, found), _behind_node(hooks, found)))
+    return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+
+
+def _behind_node(hooks: BackwardHooks, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     transformed = torch._C._are_functorch_transforms_active()
     node = AfterBackwardInTransform if transformed else AfterBackward
     return node.apply(hooks, *inputs)

@@ -31,7 +31,6 @@ import torch
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
-from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.grad_layout import GradLayout
 from ragged_fsdp.fsdp.plan import gathered_dtype
 from ragged_fsdp.fsdp.reduction import GradReducer
@@ -123,7 +122,6 @@ class ExchangeReducer(GradReducer):
 
     # -- collecting ------------------------------------------------------------------------------
 
-    @on_parameters
     def store_many(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Keep the gradients; one that comes again is added in the reduction dtype."""
         if not self.written:
@@ -295,9 +293,8 @@ class ExchangeReducer(GradReducer):
         if numel < reduced.numel() or len(self._sends) > 1:
             outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, len(self._sends)))
         divisor = (group.mesh.shard_size if how.average else 1) * (how.before or 1.0)
-        group.context.note_collective("all_to_all", group)
         pg = group.mesh.reduce_group or group.mesh.shard_group
-        with collectives.explain_failure("all-to-all", group.label, pg), group.profile("all_to_all"):
+        with group.launching("all-to-all", pg):
             running: list[tuple[Any, torch.Tensor]] = []
             for index, out in enumerate(outs):
                 if len(running) == len(self._received):

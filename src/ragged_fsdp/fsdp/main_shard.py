@@ -101,8 +101,10 @@ class MainShard:
         if self.buffer is not None and gathered.dtype == self.dtypes[0]:
             gathered.slot.copy_(self.buffer.flat, non_blocking=non_blocking)
         elif self.buffer is not None and len(set(gathered.dtypes)) == 1:
-            # cast on the device: a cast between devices would run on the host
-            gathered.slot.copy_(self.buffer.flat.to(gathered.device, non_blocking=non_blocking))
+            flat = self.buffer.flat
+            if self.device != gathered.device:  # cast on the device: between devices the host would do it
+                flat = flat.to(gathered.device, non_blocking=non_blocking)
+            gathered.slot.copy_(flat)
         else:
             slots = [t.view(-1) for t in gathered.slot_tensors]
             filled = [(s, p) for s, p in zip(slots, self.pieces) if p.numel()]

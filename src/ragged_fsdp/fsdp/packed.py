@@ -105,8 +105,7 @@ class PackedGroup(ParamGroup):
         group, message = self.mesh.shard_group, self._message
         if group.size() == 1 or message is None:
             return None
-        self.context.note_collective("all_gather", self)
-        with collectives.explain_failure("all-gather", self.label, group), self.profile("all_gather"):
+        with self.launching("all-gather", group):
             comm = self.settings.custom_all_gather
             return collectives.all_gather_(message, slot, group, async_op=async_op, comm=comm)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,6 @@ from ragged_fsdp.fsdp.settings import GroupSettings
 
 __all__ = ["ParamGroup"]
 
-_NOTHING = nullcontext()
 _EAGER_GRAD_BYTES = 1 << 20  # gradients from this size on move into the buffer one by one, as they come
 
 
@@ -47,6 +46,8 @@ class ParamGroup:
         offload_policy: OffloadPolicy,
     ) -> None:
         self.params = list(params)
+        self._tables = [(table, name, p) for p in self.params for table, name in p.tables or ()]
+        self._unusual = [p for p in self.params if p.tables is None]
         self.modules = modules
         self.mesh = mesh
         self.plan = plan
@@ -236,7 +237,7 @@ class ParamGroup:
         """What :meth:`_gather` works on, allocated on the compute stream: the buffer the parameters view."""
         weight = self.model_weight
         assert weight is not None
-        if not weight.is_materialized:
+        if not (self.settings.keep_storage and weight.is_materialized):
             pool = self.context.gather_pool.allocating(weight.nbytes, self.device)
             with self.settings.allocating(self.device, pool):
                 weight.materialize()
@@ -264,8 +265,7 @@ class ParamGroup:
         if self._staging is not None:
             full = self._staging
             slot = full.narrow(0, group.rank() * slot.numel(), slot.numel()).copy_(slot)
-        self.context.note_collective("all_gather", self)
-        with collectives.explain_failure("all-gather", self.label, group), self.profile("all_gather"):
+        with self.launching("all-gather", group):
             return collectives.all_gather_(
                 full, slot, group, async_op=async_op, comm=self.settings.custom_all_gather
             )
@@ -378,17 +378,15 @@ class ParamGroup:
 
     def _register(self, *, unsharded: bool) -> None:
         """Swap the registered parameters: this runs four times per step for each parameter."""
-        for param in self.params:
-            registered = param.unsharded if unsharded else param.sharded
-            if param.tables is None:
-                param.register(registered)  # type: ignore[arg-type]
-            else:
-                for table, name in param.tables:
-                    table[name] = registered
+        for table, name, param in self._tables:
+            table[name] = param.unsharded if unsharded else param.sharded
+        for param in self._unusual:
+            param.register(param.unsharded if unsharded else param.sharded)  # type: ignore[arg-type]
 
     # -- backward --------------------------------------------------------------------------------
 
     @outside_compile
+    @on_parameters
     def post_backward(self) -> None:
         """Reshard and reduce; safe to call for a group that took no part in the backward."""
         self.phase = Phase.POST_BACKWARD
@@ -424,11 +422,11 @@ class ParamGroup:
         self.phase = Phase.IDLE
         self.to_sharded()
 
-    def profile(self, what: str) -> AbstractContextManager:
-        """A named range in the profiler, if one is running."""
-        if not torch.autograd._profiler_enabled():
-            return _NOTHING
-        return torch.profiler.record_function(f"FSDP::{what} ({self.label})")
+    def launching(self, phase: str, pg: Any) -> AbstractContextManager:
+        """Around the launch of a collective of this group."""
+        if self.context.order_check is not None:
+            self.context.order_check.note(phase.replace("-", "_"), self)
+        return collectives.launching(phase, self.label, pg)
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.label}, {len(self.params)} parameters, {self.residence.name})"

@@ -155,8 +155,7 @@ class QuantizedGroup(ParamGroup):
         self._encode(message)
         work = None
         if group.size() > 1:
-            self.context.note_collective("all_gather", self)
-            with collectives.explain_failure("all-gather", self.label, group), self.profile("all_gather"):
+            with self.launching("all-gather", group):
                 work = collectives.all_gather_(
                     message.view(-1),
                     message[group.rank()],

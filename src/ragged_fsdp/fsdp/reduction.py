@@ -39,15 +39,12 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
     Casts stay with the foreach: its kernel is half again as fast as ``copy_``'s.
     """
-    small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-    for target, source in zip(targets, sources):
-        if source.numel() >= _ALONE_NUMEL and source.dtype == target.dtype:
-            target.copy_(source)
-        else:
-            small[0].append(target)
-            small[1].append(source)
-    if small[0]:
-        torch._foreach_copy_(*small)
+    dtype = targets[0].dtype
+    alone = [i for i, s in enumerate(sources) if s.dtype == dtype and s.numel() >= _ALONE_NUMEL]
+    for index in reversed(alone):
+        targets.pop(index).copy_(sources.pop(index))
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 class GradReducer:
@@ -74,50 +71,39 @@ class GradReducer:
 
     # -- collecting ------------------------------------------------------------------------------
 
+    @on_parameters
     def store(self, index: int, grad: torch.Tensor) -> None:
         """Cast one gradient into its slot, or add it if the slot holds one already."""
         self.store_many([(index, grad)])
 
-    @on_parameters
     def store_many(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """The same for several gradients, with one call for all."""
         full = self._buffer(grads)
+        layout, params, written = self._layout, self.group.params, self.written
+        assert layout is not None
         fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for index, grad in grads:
-            inner = grad if self.group.params[index].grad_as_is else self._inner(index, grad)
-            targets, sources = again if index in self.written else fresh
-            self._add_slots(full, index, inner, targets, sources)
-            self.written.add(index)
+            inner = grad if params[index].grad_as_is else self._inner(index, grad)
+            if inner.dtype != full.dtype and self.group.reduce_dtype is None:
+                raise AssertionError(
+                    f"FSDP reduce-scatter expects uniform gradient dtype but got {full.dtype} and "
+                    f"{inner.dtype} for {params[index].name}"
+                )
+            targets, sources = again if index in written else fresh
+            if layout.same_as_weights:
+                targets.append(full.tensors[index])
+                sources.append(inner)
+            else:
+                flat = inner.reshape(-1)
+                for segment in layout.segments[index]:
+                    targets.append(full.tensors[segment.index])
+                    sources.append(flat[segment.tensor_start : segment.tensor_start + segment.numel])
+            written.add(index)
         if fresh[0]:
             _copy_all(*fresh)
         if again[0]:
             torch._foreach_add_(*again)
-
-    def _add_slots(
-        self,
-        full: DBuffer,
-        index: int,
-        inner: torch.Tensor,
-        targets: list[torch.Tensor],
-        sources: list[torch.Tensor],
-    ) -> None:
-        """Where the parts of a gradient go."""
-        if self.group.reduce_dtype is None and inner.dtype != full.dtype:
-            raise AssertionError(
-                f"FSDP reduce-scatter expects uniform gradient dtype but got {full.dtype} and "
-                f"{inner.dtype} for {self.group.params[index].name}"
-            )
-        layout = self._layout
-        assert layout is not None
-        if layout.same_as_weights:
-            targets.append(full.tensors[index])
-            sources.append(inner)
-            return
-        flat = inner.reshape(-1)
-        for segment in layout.segments[index]:
-            targets.append(full.tensors[segment.index])
-            sources.append(flat[segment.tensor_start : segment.tensor_start + segment.numel])
 
     def _inner(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """The part of a gradient that data parallelism reduces, in the order in which the ranks cut it."""
@@ -170,8 +156,10 @@ class GradReducer:
         if full is None or full.dtype != dtype or full.layout is not layout:
             full = self._make_buffer(dtype, Partial(), allocate=False, storage=self._leased)
             self._fulls[self._leased] = full
-        with settings.allocating(self.group.device):
-            self.full = full.materialize()
+        if self._leased is None:
+            with settings.allocating(self.group.device):
+                full.materialize()
+        self.full = full
         return full
 
     def _choose_layout(self) -> GradLayout:
@@ -209,7 +197,6 @@ class GradReducer:
 
     # -- reducing --------------------------------------------------------------------------------
 
-    @on_parameters
     def reduce(self) -> None:
         """Reduce what was collected into the ``.grad`` of the sharded parameters."""
         if self.group.settings.reduce_unused:
@@ -275,11 +262,7 @@ class GradReducer:
             full.flat.div_(how.before)
         if group.mesh.shard_size > 1:
             pg = group.mesh.reduce_group or group.mesh.shard_group
-            group.context.note_collective("reduce_scatter", group)
-            with (
-                collectives.explain_failure("reduce-scatter", group.label, pg),
-                group.profile("reduce_scatter"),
-            ):
+            with group.launching("reduce-scatter", pg):
                 op, comm = collectives.reduce_op(how.average), group.settings.custom_reduce_scatter
                 collectives.reduce_scatter(reduced, full.flat, pg, op=op, comm=comm)
         elif reduced.data_ptr() != full.slot.data_ptr():
@@ -308,8 +291,7 @@ class GradReducer:
         """Reduce the shard over the replicas, then call the user's hook."""
         group, pg = self.group, self.group.mesh.replicate_group
         if pg is not None and group.mesh.replicate_size > 1:
-            group.context.note_collective("all_reduce", group)
-            with collectives.explain_failure("all-reduce", group.label, pg), group.profile("all_reduce"):
+            with group.launching("all-reduce", pg):
                 collectives.all_reduce_(reduced, pg, op=collectives.reduce_op(how.average))
         if group.settings.all_reduce_hook is not None:
             group.settings.all_reduce_hook(reduced)

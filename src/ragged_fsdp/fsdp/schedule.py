@@ -106,11 +106,6 @@ class CommContext:
         if event is not None and self.streams:
             self.streams["gather"].wait_event(event)
 
-    def note_collective(self, kind: str, group: ParamGroup) -> None:
-        """In debug mode: compare the order of collectives across the ranks of the group."""
-        if self.order_check is not None:
-            self.order_check.note(kind, group)
-
     def lease(self, nbytes: int) -> FlatStorage | None:
         """Storage for a gradient buffer that stays allocated between steps; None if none is that large."""
         assert self.device is not None

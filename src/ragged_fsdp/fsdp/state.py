@@ -253,19 +253,7 @@ class ModuleState(_State):
         """One node on all inputs that need gradients; its backward is the group's post-backward."""
         if not torch.is_grad_enabled():
             return args, kwargs
-        found: list[torch.Tensor] = []
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.requires_grad:
-                found.append(tensor)
-            return tensor
-
-        map_tensors(collect, (args, kwargs))
-        if not found:
-            return args, kwargs
-        behind = after_backward(BackwardHooks(group.post_backward, self.pre_backward), found)
-        replaced = dict(zip(map(id, found), behind))
-        return map_tensors(lambda t: replaced.get(id(t), t), (args, kwargs))
+        return after_backward(BackwardHooks(group.post_backward, self.pre_backward), args, kwargs)
 
     def _hook_outputs(self, output: Any) -> Any:
         """The first gradient of an output is the start of this module's backward."""

@@ -60,8 +60,6 @@ class CollectiveWatch:
         """A collective of ``group`` was launched in front of ``event``; without streams (None) it is done."""
         if event is None:
             return
-        if group.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return  # an event inside a graph cannot be asked
         if pg not in self._timeouts_s:
             self._timeouts_s[pg] = _timeout_s(pg, group.device)
             self._device, self._rank = group.device, dist.get_rank()
@@ -77,8 +75,8 @@ class CollectiveWatch:
         found = []
         for launched in list(self._launched.values()):
             old = [entry for entry in list(launched) if now_s - entry.started_s > entry.timeout_s / 2]
-            if old and not old[-1].event.query():
-                found.append(next(entry for entry in old if not entry.event.query()))
+            if old and _runs(old[-1]):
+                found.append(next(entry for entry in old if _runs(entry)))
         return min(found, key=lambda entry: entry.started_s, default=None)
 
     def _on_device(self) -> AbstractContextManager:
@@ -107,6 +105,14 @@ class CollectiveWatch:
             now_s - entry.started_s,
             entry.timeout_s,
         )
+
+
+def _runs(entry: Launch) -> bool:
+    """Whether it has not finished; what a CUDA graph captured did not run at all and cannot be asked."""
+    try:
+        return not entry.event.query()
+    except RuntimeError:
+        return False
 
 
 def _timeout_s(pg: dist.ProcessGroup, device: torch.device) -> float:
