@@ -27,6 +27,7 @@ from ragged_fsdp.fsdp.module import (
     swap_class,
 )
 from ragged_fsdp.fsdp.options import Options
+from ragged_fsdp.fsdp.pipelining import register_stage
 from ragged_fsdp.fsdp.state import ModuleState
 from ragged_fsdp.policy import BlockCodes, Granularity
 
@@ -181,6 +182,7 @@ def _attach(modules: Sequence[nn.Module], options: Options) -> None:
     for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
         owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in modules:
+        register_stage(module, state)
         swap_class(module)
 
 
