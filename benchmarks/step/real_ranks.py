@@ -1,8 +1,9 @@
 """Real collectives: a few ranks, as processes that may share one device, train the same model.
 
 Each implementation starts from the same weights and sees the same batches, so losses must agree; memory
-must not grow after the second step. Several NCCL ranks can share a device if each claims a host of its
-own (``NCCL_HOSTID``); they then talk over sockets, so times mean nothing here and none are reported.
+must not grow after the second step. Kernels are torch's deterministic ones: what may differ is the order in
+which gradients are added. Several NCCL ranks can share a device if each claims a host of its own
+(``NCCL_HOSTID``); they then talk over sockets, so times mean nothing here and none are reported.
 :func:`benchmarks.shared_device.shared_device` makes it bearable.
 """
 
@@ -110,7 +111,7 @@ def compare(case: RealCase, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def _rank(
     rank: int, case: RealCase, implementation: str, port: int, environment: dict[str, str], pipe: Any
 ) -> None:
-    os.environ.update(environment, NCCL_HOSTID=f"rank{rank}")
+    os.environ.update(environment, NCCL_HOSTID=f"rank{rank}", CUBLAS_WORKSPACE_CONFIG=":4096:8")
     if case.debug:
         os.environ["RAGGED_FSDP_DEBUG"] = "1"
     try:
@@ -129,6 +130,8 @@ def _train(rank: int, case: RealCase, implementation: str, port: int) -> dict[st
     device = torch.device("cuda", rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # costs a pass over every buffer
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=case.ranks)
     model, optimizer = _build(case, implementation, device)
