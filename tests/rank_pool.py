@@ -25,6 +25,7 @@ import multiprocessing as mp
 import os
 import socket
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -44,6 +45,7 @@ _POOLS: dict[int, _Pool] = {}
 _DEFAULT_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 90.0
 _START_ATTEMPTS = 3
+_END_S = 0.2 if DEVICE == "cpu" else 5.0
 _SKIPPED = "skipped: "
 _JOINED = "joined"
 
@@ -173,7 +175,7 @@ class _Pool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(0.2)
+            process.join(_END_S)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -221,5 +223,18 @@ def _run_one(module: str, qualname: str, params: dict, rank: Rank) -> str:
     except pytest.skip.Exception as skipped:
         return _SKIPPED + str(skipped)
     except BaseException:
+        _drain()
         return traceback.format_exc()
     return "ok"
+
+
+def _drain() -> None:
+    """Let the kernels of a failed rank end: one that dies before them can take others on its GPU along."""
+    import torch
+
+    if DEVICE == "cuda":
+        waits = threading.Thread(
+            target=torch.cuda.synchronize, args=(torch.cuda.current_device(),), daemon=True
+        )
+        waits.start()
+        waits.join(_END_S)

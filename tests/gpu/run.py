@@ -1,10 +1,10 @@
-"""Runs every test that a GPU can run, in groups side by side, and keeps the results with their date.
+"""Runs every test that a GPU can run, in groups side by side, and keeps the results with their dates.
 
 Several NCCL ranks may lie on one GPU. NVIDIA's Multi-Process Service then lets them compute at the same
 time; a daemon is started for the run if there is one on this machine. ``make test-gpu`` runs everything::
 
-    python tests/gpu/run.py                       # everything; rewrites tests/gpu/RESULTS.md
-    python tests/gpu/run.py --only ragged-2       # one group
+    python tests/gpu/run.py                       # everything
+    python tests/gpu/run.py --only ragged-2       # one group: its results and its row in RESULTS.md
     python tests/gpu/run.py --out FOLDER          # results elsewhere than in tests/gpu
 """
 
@@ -30,7 +30,13 @@ from benchmarks.shared_device import shared_device  # noqa: E402
 
 OUTCOMES = (" PASSED", " FAILED", " ERROR", " SKIPPED", " XFAIL", " XPASS")
 _SERVICE = "CUDA_MPS_"  # what the variables that name a service start with
-_AT_ONCE = 4  # each has up to ten ranks; the service takes 48 processes
+_AT_ONCE = 4  # each has up to ten ranks; the service takes 48 processes, and stalls with many fewer that wait
+_TITLE = """# Last results of the GPU tests
+
+Every test with its outcome is in `results/`, a file per group. To repeat: `make test-gpu`, or one group with
+`python tests/gpu/run.py --only NAME`.
+"""
+_BY_HAND = "## Other runs"  # from here on the page is left as it is
 _NOT_SHOWN = (
     "Ranks that share one device do not show memory from `ncclMemAlloc` (a plain memory pool stands in) and "
     "symmetric memory.\n"
@@ -45,9 +51,11 @@ class Group:
     files: tuple[str, ...]
     options: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    ranks: str = ""
+    """Numbers of ranks; all if empty."""
     shares: bool = True
-    """Whether it runs under the service. Not if it ends ranks while they compute, which would end the service
-    for all, and not if it needs streams that overtake each other: the service has few queues per rank."""
+    """Whether it runs under the service. Not if it ends ranks while they compute or tries kernels, since one
+    fault ends the service for all; not if streams must overtake each other: it has few queues per rank."""
 
 
 def _spmd(prefix: str, *parts: str) -> tuple[str, ...]:
@@ -55,63 +63,71 @@ def _spmd(prefix: str, *parts: str) -> tuple[str, ...]:
 
 
 _POISONED = {"RAGGED_FSDP_DEBUG": "1"}
-_RARE = ("compile", "cross_load", "errors", "example", "offload", "policy", "setters", "state_dict")
-_COMMON = (
+_RUNTIME = (*_spmd("dbuffer"), *_spmd("fsdp_core"), *_spmd("fsdp", "exchange", "parallelism", "reuse"))
+_USE = _spmd(
+    "fsdp",
     "accumulation",
     "api",
     "checkpointing",
     "collectives",
+    "compile",
+    "cross_load",
+    "errors",
+    "example",
     "extensions",
     "frozen",
     "hooks",
     "meta_init",
     "mixed_precision",
+    "offload",
+    "policy",
     "quantized",
+    "setters",
     "shard_dim",
+    "state_dict",
     "train_parity",
 )
+_ENDS_RANKS = "killed or error_on_one_rank"
+_NEEDS_QUEUES = "held_memory or delays or cuda_graph"
+
+
+def _by_ranks(name: str, what: str, files: tuple[str, ...], **more: dict[str, str]) -> dict[str, Group]:
+    """A group for 2 ranks, one for 4, one for the rest: each starts few ranks and keeps them."""
+    sizes = {"2": "2 NCCL ranks", "4": "4 NCCL ranks", "1-3": "1 and 3 NCCL ranks"}
+    counts = {"2": "2", "4": "4", "1-3": "0,1,3"}
+    return {
+        f"{name}-{size}": Group(f"{what}, {ranks}", files, ranks=counts[size], **more)
+        for size, ranks in sizes.items()
+    }
+
 
 GROUPS = {  # those that take longest first
-    "kernels": Group(
-        "Muon's and the 8-bit kernels", ("tests/gpu/test_muon_*.py", "tests/gpu/test_optim_*.py")
-    ),
+    **_by_ranks("fsdp", "fully_shard", _USE),
+    **_by_ranks("core", "DBuffer and the runtime, freed memory poisoned", _RUNTIME, environment=_POISONED),
     "muon": Group("Muon, 1 to 4 NCCL ranks", _spmd("muon")),
     "trainer": Group(
-        "the trainer: splits, resuming",
-        _spmd("train", "parallel", "runs"),
-        ("-k", "not killed and not error_on_one_rank"),
+        "the trainer: splits, resuming", _spmd("train", "parallel", "runs"), ("-k", f"not ({_ENDS_RANKS})")
     ),
-    "fsdp": Group("fully_shard: training, 1 to 4 NCCL ranks", _spmd("fsdp", *_COMMON)),
-    "fsdp-more": Group("fully_shard: checkpoints, setters, compile", _spmd("fsdp", *_RARE)),
     "device": Group(
         "memory, offload, equality with DDP and FSDP2",
-        ("tests/gpu/test_fsdp_*.py",),
-        ("-k", "not waiting_rank and not held_memory and not delays"),
-    ),
-    "core": Group(
-        "DBuffer and the runtime, 1 to 4 NCCL ranks, freed memory poisoned",
-        (*_spmd("dbuffer"), *_spmd("fsdp_core")),
-        environment=_POISONED,
-    ),
-    "meshes": Group(
-        "exchanges, meshes, reuse of buffers, freed memory poisoned",
-        _spmd("fsdp", "exchange", "parallelism", "reuse"),
-        environment=_POISONED,
+        ("tests/gpu/test_fsdp_*.py", "tests/gpu/test_muon_offload.py"),
+        ("-k", f"not (waiting_rank or {_NEEDS_QUEUES})"),
     ),
     "optim": Group("8-bit Adam, Shampoo, fused AdamW, clipping", _spmd("optim")),
-    "ragged-4": Group("ragged DTensors, 4 NCCL ranks", _spmd("ragged"), ("-k", "not 2]")),
-    "ragged-2": Group("ragged DTensors, 2 NCCL ranks", _spmd("ragged"), ("-k", "2]")),
-    "faults": Group(
-        "a rank that is killed, or fails alone",
-        _spmd("train", "runs"),
-        ("-k", "killed or error_on_one_rank"),
+    **_by_ranks("ragged", "ragged DTensors", _spmd("ragged")),
+    "kernels": Group(
+        "Muon's and the 8-bit kernels",
+        ("tests/gpu/test_muon_kernels.py", "tests/gpu/test_optim_*.py"),
         shares=False,
     ),
     "races": Group(
         "delayed streams, memory that a stream still uses",
-        ("tests/gpu/test_fsdp_held_memory.py", "tests/gpu/test_fsdp_training.py"),
-        ("-k", "held_memory or delays"),
+        ("tests/gpu/test_fsdp_*.py",),
+        ("-k", _NEEDS_QUEUES),
         shares=False,
+    ),
+    "faults": Group(
+        "a rank that is killed, or fails alone", _spmd("train", "runs"), ("-k", _ENDS_RANKS), shares=False
     ),
     "timeout": Group("a rank that stays away", ("tests/gpu/test_fsdp_core_timeout.py",), shares=False),
 }
@@ -144,7 +160,12 @@ def run_group(name: str, log: Path, environment: dict[str, str], deadline_s: flo
         process = subprocess.Popen(
             [*command, *group.options, *files],
             cwd=ROOT,
-            env={**environment, "RAGGED_FSDP_TEST_DEVICE": "cuda", **group.environment},
+            env={
+                **environment,
+                "RAGGED_FSDP_TEST_DEVICE": "cuda",
+                "RAGGED_FSDP_TEST_RANKS": group.ranks,
+                **group.environment,
+            },
             stdout=stream,
             stderr=stream,
             start_new_session=True,  # so that its ranks end with it
@@ -160,7 +181,7 @@ def run_group(name: str, log: Path, environment: dict[str, str], deadline_s: flo
     return result
 
 
-def run(names: Sequence[str], environment: dict[str, str], deadline_s: float) -> list[Result]:
+def run(names: Sequence[str], environment: dict[str, str], at_once: int, deadline_s: float) -> list[Result]:
     """The groups, a few at a time."""
     logs = Path(tempfile.mkdtemp(prefix="test-gpu-"))
     shares = any(name.startswith(_SERVICE) for name in environment)
@@ -168,7 +189,7 @@ def run(names: Sequence[str], environment: dict[str, str], deadline_s: float) ->
         f"{', '.join(names)}: " + ("the ranks share a GPU through MPS" if shares else "without MPS"),
         flush=True,
     )
-    with ThreadPoolExecutor(_AT_ONCE) as workers:
+    with ThreadPoolExecutor(at_once) as workers:
         running = [workers.submit(run_group, name, logs / name, environment, deadline_s) for name in names]
         return [future.result() for future in running]
 
@@ -183,46 +204,48 @@ def machine() -> str:
     return f"{found}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
-def write(results: Sequence[Result], head: str, file: Path) -> None:
-    """Every test with its outcome into ``file``, and a row per group into a table beside it, if all ran."""
-    lines = [head]
+def write(results: Sequence[Result], now: str, folder: Path) -> None:
+    """The outcome of every test into a file per group, and a table of all groups that ever ran."""
+    files = folder / "results"
+    files.mkdir(parents=True, exist_ok=True)
     for result in results:
-        lines += ["", f"== {result.name}: {GROUPS[result.name].what}: {result.summary}"]
-        lines += [line for line in result.output.splitlines() if any(word in line for word in OUTCOMES)]
-    file.write_text("\n".join(lines) + "\n")
-    if len(results) < len(GROUPS):
-        return
-    rows = [f"| `{r.name}` | {GROUPS[r.name].what} | {r.summary} |" for r in results]
-    table = ["| group | what | result |", "|---|---|---|", *rows]
-    title = (
-        f"# Last results of the GPU tests\n\n{head}. Every test: `{file.name}`. To repeat: `make test-gpu`.\n"
-    )
-    (file.parent / "RESULTS.md").write_text("\n".join([title, *table, "", _NOT_SHOWN]))
+        tests = [line for line in result.output.splitlines() if any(word in line for word in OUTCOMES)]
+        (files / f"{result.name}.txt").write_text("\n".join([now, machine(), result.summary, *tests]) + "\n")
+    rows = []
+    for name, group in GROUPS.items():
+        if (files / f"{name}.txt").exists():
+            when, where, summary = (files / f"{name}.txt").read_text().splitlines()[:3]
+            rows.append(f"| `{name}` | {group.what} | {summary} | {when} | {where} |")
+    page = folder / "RESULTS.md"
+    before = page.read_text() if page.exists() else ""
+    by_hand = before[before.index(_BY_HAND) :] if _BY_HAND in before else ""
+    table = ["| group | what | result | UTC | machine |", "|---|---|---|---|---|", *rows]
+    page.write_text("\n".join([_TITLE, *table, "", _NOT_SHOWN, by_hand]).rstrip() + "\n")
 
 
 def main() -> int:
     """Run the groups and write their results; 0 if every test passed or was skipped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=GROUPS, action="append", help="a group to run (repeatable)")
+    parser.add_argument("--at-once", type=int, default=_AT_ONCE, help="groups that run side by side")
     parser.add_argument(
         "--limit-s", type=float, default=1e9, help="end what still runs after this many seconds"
     )
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "gpu", help="the folder for the results")
     options = parser.parse_args()
-    now = datetime.now(UTC)
-    head = f"{now:%Y-%m-%d %H:%M} UTC, {machine()}"
+    now = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
+    machine()
     deadline_s = time.monotonic() + options.limit_s
     names = options.only or list(GROUPS)
     results = []
     if together := [name for name in names if GROUPS[name].shares]:
         with shared_device() as service:
-            results += run(together, {**os.environ, **service}, deadline_s)
+            results += run(together, {**os.environ, **service}, options.at_once, deadline_s)
     if alone := [name for name in names if not GROUPS[name].shares]:
         plain = {name: value for name, value in os.environ.items() if not name.startswith(_SERVICE)}
-        results += run(alone, plain, deadline_s)
-    file = options.out / f"results-{now:%Y-%m-%d}.txt"
-    write(results, head, file)
-    print(f"results in {file}")
+        results += run(alone, plain, options.at_once, deadline_s)
+    write(results, now, options.out)
+    print(f"results in {options.out / 'RESULTS.md'}")
     return int(not all(result.passed for result in results))
 
 
