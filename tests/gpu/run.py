@@ -62,31 +62,15 @@ def _spmd(prefix: str, *parts: str) -> tuple[str, ...]:
     return tuple(f"tests/spmd/test_{prefix}_{part}.py" for part in parts or ("*",))
 
 
+def _found(patterns: tuple[str, ...]) -> set[str]:
+    """The files that are there."""
+    return {str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern)}
+
+
 _POISONED = {"RAGGED_FSDP_DEBUG": "1"}
 _RUNTIME = (*_spmd("dbuffer"), *_spmd("fsdp_core"), *_spmd("fsdp", "exchange", "parallelism", "reuse"))
-_USE = _spmd(
-    "fsdp",
-    "accumulation",
-    "api",
-    "checkpointing",
-    "collectives",
-    "compile",
-    "cross_load",
-    "errors",
-    "example",
-    "extensions",
-    "frozen",
-    "hooks",
-    "meta_init",
-    "mixed_precision",
-    "offload",
-    "policy",
-    "quantized",
-    "setters",
-    "shard_dim",
-    "state_dict",
-    "train_parity",
-)
+_PIPELINE = _spmd("fsdp", "pipeline")
+_USE = tuple(_found(_spmd("fsdp")) - _found((*_RUNTIME, *_PIPELINE)))
 _ENDS_RANKS = "killed or error_on_one_rank"
 _NEEDS_QUEUES = "held_memory or delays or cuda_graph"
 
@@ -104,6 +88,7 @@ def _by_ranks(name: str, what: str, files: tuple[str, ...], **more: dict[str, st
 GROUPS = {  # those that take longest first
     **_by_ranks("fsdp", "fully_shard", _USE),
     **_by_ranks("core", "DBuffer and the runtime, freed memory poisoned", _RUNTIME, environment=_POISONED),
+    "pipeline": Group("fully_shard in the stages of a pipeline, 4 NCCL ranks", _PIPELINE),
     "muon": Group("Muon, 1 to 4 NCCL ranks", _spmd("muon")),
     "trainer": Group(
         "the trainer: splits, resuming", _spmd("train", "parallel", "runs"), ("-k", f"not ({_ENDS_RANKS})")
@@ -154,7 +139,7 @@ class Result:
 def run_group(name: str, log: Path, environment: dict[str, str], deadline_s: float) -> Result:
     """One pytest process to its end, or to the deadline."""
     group = GROUPS[name]
-    files = sorted(str(p.relative_to(ROOT)) for pattern in group.files for p in ROOT.glob(pattern))
+    files = sorted(_found(group.files))
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--durations=8", "-p", "no:cacheprovider"]
     with log.open("wb") as stream:  # a pipe would stop it when nobody reads
         process = subprocess.Popen(
