@@ -108,6 +108,7 @@ def overhead(
     ranks: Annotated[int, typer.Option(help="Ranks to be rank 0 of.")] = 64,
     implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,ours-all-to-all,fsdp2",
     rounds: Annotated[int, typer.Option(help="Turns each takes, five steps each; the median counts.")] = 8,
+    graphs: Annotated[bool, typer.Option(help="Also capture the step as a CUDA graph and replay it.")] = True,
     option: Annotated[list[str], typer.Option(help="name=value for our fully_shard; repeatable.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
 ) -> None:
@@ -120,7 +121,7 @@ def overhead(
     case = Case(
         "small-dense", layers, tokens, ranks, iterations=10, payload="nothing", options=_options(option)
     )
-    result = take_turns(case, implementations.split(","), _CONSOLE.out, rounds=rounds)
+    result = take_turns(case, implementations.split(","), _CONSOLE.out, rounds=rounds, graphs=graphs)
     _CONSOLE.print(overhead_table(result))
     if out is not None:
         save(out, [result])
@@ -160,6 +161,25 @@ def real(
                     save(out, [*results, compare(case, rows)])
             results.append(compare(case, rows))
             _CONSOLE.print(real_table(results[-1]))
+
+
+@app.command()
+def weight_gradients(
+    model: Annotated[str, typer.Option(help="A model of dense layers.")] = "llama-3-70b",
+    tokens: Annotated[int, typer.Option(help="Tokens of this rank.")] = 4096,
+    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
+) -> None:
+    """Time of one layer's weight gradients: kept, cast into a gradient buffer, or written into it."""
+    import torch
+
+    from .runner import save
+    from .weight_gradients import study
+
+    _need_cuda()
+    row = study(MODELS[model], tokens, torch.device("cuda"))
+    _CONSOLE.print(row)
+    if out is not None:
+        save(out, [row])
 
 
 @app.command()

@@ -25,9 +25,42 @@ _STEPS_PER_TURN = 5
 
 
 def take_turns(
-    case: Case, names: Iterable[str], say: Callable[[str], None], *, rounds: int, limit_s: float = 120.0
+    case: Case,
+    names: Iterable[str],
+    say: Callable[[str], None],
+    *,
+    rounds: int,
+    graphs: bool = False,
+    limit_s: float = 120.0,
 ) -> dict[str, Any]:
-    """Results of one case, as :func:`.runner.run_case`'s, with the median host time over all rounds."""
+    """Results of one case, as :func:`.runner.run_case`'s, with the median host time over all rounds.
+
+    With ``graphs`` each implementation's step is then captured as a CUDA graph and replayed.
+    """
+    players, rows = _start(case, names, say, limit_s)
+    for row in [row for row in rows if row.pop("ready", False)]:
+        row |= _ask(players[row["implementation"]], "time", limit_s)
+    running = {row["implementation"]: row for row in rows if "host_ms" in row}
+    for row in running.values():
+        row["host_all_ms"] = []
+    for _ in range(rounds):
+        for name, row in running.items():
+            row["host_all_ms"] += _ask(players[name], _STEPS_PER_TURN, limit_s).get("host_ms", [])
+    for name, row in running.items():
+        row["host_ms"] = round(statistics.median(row["host_all_ms"]), 3)
+        row["host_ms_per_layer"] = round(row["host_ms"] / case.layers, 4)
+        if graphs:
+            row |= _ask(players[name], "graph", limit_s)
+    for pipe, process in players.values():
+        pipe.close()  # ends it
+        process.join(10)
+    return {"case": case.to_json(), "rows": rows}
+
+
+def _start(
+    case: Case, names: Iterable[str], say: Callable[[str], None], limit_s: float
+) -> tuple[dict[str, tuple[Any, Any]], list[dict[str, Any]]]:
+    """A pipe and a process for each, and its first answer: all are built before any is timed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     players, rows = {}, []
@@ -42,23 +75,16 @@ def take_turns(
         process.start()
         theirs.close()
         players[name] = (ours, process)
-        row = _answer(ours, limit_s)
+    for name, (pipe, _) in players.items():
+        row = _answer(pipe, limit_s)
         say(f"{name}: ready" if "error" not in row else f"{name}: failed\n{row['error']}")
         rows.append({"implementation": name, "bandwidth_gb_s": None, **row})
-    running = {row["implementation"]: row for row in rows if "host_ms" in row}
-    for row in running.values():
-        row["host_all_ms"] = []
-    for _ in range(rounds):
-        for name, row in running.items():
-            players[name][0].send(_STEPS_PER_TURN)
-            row["host_all_ms"] += _answer(players[name][0], limit_s).get("host_ms", [])
-    for row in running.values():
-        row["host_ms"] = round(statistics.median(row["host_all_ms"]), 3)
-        row["host_ms_per_layer"] = round(row["host_ms"] / case.layers, 4)
-    for pipe, process in players.values():
-        pipe.close()  # ends it
-        process.join(10)
-    return {"case": case.to_json(), "rows": rows}
+    return players, rows
+
+
+def _ask(player: tuple[Any, Any], wanted: int | str, limit_s: float) -> dict[str, Any]:
+    player[0].send(wanted)
+    return _answer(player[0], limit_s)
 
 
 def _answer(pipe: Any, limit_s: float) -> dict[str, Any]:
@@ -69,15 +95,22 @@ def _answer(pipe: Any, limit_s: float) -> dict[str, Any]:
 
 
 def _play(pipe: Any, case: Case, name: str) -> None:
-    """Answer each number of steps with the host time of each; until the pipe is closed."""
+    """Answer "time", a number of steps (with their host times) and "graph", until the pipe closes."""
     try:
+        from .graphs import replayed
         from .measure import host_ms, prepare, timed
 
         run = prepare(case, name)
-        pipe.send(timed(case, run))
-        gc.collect()
+        pipe.send({"ready": True})
         while True:
-            pipe.send({"host_ms": [round(host_ms(run), 3) for _ in range(pipe.recv())]})
+            wanted = pipe.recv()
+            if wanted == "time":
+                pipe.send(timed(case, run))
+                gc.collect()
+            elif wanted == "graph":
+                pipe.send(replayed(case, run))
+            else:
+                pipe.send({"host_ms": [round(host_ms(run), 3) for _ in range(wanted)]})
     except EOFError:
         return
     except BaseException:

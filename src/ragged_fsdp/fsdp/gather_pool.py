@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["GatherPool", "pooled_bytes"]
+__all__ = ["GatherPool", "is_capturing", "pooled_bytes"]
 
 _GROUPS_ALIVE = 2
 _COMMON_POOL = nullcontext()
@@ -27,6 +27,11 @@ def pooled_bytes(sizes: Sequence[int]) -> int:
     return max((size for size, groups in counts.items() if groups > _GROUPS_ALIVE), default=0)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now becomes a part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class GatherPool:
     """Where the storage of gathered weights of ``nbytes`` is allocated."""
 
@@ -36,8 +41,8 @@ class GatherPool:
 
     def allocating(self, nbytes: int, device: torch.device) -> AbstractContextManager:
         """Within it allocations of this thread on ``device`` come from the pool, if it is for ``nbytes``."""
-        if device.type != "cuda" or nbytes != self.nbytes or not nbytes:
-            return _COMMON_POOL
+        if device.type != "cuda" or nbytes != self.nbytes or not nbytes or is_capturing(device):
+            return _COMMON_POOL  # a graph has a pool of its own, which lives as long as it can be replayed
         if self._pool is None:
             self._pool = torch.cuda.MemPool(use_on_oom=True)
         return torch.cuda.use_mem_pool(self._pool, device)

@@ -19,7 +19,7 @@ import torch
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.fsdp.arena import Arena
 from ragged_fsdp.fsdp.debug import OrderCheck, StreamOwners
-from ragged_fsdp.fsdp.gather_pool import GatherPool
+from ragged_fsdp.fsdp.gather_pool import GatherPool, is_capturing
 from ragged_fsdp.fsdp.watch import CollectiveWatch
 
 if TYPE_CHECKING:
@@ -107,8 +107,13 @@ class CommContext:
             self.streams["gather"].wait_event(event)
 
     def lease(self, nbytes: int) -> FlatStorage | None:
-        """Storage for a gradient buffer that stays allocated between steps; None if none is that large."""
+        """Storage for a gradient buffer that stays allocated between steps; None if none is that large.
+
+        A CUDA graph that is being captured gets none: a later forward without gradients would free it.
+        """
         assert self.device is not None
+        if is_capturing(self.device):
+            return None
         return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
 
     def give_back(self, storage: FlatStorage) -> None:
