@@ -123,14 +123,20 @@ class Result:
     """What became of a group."""
 
     name: str
-    passed: bool
+    code: int | None
+    """pytest's exit code; None if the limit was reached."""
     output: str
+
+    @property
+    def passed(self) -> bool:
+        """Whether every test passed or was skipped."""
+        return self.code == 0
 
     @property
     def summary(self) -> str:
         """pytest's last line, or how far it came."""
         last = (self.output.strip().splitlines() or [""])[-1]
-        if last.startswith("==="):
+        if self.code is not None:
             return last.strip("= ")
         counts = {word: self.output.count(f" {word}") for word in ("PASSED", "FAILED")}
         return f"cut off at the limit, {counts['PASSED']} passed and {counts['FAILED']} failed before"
@@ -155,15 +161,25 @@ def run_group(name: str, log: Path, environment: dict[str, str], deadline_s: flo
             stderr=stream,
             start_new_session=True,  # so that its ranks end with it
         )
-    try:
-        passed = process.wait(max(0.0, deadline_s - time.monotonic())) == 0
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        passed = False
-    result = Result(name, passed, log.read_text(errors="replace"))
-    print(result.output if not passed else f"{name}: {result.summary}", flush=True)
+    result = Result(name, _wait(process, deadline_s), log.read_text(errors="replace"))
+    print(f"{name}: {result.summary}" if result.passed else result.output, flush=True)
     return result
+
+
+def _wait(process: subprocess.Popen[bytes], deadline_s: float) -> int | None:
+    """The exit code; at the deadline the process ends its ranks itself if it can, and all end with it."""
+    for signal_sent, left_s in (
+        (signal.SIGINT, max(0.0, deadline_s - time.monotonic())),
+        (signal.SIGKILL, 15),
+    ):
+        try:
+            code = process.wait(left_s)
+            return code if signal_sent is signal.SIGINT else None
+        except subprocess.TimeoutExpired:
+            send = os.kill if signal_sent is signal.SIGINT else os.killpg
+            send(process.pid, signal_sent)
+    process.wait()
+    return None
 
 
 def run(names: Sequence[str], environment: dict[str, str], at_once: int, deadline_s: float) -> list[Result]:
