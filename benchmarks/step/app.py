@@ -260,10 +260,9 @@ def show(
     """Show saved results as tables, and draw them."""
     from . import report
 
-    loaded = report.load(results)
-    for result in [found for found in loaded if report.is_real(found)]:
-        _CONSOLE.print(report.real_table(result))
-    loaded = [found for found in loaded if not report.is_real(found)]
+    loaded, tables = report.other_tables(report.load(results))
+    for table in tables:
+        _CONSOLE.print(table)
     for result in loaded:
         if markdown:
             print(report.markdown(result))

@@ -18,9 +18,9 @@ __all__ = [
     "copy_table",
     "error_table",
     "floor_ms",
-    "is_real",
     "load",
     "markdown",
+    "other_tables",
     "overhead_table",
     "real_table",
     "segment_table",
@@ -54,8 +54,9 @@ _COLUMNS = (
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The results of several files; a floor serves those of the same layers that have none."""
     results = [result for path in paths for result in json.loads(path.read_text())["results"]]
-    floors = {_workload(r["case"]): row for r in results for row in r["rows"] if _is_floor(row)}
-    for result in results:
+    steps = [result for result in results if "wires" in result.get("case", ()) and "rows" in result]
+    floors = {_workload(r["case"]): row for r in steps for row in r["rows"] if _is_floor(row)}
+    for result in steps:
         floor = floors.get(_workload(result["case"]))
         if floor is not None and not any(_is_floor(row) for row in result["rows"]):
             result["rows"].insert(0, floor)
@@ -236,9 +237,19 @@ def segment_table(found: dict[str, Any]) -> Table:
     )
 
 
-def is_real(result: dict[str, Any]) -> bool:
-    """Whether it comes from real ranks, which have losses and no wires."""
-    return "wires" not in result["case"]
+def other_tables(results: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Table]]:
+    """The results of steps, and tables of all others: real ranks, segments, errors of reductions."""
+    steps, tables, errors = [], [], []
+    for result in results:
+        if "case" not in result:
+            errors.append(result)
+        elif "by_role" in result:
+            tables.append(segment_table(result))
+        elif "wires" not in result["case"]:
+            tables.append(real_table(result))
+        else:
+            steps.append(result)
+    return steps, tables + ([error_table(errors)] if errors else [])
 
 
 def real_table(result: dict[str, Any]) -> Table:

@@ -1,0 +1,23 @@
+"""Each table of steps in docs/benchmarks.md is what ``bench show --markdown`` makes of a committed result."""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.step import report  # noqa: E402
+
+RESULTS = ROOT / "benchmarks" / "step" / "results"
+
+
+def test_tables_are_those_of_the_committed_results():
+    files = sorted(RESULTS.glob("*.json"))
+    steps = [found for path in files for found in report.other_tables(report.load([path]))[0]]
+    committed = {report.markdown(result).strip() for result in steps}
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    shown = re.findall(r"\*\*[^\n]*rank 0 of[^\n]*\*\*\n\n(?:\|[^\n]*\n)+", text)
+    assert len(shown) >= 8, "the page has no tables"
+    strange = [table.splitlines()[0] for table in shown if table.strip() not in committed]
+    assert not strange, f"not what `bench show --markdown` prints of results/*.json: {strange}"
