@@ -199,3 +199,20 @@ def test_offload_to_pinned_memory(rank, pinned):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     assert all(p.device.type == "cpu" for p in model.parameters())
     assert all(p.to_local().is_pinned() == pinned for p in model.parameters() if p.to_local().numel())
+
+
+@spmd(2)
+def test_offloaded_weights_may_be_written_after_a_forward_without_gradients(rank):
+    """Copies from pinned memory run when the device comes to them; the host must not be faster."""
+    model, reference = build(Transformer, rank.device)
+    model.cpu()
+    shard_blocks(model, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=True))
+    with torch.no_grad():
+        expected = reference(tokens(rank, 0))
+        model(tokens(rank, 0))
+        with torch.cuda.stream(model._get_fsdp_state().comm.streams["gather"]):
+            torch.cuda._sleep(SLEEP_CYCLES * 10)
+        found = model(tokens(rank, 0))
+        for parameter in model.parameters():
+            parameter.to_local().zero_()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)

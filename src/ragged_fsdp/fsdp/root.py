@@ -47,6 +47,8 @@ class RootContext:
         self.first_gathered: list[ParamGroup] = []
         self._kept: set[ParamGroup] = set()
         self._owner: dict[ParamGroup, ModuleState] = {}
+        self._copies_from_host = False
+        """Whether gathers copy from memory of the host, which does not wait for them."""
 
     def adopt(self, root: ModuleState, states: Sequence[ModuleState], module: nn.Module) -> None:
         """Make ``states`` share this context and prepare their groups."""
@@ -71,6 +73,7 @@ class RootContext:
         self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes(needs))
         gathered = [group.gathered_bytes for group in groups]
         self.comm.gather_pool.nbytes = max(self.comm.gather_pool.nbytes, pooled_bytes(gathered))
+        self._copies_from_host = any(group.pin_memory for group in groups)
 
     def disband(self) -> None:
         """Undo an :meth:`adopt` that raised."""
@@ -128,6 +131,8 @@ class RootContext:
         self.order.end()
         self._choose_kept()
         self.leave_forward()
+        if self._copies_from_host and not torch.is_grad_enabled():
+            self.comm.streams["gather"].synchronize()  # no backward will wait: the user may write the weights
 
     def leave_forward(self) -> None:
         """However the forward ended: prefetched groups it did not use are dropped."""
