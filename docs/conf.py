@@ -33,7 +33,8 @@ def _as_a_page(app: Any, docname: str, source: list[str]) -> None:
     """Sources are written for the repository: README is in front here, and there are no pages elsewhere."""
     if docname == "index":  # README's links start in the top folder
         readme = Path(__file__).parent.parent / "README.md"
-        source[0] = readme.read_text().replace("](docs/", "](") + "\n" + source[0]
+        text = readme.read_text().replace("](docs/", "](").replace("](benchmarks/", "](../benchmarks/")
+        source[0] = text + "\n" + source[0]
     source[0] = _ELSEWHERE.sub(r"\1 (`\2`)", source[0])
 
 
