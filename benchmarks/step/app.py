@@ -15,7 +15,7 @@ from .wire import DELIVERIES, PAYLOADS
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Measure ragged_fsdp and its peers.", no_args_is_help=True)
+app = typer.Typer(help="Measure ragged_fsdp and its peers.", no_args_is_help=True, add_completion=False)
 _ALL = "none,ours,fsdp2,fsdp1,megatron,deepspeed"
 _CONSOLE = Console(width=170)
 
