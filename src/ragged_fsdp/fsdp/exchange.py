@@ -25,7 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,6 +107,31 @@ def plan_sends(layout: GradLayout, ranks: int, *, rounds: int = 1) -> SendPlan:
     )
 
 
+class _Run(NamedTuple):
+    """A run of the buffer: ``numel`` elements from ``start`` of a parameter, or padding (-1)."""
+
+    param: int
+    start: int
+    numel: int
+
+
+def _runs(layout: GradLayout) -> list[_Run]:
+    placed = [
+        (layout.layout.offsets[segment.index], _Run(index, segment.tensor_start, segment.numel))
+        for index, segments in enumerate(layout.segments)
+        for segment in segments
+    ]
+    runs, end = [], 0
+    for offset, run in sorted(placed):
+        if offset > end:
+            runs.append(_Run(-1, 0, offset - end))
+        runs.append(run)
+        end = offset + run.numel
+    if end < layout.layout.buffer_numel:
+        runs.append(_Run(-1, 0, layout.layout.buffer_numel - end))
+    return runs
+
+
 class ExchangeReducer(GradReducer):
     """Keeps autograd's gradients as they are and exchanges them; see the module's docstring."""
 
@@ -118,7 +143,7 @@ class ExchangeReducer(GradReducer):
         self._received: list[torch.Tensor] = []
         """Rows from all ranks, for one round each; rounds take turns."""
         self._plans: dict[int, SendPlan | None] = {}
-        self._packings: dict[int, list[tuple[int, int, int]]] = {}
+        self._packings: dict[int, list[_Run]] = {}
 
     # -- collecting ------------------------------------------------------------------------------
 
@@ -126,8 +151,9 @@ class ExchangeReducer(GradReducer):
         """Keep the gradients; one that comes again is added in the reduction dtype."""
         if not self.written:
             self._begin()
+        params = self.group.params
         for index, grad in grads:
-            inner = self._inner(index, grad)
+            inner = grad if params[index].grad_as_is else self._inner(index, grad)
             if index in self.written:
                 kept = self._grads[index]
                 inner = kept.to(self._sum_dtype()).add_(inner)
@@ -183,37 +209,30 @@ class ExchangeReducer(GradReducer):
 
     def _pack_all(self) -> torch.Tensor:
         """All shards as rows of one tensor, in one pass; padding is zero."""
-        dtype, device = self._wire_dtype(), self.group.device
-        packing, flat = self._packing(), {i: grad.reshape(-1) for i, grad in self._grads.items()}
-        absent = max((numel for index, _, numel in packing if index not in flat), default=0)
-        zeros = torch.zeros(absent, dtype=dtype, device=device)
-        parts = []
-        for index, start, numel in packing:
-            source, at = (flat[index], start) if index in flat else (zeros, 0)
-            parts.append(source if source.numel() == numel else source.narrow(0, at, numel))
         assert self._layout is not None
-        packed = torch.empty(self._layout.layout.buffer_numel, dtype=dtype, device=device)
-        torch.cat(parts, out=packed)
+        numel, packing = self._layout.layout.buffer_numel, self._packing()
+        packed = torch.empty(numel, dtype=self._wire_dtype(), device=self.group.device)
+        flat = {index: grad.reshape(-1) for index, grad in self._grads.items()}
+        targets, sources, absent = [], [], []
+        for part, run in zip(packed.split_with_sizes([run.numel for run in packing]), packing):
+            grad = flat.get(run.param)
+            if grad is None:
+                absent.append(part)
+                continue
+            targets.append(part)
+            sources.append(grad if grad.numel() == run.numel else grad.narrow(0, run.start, run.numel))
+        if absent:
+            torch._foreach_zero_(absent)
+        if targets:
+            torch._foreach_copy_(targets, sources)
         return packed.view(self.group.mesh.shard_size, -1)
 
-    def _packing(self) -> list[tuple[int, int, int]]:
-        """What lies in the buffer, in order: parameter, start in it, length; padding is parameter -1."""
+    def _packing(self) -> list[_Run]:
+        """What lies in the buffer, in order."""
         layout = self._layout
         assert layout is not None
         if id(layout) not in self._packings:
-            runs = [
-                (layout.layout.offsets[segment.index], index, segment)
-                for index, segments in enumerate(layout.segments)
-                for segment in segments
-            ]
-            packing, end = [], 0
-            for offset, index, segment in sorted(runs, key=lambda run: run[0]):
-                packing += [(-1, 0, offset - end)] if offset > end else []
-                packing.append((index, segment.tensor_start, segment.numel))
-                end = offset + segment.numel
-            if end < layout.layout.buffer_numel:
-                packing.append((-1, 0, layout.layout.buffer_numel - end))
-            self._packings[id(layout)] = packing
+            self._packings[id(layout)] = _runs(layout)
         return self._packings[id(layout)]
 
     def _pack(self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
