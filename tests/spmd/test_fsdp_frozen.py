@@ -71,6 +71,30 @@ def test_requires_grad_changes_between_steps(rank):
         assert_same(model, reference, grads=True)
 
 
+@pytest.mark.parametrize("held", [False, True])
+@spmd(2)
+def test_requires_grad_changes_while_the_root_is_unsharded(rank, held):
+    """An evaluation leaves the root gathered: ``requires_grad_`` then reaches one of its two forms only."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    parameters = list(model.parameters())
+    for trains in (False, True, False):
+        with torch.no_grad():
+            model(tokens(rank, 0))
+        for parameter in parameters if held else model.parameters():
+            parameter.requires_grad_(trains)
+        reference.requires_grad_(trains)
+        loss, expected = model(tokens(rank, 1)), reference(tokens(rank, 1))
+        assert loss.requires_grad == trains
+        if trains:
+            loss.backward()
+            expected.backward()
+            average_gradients(reference)
+        model.reshard()
+        assert [p.requires_grad for p in model.parameters()] == [trains] * len(parameters)
+        assert_same(model, reference, grads=True)
+
+
 @pytest.mark.parametrize("blocks", [True, False])
 @spmd(1, 2, 3)
 def test_tied_embedding_and_head(rank, blocks):

@@ -50,6 +50,8 @@ class ManagedParam:
         """The dim that the shard group cuts; not 0 only where the user asked for such a ``Shard``."""
         self.grad_as_is = self.inner_spec is None
         """Whether autograd's gradient is what is reduced: no DTensor, and cut along dim 0."""
+        self.trains = original.requires_grad
+        """``requires_grad`` of both forms when they last agreed."""
         self.grad_hook: Any = None
         """Handle of the hook that takes a large gradient as soon as it is accumulated."""
 
@@ -146,7 +148,8 @@ class ManagedParam:
             if meta is not None and meta.dtype != view.dtype:
                 meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), view.dtype)
             data = DTensor(view, replace(self.inner_spec, tensor_meta=meta), requires_grad=False)
-        self.unsharded = nn.Parameter(data, requires_grad=self.sharded.requires_grad)
+        self.trains = self.sharded.requires_grad
+        self.unsharded = nn.Parameter(data, requires_grad=self.trains)
         setattr(self.unsharded, MANAGED_ATTRIBUTE, True)
         self.grad_hook = None
         return self.unsharded

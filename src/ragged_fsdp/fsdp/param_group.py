@@ -213,7 +213,11 @@ class ParamGroup:
 
     def unshard(self, async_op: bool = False) -> None:
         """Issue the gather, unless it is under way or done."""
-        if self.residence is Residence.GATHERING or self.residence is Residence.UNSHARDED:
+        if self.residence is Residence.GATHERING:
+            return
+        if self.residence is Residence.UNSHARDED:
+            if self.phase is Phase.FORWARD:
+                self._settle_requires_grad()
             return
         if self.phase is Phase.PRE_BACKWARD and not self.settings.unshard_in_backward:
             return
@@ -290,7 +294,8 @@ class ParamGroup:
             unsharded = param.unsharded
             assert unsharded is not None
             if unsharded.requires_grad != param.sharded.requires_grad:
-                unsharded.requires_grad_(param.sharded.requires_grad)
+                param.trains = param.sharded.requires_grad
+                unsharded.requires_grad_(param.trains)
             if param.grad_hook is None and unsharded.requires_grad:
                 self._hook_gradient(param, unsharded)
         self._register(unsharded=True)
@@ -353,11 +358,24 @@ class ParamGroup:
             return
         if self.residence is Residence.GATHERING:
             self._wait_gather()
+        elif self.phase is Phase.IDLE:
+            self._settle_requires_grad()
         self._register(unsharded=False)
         if self.parking is not None:
             self.parking.clear()
         self._release_weight()
         self._move(Residence.SHARDED)
+
+    def _settle_requires_grad(self) -> None:
+        """Between iterations ``requires_grad_`` reaches only the form that is registered, or held."""
+        for param in self.params:
+            unsharded, sharded = param.unsharded, param.sharded
+            if unsharded is None or unsharded.requires_grad == sharded.requires_grad:
+                param.trains = sharded.requires_grad
+                continue
+            param.trains = not param.trains  # one of the two was changed, the other is as it was
+            unsharded.requires_grad_(param.trains)
+            sharded.requires_grad_(param.trains)
 
     def _release_weight(self) -> None:
         assert self.model_weight is not None
