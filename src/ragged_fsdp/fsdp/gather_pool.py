@@ -18,6 +18,7 @@ import torch
 __all__ = ["GatherPool", "is_capturing", "pooled_bytes"]
 
 _GROUPS_ALIVE = 2
+_OWN_SEGMENT_BYTES = 10 << 20  # below this, torch's allocator lets blocks share a segment anyway
 _COMMON_POOL = nullcontext()
 
 
@@ -41,8 +42,10 @@ class GatherPool:
 
     def allocating(self, nbytes: int, device: torch.device) -> AbstractContextManager:
         """Within it allocations of this thread on ``device`` come from the pool, if it is for ``nbytes``."""
-        if device.type != "cuda" or nbytes != self.nbytes or not nbytes or is_capturing(device):
-            return _COMMON_POOL  # a graph has a pool of its own, which lives as long as it can be replayed
+        if nbytes != self.nbytes or nbytes < _OWN_SEGMENT_BYTES or device.type != "cuda":
+            return _COMMON_POOL
+        if is_capturing(device):  # a graph has a pool of its own, which lives as long as it can be replayed
+            return _COMMON_POOL
         if self._pool is None:
             self._pool = torch.cuda.MemPool(use_on_oom=True)
         return torch.cuda.use_mem_pool(self._pool, device)

@@ -113,8 +113,6 @@ class ModuleState(_State):
     def _begin_iteration(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Once per forward, in the module where it starts."""
         self.lazy_init()
-        if self.root.forward_root is not None:
-            return args, kwargs
         self.root.begin_forward(self)
         if self.root.post_optim_event is not None:
             self.comm.wait_user_event(self.root.post_optim_event)
@@ -137,7 +135,7 @@ class ModuleState(_State):
             return self._cast_inputs(args, kwargs)
         first = self.phase is not Phase.FORWARD
         self.phase = Phase.FORWARD
-        if first:
+        if first and self.root.forward_root is None:
             args, kwargs = self._begin_iteration(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
         following = None
