@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry
 from ragged_fsdp.optim.adam8bit_triton import exact_step_kernel, step_kernel
-from ragged_fsdp.optim.quant import map_constants, rounding_key, rounding_salt
+from ragged_fsdp.optim.quant import FIRST_OCTAVE, map_constants, rounding_key, rounding_salt
 
 __all__ = ["BlockBatch", "ExactBatch", "kernel_kind"]
 
@@ -96,8 +96,8 @@ class BlockBatch(_Batch):
             self._table,
             self._grads,
             self._owner,
-            *self._maps,
-            *scalars.for_kernel(),
+            self._maps,
+            scalars.for_kernel(),
             *(word - (word >> 31 << 32) for word in key),
             _TL_DTYPES[dtype],
             _TL_DTYPES[grads[0].dtype],
@@ -136,7 +136,7 @@ class ExactBatch(_Batch):
             self._table,
             self._grads,
             self._owner,
-            *scalars.for_kernel(),
+            scalars.for_kernel(),
             _TL_DTYPES[self._dtype],
             _TL_DTYPES[grads[0].dtype],
             _EXACT_NUMEL,
@@ -161,20 +161,24 @@ def _row_of_table(entry: BlockEntry, first_program: int, position: int) -> list[
     return [*(t.data_ptr() for t in tensors), *shape, *source, rounding_salt(position)]
 
 
-_MAPS: dict[torch.device, tuple[Tensor, Tensor]] = {}
+_MAPS: dict[torch.device, tuple[Tensor, ...]] = {}
 
 
-def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cell widths of both maps (16 entries apart) and their slopes and offsets (32 pairs apart).
+def _maps(device: torch.device) -> tuple[Tensor, ...]:
+    """Of the signed map, then of the unsigned: cell widths, and pairs of slope and offset as 64-bit words.
 
-    The pairs start in the middle of a cache line: those of magnitudes above 2^-15 then share one.
+    Widths are found by the octave of k + 1/2, from 1/2 on; pairs by the upper nine bits of a float as a
+    signed number, from -256 to 255: there is one for every float, so that the kernel need not check it.
     """
     if device not in _MAPS:
-        widths = torch.zeros(32)
-        lines = torch.zeros(8 + 64, 2)
-        for signed, width_start, line_start in ((True, 0, 8), (False, 16, 40)):
-            slopes, offsets, of_cells = map_constants(signed)
-            widths[width_start : width_start + of_cells.numel()] = of_cells
-            lines[line_start : line_start + slopes.numel()] = torch.stack([slopes, offsets], dim=1)
-        _MAPS[device] = widths.to(device), lines.view(torch.int64).view(-1).to(device)[8:]
+        tables = []
+        for signed in (True, False):
+            slopes, offsets, widths = map_constants(signed)
+            octaves = torch.arange(-256, 256) - FIRST_OCTAVE
+            octaves = octaves.clamp(0, slopes.numel() - 1)
+            lines = torch.stack([slopes[octaves], offsets[octaves]], dim=1)
+            padding = torch.zeros(0 if signed else 1)  # k of the unsigned map is at least 1
+            tables += [torch.cat([padding, widths]), lines.view(torch.int64).view(-1)]
+        widths_signed, lines_signed, widths, lines = (table.to(device) for table in tables)
+        _MAPS[device] = widths_signed, lines_signed[256:], widths, lines[256:]
     return _MAPS[device]

@@ -8,11 +8,12 @@ parameter however many there are.
 
 The arithmetic is that of ``adam8bit_reference``, operation for operation: contraction to fused
 multiply-adds is off and reciprocal and root round correctly, so the results are equal bit by bit.
-Codes and values are computed (``quant``) from a few constants that lie in one or two cache lines. Tables of
-all values and of all float prefixes were 6 % faster for rounding to nearest on an H200, and half as fast for
-stochastic rounding, which looks up more of them. All tensors of a program keep one register layout, four
-neighbours per thread: without the ``max_contiguous`` hints the byte loads and the lookups would get layouts
-of their own, and every value would travel through shared memory.
+Codes and values are computed (``quant``) from a few constants by octave: looking up 256 values and all float
+prefixes took twice as long with stochastic rounding. A GPU issues integer operations, comparisons and
+selections at half the rate of multiplications and additions, and they were what bound this kernel: so an
+index of the map is a float here, and its sign and its rounding are float operations. All tensors of a program
+keep one register layout, four neighbours per thread: without the ``max_contiguous`` hints the byte loads and
+the lookups would get layouts of their own, and every value would travel through shared memory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import triton.language as tl
 
 from ragged_fsdp.optim.quant import (
     CELL_OFFSET,
-    FIRST_OCTAVE,
     LARGEST_SQUARE,
     SMALLEST_SCALE,
     SMALLEST_SQUARE,
@@ -35,12 +35,12 @@ FIELDS = tl.constexpr(14)
 """int64 words per parameter in the table of ``step_kernel``; ``adam8bit_launch`` writes them."""
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 _OFFSET = tl.constexpr(CELL_OFFSET)
-_FIRST = tl.constexpr(FIRST_OCTAVE)
 _SIGNED_ONE_EDGE = tl.constexpr(one_edge(True))
 _UNSIGNED_ONE_EDGE = tl.constexpr(one_edge(False))
 _SMALLEST_SQUARE = tl.constexpr(SMALLEST_SQUARE)
 _LARGEST_SQUARE = tl.constexpr(LARGEST_SQUARE)
-_ROUNDER = tl.constexpr(8388608.0)  # 2^23, whose bits are 0x4B000000
+_ROUNDER = tl.constexpr(8388608.0)  # 2^23, whose bits are 0x4B000000: adding it rounds to an integer
+_SIGN = tl.constexpr(-2147483648)
 
 
 @triton.jit
@@ -57,15 +57,15 @@ def _uniform(bits):
 
 
 @triton.jit
-def _noise(row_of_table, row, col, tile, key0, key1, RUNS: tl.constexpr):
+def _noise(table_row, row, col, tile, key0, key1, RUNS: tl.constexpr):
     """Uniform numbers of both moments at local rows, columns and tiles; as ``quant.rounding_noise``."""
-    inner = tl.load(row_of_table + 8).to(tl.int32) + (tile if RUNS else row)
-    period = tl.load(row_of_table + 10).to(tl.int32)
+    inner = tl.load(table_row + 8).to(tl.int32) + (tile if RUNS else row)
+    period = tl.load(table_row + 10).to(tl.int32)
     outer = inner // period
-    stride, base = tl.load(row_of_table + 11).to(tl.int32), tl.load(row_of_table + 9).to(tl.int32)
+    stride, base = tl.load(table_row + 11).to(tl.int32), tl.load(table_row + 9).to(tl.int32)
     source_row = base + outer * stride + inner - outer * period
-    source_col = col + tl.load(row_of_table + 12).to(tl.int32)
-    salted = key1.to(tl.uint32) + tl.load(row_of_table + 13).to(tl.uint32)
+    source_col = col + tl.load(table_row + 12).to(tl.int32)
+    salted = key1.to(tl.uint32) + tl.load(table_row + 13).to(tl.uint32)
     of_row = _mix32(_mix32(source_row.to(tl.uint32) ^ key0.to(tl.uint32)) + salted)
     bits = _mix32(of_row + source_col.to(tl.uint32) * 0x9E3779B9)
     return _uniform(bits >> 16), _uniform(bits & 0xFFFF)
@@ -79,20 +79,47 @@ def _block_scale(magnitudes):
 
 
 @triton.jit
-def _value_of_index(index, widths_ptr, SIGNED: tl.constexpr):
-    """The magnitude of k; as ``quant.value_of_index``."""
-    middle = (index | 0x4B000000).to(tl.float32, bitcast=True) - (_ROUNDER - 0.5)
+def _float_of_byte(byte):
+    """2^23 + the byte."""
+    return (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _with_sign_of(magnitude, signed):
+    """The magnitude, negated where the other float has a sign."""
+    sign = signed.to(tl.int32, bitcast=True) & _SIGN
+    return (magnitude.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _negated(x):
+    """As an instruction's operand modifier; a minus sign would be a subtraction from zero."""
+    return (x.to(tl.int32, bitcast=True) ^ _SIGN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _value(middle, widths_ptr):
+    """The magnitude of k, given as k + 1/2; as ``quant.value_of_index``."""
     bits = middle.to(tl.int32, bitcast=True)
     cells = (bits & 0x7F800000).to(tl.float32, bitcast=True)
-    octave = (bits >> 23) - (126 if SIGNED else 127)
-    width = tl.load(widths_ptr + tl.max_contiguous(octave, [1, 1, 2]))
+    width = tl.load(widths_ptr + tl.max_contiguous((bits >> 23) - 126, [1, 1, 2]))
     return tl.fma(cells, -_OFFSET, middle) * width
 
 
 @triton.jit
+def _dequantize(codes, scale, widths_ptr, SIGNED: tl.constexpr):
+    if SIGNED:
+        index = _float_of_byte(codes) - (_ROUNDER + 127)
+        value = _with_sign_of(_value(tl.abs(index) + 0.5, widths_ptr), index)
+    else:
+        value = _value(_float_of_byte(codes) - (_ROUNDER - 1.5), widths_ptr)
+    return value * scale[None, :, None]
+
+
+@triton.jit
 def _nearest_index(magnitude, lines_ptr, SIGNED: tl.constexpr):
-    """k of the nearest value; as ``quant.nearest_index``."""
-    octave = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, _FIRST) - _FIRST
+    """k of the nearest value; as ``quant.nearest_index``. A NaN has the last k."""
+    octave = magnitude.to(tl.int32, bitcast=True) >> 23
     line = tl.load(lines_ptr + tl.max_contiguous(octave, [1, 1, 2]))  # a slope and an offset
     slope = line.to(tl.int32).to(tl.float32, bitcast=True)
     offset = (line >> 32).to(tl.int32).to(tl.float32, bitcast=True)
@@ -100,56 +127,48 @@ def _nearest_index(magnitude, lines_ptr, SIGNED: tl.constexpr):
     beyond = tl.fma(here, 0.2, tl.fma(offset, 1.8, 0.5))
     end = tl.fma(offset, 2.25, 1.625)
     k = tl.where(here >= end, beyond, tl.minimum(here, end - 1.5))
-    index = (k + _ROUNDER).to(tl.int32, bitcast=True) & 0x1FF
+    index = (k + _ROUNDER) - _ROUNDER
     if SIGNED:
-        index = tl.where(magnitude > _SIGNED_ONE_EDGE, 128, index)
+        return tl.where(magnitude <= _SIGNED_ONE_EDGE, index, 128.0)
     else:
-        index = tl.where(magnitude > _UNSIGNED_ONE_EDGE, 256, index)
-        index = tl.where(magnitude > 0, tl.maximum(index, 2), 1)
-    return index
+        return tl.where(magnitude <= _UNSIGNED_ONE_EDGE, _never_zero(index, magnitude), 256.0)
+
+
+@triton.jit
+def _never_zero(index, magnitude):
+    """Of the second moment: a magnitude that is not zero does not become zero."""
+    return tl.where(magnitude == 0, 1.0, tl.maximum(index, 2.0))
 
 
 @triton.jit
 def _round_stochastically(magnitude, index, widths_ptr, noise, SIGNED: tl.constexpr):
-    nearest = _value_of_index(index, widths_ptr, SIGNED)
-    onwards = tl.where(magnitude >= nearest, 1, -1)
-    other = _value_of_index(index + onwards, widths_ptr, SIGNED)
+    magnitude = tl.minimum(magnitude, 1.0)
+    nearest = _value(index + 0.5, widths_ptr)
+    onwards = tl.where(magnitude >= nearest, 1.0, -1.0)
+    other = _value(index + onwards + 0.5, widths_ptr)
     moves = noise * tl.abs(other - nearest) < tl.abs(magnitude - nearest)
     index = tl.where(moves, index + onwards, index)
     if not SIGNED:
-        index = tl.where(magnitude > 0, tl.maximum(index, 2), 1)
+        index = _never_zero(index, magnitude)
     return index
 
 
 @triton.jit
-def _quantize(values, widths_ptr, lines_ptr, noise, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
+def _quantize(values, maps, noise, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes and scales of (rows, tiles, columns) values; as ``quant.quantize``."""
-    scale = _block_scale(tl.abs(values))
+    magnitudes = tl.abs(values) if SIGNED else values
+    scale = _block_scale(magnitudes)
     usable = scale > _SMALLEST
     inverse = tl.where(usable, tl.div_rn(1.0, scale), 0.0)
     scale = tl.where(usable | (scale != scale), scale, 0.0)
-    normalised = values * inverse[None, :, None]
-    magnitude = tl.minimum(tl.abs(normalised), 1.0)  # a NaN becomes 1: its scale is NaN
-    index = _nearest_index(magnitude, lines_ptr, SIGNED)
+    magnitudes = magnitudes * inverse[None, :, None]
+    index = _nearest_index(magnitudes, maps[1], SIGNED)
     if STOCHASTIC:
-        index = _round_stochastically(magnitude, index, widths_ptr, noise, SIGNED)
-    if SIGNED:
-        codes = tl.where(normalised < 0, 127 - tl.minimum(index, 127), 127 + index)
-    else:
-        codes = index - 1
-    return codes.to(tl.uint8), scale
-
-
-@triton.jit
-def _with_sign_of(magnitude, signed):
-    """The magnitude, negated where the integer is negative: one operation, free beside a multiplication."""
-    return (magnitude.to(tl.int32, bitcast=True) ^ (signed & -2147483648)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _negated(x):
-    """As an instruction's operand modifier; a minus sign would be a subtraction from zero."""
-    return (x.to(tl.int32, bitcast=True) ^ -2147483648).to(tl.float32, bitcast=True)
+        index = _round_stochastically(magnitudes, index, maps[0], noise, SIGNED)
+    if SIGNED:  # the sign of a product, because that of a NaN is always the same
+        index = tl.maximum(_with_sign_of(index, values * inverse[None, :, None]), -127.0)
+    codes = index + (_ROUNDER + 127 if SIGNED else _ROUNDER - 1)
+    return codes.to(tl.int32, bitcast=True).to(tl.uint8), scale
 
 
 @triton.jit
@@ -204,22 +223,71 @@ def _adam(param, grad, mean, square, scalars, MAXIMIZE: tl.constexpr, L2: tl.con
     return param * decay_factor - direction * step_size, mean, square
 
 
+@triton.jit
+def _tensors(table_row, grad_ptr, PARAM_DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers to weights, gradients and codes of both moments, and to the scales of both; columns."""
+    param_ptr = tl.load(table_row).to(tl.pointer_type(PARAM_DTYPE))
+    grad_ptr = tl.load(grad_ptr).to(tl.pointer_type(GRAD_DTYPE))
+    mean_ptr = tl.load(table_row + 1).to(tl.pointer_type(tl.uint8))
+    square_ptr = tl.load(table_row + 2).to(tl.pointer_type(tl.uint8))
+    mean_scales_ptr = tl.load(table_row + 3).to(tl.pointer_type(tl.float32))
+    square_scales_ptr = tl.load(table_row + 4).to(tl.pointer_type(tl.float32))
+    cols = tl.load(table_row + 5)
+    if ALIGNED:
+        param_ptr = tl.multiple_of(param_ptr, 16)
+        grad_ptr = tl.multiple_of(grad_ptr, 16)
+        mean_ptr = tl.multiple_of(mean_ptr, 16)
+        square_ptr = tl.multiple_of(square_ptr, 16)
+        cols = tl.multiple_of(cols, 16)
+    return (param_ptr, grad_ptr, mean_ptr, square_ptr), (mean_scales_ptr, square_scales_ptr), cols
+
+
+@triton.jit
+def _update(
+    tensors,  # pointers at the first element, as _tensors gives them
+    scales,  # pointers at the first block
+    element,
+    tile,
+    masks,  # of elements and of tiles
+    maps,  # pointers to cell widths and lines of the signed map, then of the unsigned
+    scalars,
+    noise,
+    FULL: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    L2: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Read, step and write a few neighbouring blocks."""
+    param_ptr, grad_ptr, mean_ptr, square_ptr = tensors
+    mean_scales_ptr, square_scales_ptr = scales
+    mask, tile_mask = masks
+    param = _load(param_ptr + element, mask, 0.0, FULL).to(tl.float32)
+    grad = _load(grad_ptr + element, mask, 0.0, FULL).to(tl.float32)
+    mean_codes = _load(mean_ptr + element, mask, 127, FULL)
+    square_codes = _load(square_ptr + element, mask, 0, FULL)
+    mean_scales = _load(mean_scales_ptr + tile, tile_mask, 0.0, FULL)
+    square_scales = _load(square_scales_ptr + tile, tile_mask, 0.0, FULL)
+
+    signed, unsigned = (maps[0], maps[1]), (maps[2], maps[3])
+    mean = _dequantize(mean_codes, mean_scales, signed[0], True)
+    square = _dequantize(square_codes, square_scales, unsigned[0], False)
+    param, mean, square = _adam(param, grad, mean, square, scalars, MAXIMIZE, L2)
+    _store(param_ptr + element, param.to(param_ptr.dtype.element_ty), mask, FULL)
+    mean_codes, mean_scales = _quantize(mean, signed, noise[0], True, STOCHASTIC)
+    square_codes, square_scales = _quantize(square, unsigned, noise[1], False, STOCHASTIC)
+    _store(mean_ptr + element, mean_codes, mask, FULL)
+    _store(square_ptr + element, square_codes, mask, FULL)
+    _store(mean_scales_ptr + tile, mean_scales, tile_mask, FULL)
+    _store(square_scales_ptr + tile, square_scales, tile_mask, FULL)
+
+
 @triton.jit(do_not_specialize=["key0", "key1"])  # they change every step: no kernel of their own for each
 def step_kernel(
     table_ptr,
     grads_ptr,
     owner_ptr,
-    widths_ptr,
-    lines_ptr,
-    beta1,
-    beta1_rest,
-    beta2,
-    beta2_rest,
-    eps,
-    step_size,
-    root_scale,
-    decay_factor,
-    l2,
+    maps,
+    scalars,
     key0,
     key1,
     PARAM_DTYPE: tl.constexpr,
@@ -235,36 +303,17 @@ def step_kernel(
     L2: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    scalars = (beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_scale, decay_factor, l2)
+    """One step of quantised parameters; ``adam8bit_launch`` writes the tables."""
     program = tl.program_id(0)
     entry = tl.load(owner_ptr + program).to(tl.int64)
-    row_of_table = table_ptr + entry * FIELDS
-    grad_ptr = tl.load(grads_ptr + entry).to(tl.pointer_type(GRAD_DTYPE))
-    param_ptr = tl.load(row_of_table).to(tl.pointer_type(PARAM_DTYPE))
-    mean_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(tl.uint8))
-    square_ptr = tl.load(row_of_table + 2).to(tl.pointer_type(tl.uint8))
-    mean_scales_ptr = tl.load(row_of_table + 3).to(tl.pointer_type(tl.float32))
-    square_scales_ptr = tl.load(row_of_table + 4).to(tl.pointer_type(tl.float32))
-    cols = tl.load(row_of_table + 5)
-    grid_cols = tl.load(row_of_table + 6).to(tl.int32)
-    if ALIGNED:
-        param_ptr = tl.multiple_of(param_ptr, 16)
-        grad_ptr = tl.multiple_of(grad_ptr, 16)
-        mean_ptr = tl.multiple_of(mean_ptr, 16)
-        square_ptr = tl.multiple_of(square_ptr, 16)
-        cols = tl.multiple_of(cols, 16)
-
-    local = program - tl.load(row_of_table + 7).to(tl.int32)
+    table_row = table_ptr + entry * FIELDS
+    tensors, scales, cols = _tensors(table_row, grads_ptr + entry, PARAM_DTYPE, GRAD_DTYPE, ALIGNED)
+    grid_cols = tl.load(table_row + 6).to(tl.int32)
+    local = program - tl.load(table_row + 7).to(tl.int32)
     stretches = (grid_cols + TILES * ROUNDS - 1) // (TILES * ROUNDS)
     grid_row = local // stretches
     first_tile = (local - grid_row * stretches) * (TILES * ROUNDS)
-    start = grid_row.to(tl.int64) * BLOCK_ROWS * cols + first_tile.to(tl.int64) * BLOCK_COLS
-    param_ptr += start
-    grad_ptr += start
-    mean_ptr += start
-    square_ptr += start
-    mean_scales_ptr += grid_row * grid_cols
-    square_scales_ptr += grid_row * grid_cols
+    scales = (scales[0] + grid_row * grid_cols, scales[1] + grid_row * grid_cols)
 
     row = tl.arange(0, BLOCK_ROWS)[:, None, None]
     tile = tl.arange(0, TILES)[None, :, None]
@@ -272,42 +321,18 @@ def step_kernel(
     col = tile * BLOCK_COLS + in_tile
     element = tl.max_contiguous(row * cols.to(tl.int32) + col, [1, 1, 4])
     for tile_start in range(first_tile, tl.minimum(first_tile + TILES * ROUNDS, grid_cols), TILES):
+        start = grid_row.to(tl.int64) * BLOCK_ROWS * cols + tile_start.to(tl.int64) * BLOCK_COLS
+        here = (tensors[0] + start, tensors[1] + start, tensors[2] + start, tensors[3] + start)
         # Rows of blocks are always whole; only the last stretch of a row may be short.
         mask = (col < cols - tile_start.to(tl.int64) * BLOCK_COLS) & (row >= 0)
-        tile_index = tile_start + tl.arange(0, TILES)
-        tile_mask = tile_index < grid_cols
-
-        param = _load(param_ptr + element, mask, 0.0, FULL).to(tl.float32)
-        grad = _load(grad_ptr + element, mask, 0.0, FULL).to(tl.float32)
-        mean_codes = _load(mean_ptr + element, mask, 127, FULL).to(tl.int32) - 127
-        square_codes = _load(square_ptr + element, mask, 0, FULL).to(tl.int32)
-        mean_scales = _load(mean_scales_ptr + tile_index, tile_mask, 0.0, FULL)
-        square_scales = _load(square_scales_ptr + tile_index, tile_mask, 0.0, FULL)
-
-        magnitude = _value_of_index(tl.abs(mean_codes), widths_ptr, True)
-        mean = _with_sign_of(magnitude, mean_codes) * mean_scales[None, :, None]
-        square = _value_of_index(square_codes + 1, widths_ptr + 16, False) * square_scales[None, :, None]
-        param, mean, square = _adam(param, grad, mean, square, scalars, MAXIMIZE, L2)
-        _store(param_ptr + element, param.to(PARAM_DTYPE), mask, FULL)
-
-        mean_noise, square_noise = param, param
+        tiles = tile_start + tl.arange(0, TILES)
+        noise = (0.0, 0.0)
         if STOCHASTIC:
             in_row = in_tile if RUNS else tile_start * BLOCK_COLS + col
-            mean_noise, square_noise = _noise(
-                row_of_table, grid_row * BLOCK_ROWS + row, in_row, tile_start + tile, key0, key1, RUNS
-            )
-        mean_codes8, mean_scales = _quantize(mean, widths_ptr, lines_ptr, mean_noise, True, STOCHASTIC)
-        square_codes8, square_scales = _quantize(
-            square, widths_ptr + 16, lines_ptr + 32, square_noise, False, STOCHASTIC
-        )
-        _store(mean_ptr + element, mean_codes8, mask, FULL)
-        _store(square_ptr + element, square_codes8, mask, FULL)
-        _store(mean_scales_ptr + tile_index, mean_scales, tile_mask, FULL)
-        _store(square_scales_ptr + tile_index, square_scales, tile_mask, FULL)
-        param_ptr += TILES * BLOCK_COLS
-        grad_ptr += TILES * BLOCK_COLS
-        mean_ptr += TILES * BLOCK_COLS
-        square_ptr += TILES * BLOCK_COLS
+            first_row = grid_row * BLOCK_ROWS
+            noise = _noise(table_row, first_row + row, in_row, tile_start + tile, key0, key1, RUNS)
+        masks = (mask, tiles < grid_cols)
+        _update(here, scales, element, tiles, masks, maps, scalars, noise, FULL, MAXIMIZE, L2, STOCHASTIC)
 
 
 @triton.jit
@@ -315,15 +340,7 @@ def exact_step_kernel(
     table_ptr,
     grads_ptr,
     owner_ptr,
-    beta1,
-    beta1_rest,
-    beta2,
-    beta2_rest,
-    eps,
-    step_size,
-    root_scale,
-    decay_factor,
-    l2,
+    scalars,
     PARAM_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -331,17 +348,16 @@ def exact_step_kernel(
     L2: tl.constexpr,
 ):
     """One step of parameters whose moments are fp32: a row of the table is weights, moments, numel, start."""
-    scalars = (beta1, beta1_rest, beta2, beta2_rest, eps, step_size, root_scale, decay_factor, l2)
     program = tl.program_id(0)
     entry = tl.load(owner_ptr + program).to(tl.int64)
-    row_of_table = table_ptr + entry * 5
-    param_ptr = tl.load(row_of_table).to(tl.pointer_type(PARAM_DTYPE))
+    table_row = table_ptr + entry * 5
+    param_ptr = tl.load(table_row).to(tl.pointer_type(PARAM_DTYPE))
     grad_ptr = tl.load(grads_ptr + entry).to(tl.pointer_type(GRAD_DTYPE))
-    mean_ptr = tl.load(row_of_table + 1).to(tl.pointer_type(tl.float32))
-    square_ptr = tl.load(row_of_table + 2).to(tl.pointer_type(tl.float32))
-    block = program - tl.load(row_of_table + 4).to(tl.int32)
+    mean_ptr = tl.load(table_row + 1).to(tl.pointer_type(tl.float32))
+    square_ptr = tl.load(table_row + 2).to(tl.pointer_type(tl.float32))
+    block = program - tl.load(table_row + 4).to(tl.int32)
     element = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < tl.load(row_of_table + 3)
+    mask = element < tl.load(table_row + 3)
     param = tl.load(param_ptr + element, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + element, mask=mask, other=0.0).to(tl.float32)
     mean = tl.load(mean_ptr + element, mask=mask, other=0.0)
