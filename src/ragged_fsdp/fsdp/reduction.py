@@ -8,7 +8,6 @@ part after the reduction, in the parameters' dtype; the ``.grad`` of the sharded
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -214,17 +213,16 @@ class GradReducer:
         added_to: list[torch.Tensor] = []
         with context.on_stream("reduce"):
             self._scatter(reduced, how)
-            if not self._all_reduce_later(reduced):
-                with self._finishing_stream():  # waits for the reduce stream
-                    self._all_reduce(reduced, how)
-                    if how.after not in (None, 1.0):
-                        reduced.div_(how.after)
-                    if reduced.data_ptr() != main.flat.data_ptr():
-                        main.flat.copy_(reduced)
-                    added_to = self._assign(main)
-                    done = context.record()
-            else:
+            if mesh.replicate_group is None and settings.all_reduce_hook is None:
+                added_to = self._finish(main, reduced, how)
                 done = context.record()
+            elif self._all_reduce_later(reduced):
+                done = context.record()
+            else:  # beside the next reduce-scatter: all-reduces use another part of the network
+                with context.on_stream("all_reduce", settings.all_reduce_hook_stream):
+                    self._all_reduce(reduced, how)
+                    added_to = self._finish(main, reduced, how)
+                    done = context.record()
         if ranks > 1:
             pg = (mesh.shard_size == 1 and mesh.replicate_group) or mesh.shard_group
             context.watch.note("reduction of the gradients", self.group, pg, done)
@@ -280,13 +278,6 @@ class GradReducer:
         self.partial = reduced.clone()
         return True
 
-    def _finishing_stream(self) -> AbstractContextManager:
-        """All-reduces run beside the next reduce-scatter: they use another part of the network."""
-        settings = self.group.settings
-        if self.group.mesh.replicate_group is None and settings.all_reduce_hook is None:
-            return nullcontext()
-        return self.group.context.on_stream("all_reduce", settings.all_reduce_hook_stream)
-
     def _all_reduce(self, reduced: torch.Tensor, how: Scaling) -> None:
         """Reduce the shard over the replicas, then call the user's hook."""
         group, pg = self.group, self.group.mesh.replicate_group
@@ -295,6 +286,14 @@ class GradReducer:
                 collectives.all_reduce_(reduced, pg, op=collectives.reduce_op(how.average))
         if group.settings.all_reduce_hook is not None:
             group.settings.all_reduce_hook(reduced)
+
+    def _finish(self, main: DBuffer, reduced: torch.Tensor, how: Scaling) -> list[torch.Tensor]:
+        """The sum becomes the gradients; those it was added to."""
+        if how.after not in (None, 1.0):
+            reduced.div_(how.after)
+        if reduced is not main.flat:
+            main.flat.copy_(reduced)
+        return self._assign(main)
 
     def _assign(self, main: DBuffer) -> list[torch.Tensor]:
         """Give each sharded parameter its part of ``main``; add where it already has a gradient.
