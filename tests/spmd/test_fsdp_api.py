@@ -1,6 +1,7 @@
 """What ``fully_shard`` makes of a module: class, state, registered parameters, inputs and outputs."""
 
 import dataclasses
+from collections import defaultdict
 from typing import NamedTuple
 
 import pytest
@@ -117,10 +118,12 @@ class _Structured(nn.Module):
             return _Out(y, {"y2": [y * 2]})
         if self.kind == "namedtuple":
             return _Pair(y, [y * 2, None])
+        if self.kind == "set":
+            return defaultdict(list, y={y, y * 2})
         return {"y": (y, [y * 2]), "n": 3}
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "namedtuple", "dict"])
+@pytest.mark.parametrize("kind", ["dataclass", "namedtuple", "dict", pytest.param("set", marks=ragged_only)])
 @spmd(2)
 def test_structured_inputs_and_outputs(rank, kind):
     """Backward hooks are found through containers: gradients are reduced and parameters resharded."""
@@ -135,6 +138,9 @@ def test_structured_inputs_and_outputs(rank, kind):
             total = out.logits.sum() + out.extra["y2"][0].square().sum()
         elif kind == "namedtuple":
             total = out.left.sum() + out.right[0].square().sum()
+        elif kind == "set":
+            assert type(out) is defaultdict
+            total = sum(y.square().sum() for y in out["y"])
         else:
             total = out["y"][0].sum() + out["y"][1][0].square().sum()
         total.backward()
