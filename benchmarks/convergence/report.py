@@ -151,7 +151,7 @@ def _best(scan: Sequence[Curve]) -> list[Curve]:
 
 
 def _draw_curves(axis: Any, curves: Sequence[Curve], tokens: float) -> None:
-    for curve in curves:
+    for curve in sorted(curves, key=lambda c: c.sharding):  # dashed lines over those of DDP
         color, line = _STYLES.get(curve.name, (_COLORS[curve.optimizer], "-"))
         smooth = _smooth(curve.losses) if curve.name in _STYLES else curve.losses  # a scan has means already
         shown = range(0, len(smooth), max(1, len(smooth) // _POINTS))
