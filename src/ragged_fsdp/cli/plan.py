@@ -1,6 +1,8 @@
 """``ragged-fsdp plan``: what a layout costs before anything is launched."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +40,8 @@ Rules = Annotated[
 Wraps = Annotated[list[str], typer.Option("--wrap", "-w", help="layers, model, or module patterns.")]
 Experts = Annotated[str, typer.Option(help="published, fused (one tensor per layer) or separate.")]
 Dtype = Annotated[str, typer.Option(help=f"element type of the buffers: {', '.join(_ELEMENT_BYTES)}.")]
+Node = Annotated[int, typer.Option(min=1, help="ranks per node: sizes named in advice are multiples.")]
+Plot = Annotated[Path | None, typer.Option("--plot", help="padding against ranks, svg or png.")]
 Threshold = Annotated[float, typer.Option(min=0, help="warn above this padding, in percent.")]
 State = Annotated[float, typer.Option(min=0, help="bytes of training state per parameter, for --advise.")]
 
@@ -57,13 +61,9 @@ def plan(
     max_buffers: Annotated[int, typer.Option(min=1, help="split a group into up to this many buffers.")] = 1,
     nearest: Annotated[bool, typer.Option(help="take the largest block that divides a tensor.")] = False,
     threshold: Threshold = 3.0,
-    node: Annotated[
-        int, typer.Option(min=1, help="ranks per node: sizes named in advice are multiples.")
-    ] = 8,
+    node: Node = 8,
     json_output: Annotated[bool, typer.Option("--json", help="print JSON and nothing else.")] = False,
-    plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="padding against ranks, svg or png.")
-    ] = None,
+    plot_file: Plot = None,
     show: Annotated[str | None, typer.Option(help="draw the layout of this group at one FSDP size.")] = None,
     svg: Annotated[Path | None, typer.Option(help="write the picture of --show to this file.")] = None,
     rows: Annotated[int, typer.Option(min=1, help="most ranks to draw.")] = 32,
@@ -83,13 +83,10 @@ def plan(
     ragged-fsdp plan llama3-70b -g '*=whole' --advise --gpus 512 --memory 60
     """
     console, status = _console(), Console(stderr=True)
-    try:
-        if dtype not in _ELEMENT_BYTES:
-            raise ValueError(f"dtype must be one of {', '.join(_ELEMENT_BYTES)}, got {dtype!r}.")
-        base = PlanSettings((), nearest, unit, align, _ELEMENT_BYTES[dtype], max_buffers, order)
+    with _errors_in_one_line(status):
+        base = PlanSettings((), nearest, unit, align, _element_bytes(dtype), max_buffers, order)
         compared = [replace(base, rules=rules) for rules in expand_rules(granularity)]
-        sizes = [n for n in range(1, gpus + 1) if gpus % n == 0 and (n % node == 0 or n == gpus)]
-        sizes = sizes if advise_sizes else parse_sizes(fsdp)
+        sizes = _sizes_for(gpus, node) if advise_sizes else parse_sizes(fsdp)
         if show is not None and (len(sizes) > 1 or len(compared) > 1):
             raise ValueError("--show draws one layout: give one --fsdp size and one granularity.")
         with status.status(f"reading {model}"):
@@ -108,9 +105,27 @@ def plan(
             print(json.dumps(report.as_json(results), indent=1))
         else:
             report.print(console, results)
+
+
+@contextmanager
+def _errors_in_one_line(status: Console) -> Iterator[None]:
+    """What the user got wrong, without a traceback."""
+    try:
+        yield
     except (ValueError, TypeError) as error:
         status.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+def _element_bytes(dtype: str) -> int:
+    if dtype not in _ELEMENT_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(_ELEMENT_BYTES)}, got {dtype!r}.")
+    return _ELEMENT_BYTES[dtype]
+
+
+def _sizes_for(gpus: int, node: int) -> list[int]:
+    """The FSDP sizes that whole nodes allow: the other factor is replicas."""
+    return [n for n in range(1, gpus + 1) if gpus % n == 0 and (n % node == 0 or n == gpus)]
 
 
 def _console() -> Console:
