@@ -40,12 +40,14 @@ def take_turns(
     players, rows = _start(case, names, say, limit_s)
     for row in [row for row in rows if row.pop("ready", False)]:
         row |= _ask(players[row["implementation"]], "time", limit_s)
+        say(f"{row['implementation']}: timed")
     running = {row["implementation"]: row for row in rows if "host_ms" in row}
     for row in running.values():
         row["host_all_ms"] = []
-    for _ in range(rounds):
+    for turn in range(rounds):
         for name, row in running.items():
             row["host_all_ms"] += _ask(players[name], _STEPS_PER_TURN, limit_s).get("host_ms", [])
+        say(f"round {turn + 1} of {rounds} is over")
     for name, row in running.items():
         row["host_ms"] = round(statistics.median(row["host_all_ms"]), 3)
         row["host_ms_per_layer"] = round(row["host_ms"] / case.layers, 4)

@@ -31,6 +31,7 @@ def _use_freed_memory(model, batch):
     """An evaluation frees what training keeps; a graph must not have counted on it."""
     with torch.no_grad():
         model(batch)
+    model.reshard()  # the root stays gathered after a forward
     torch.cuda.empty_cache()
     torch.full((1 << 24,), float("nan"), device=batch.device)
 
