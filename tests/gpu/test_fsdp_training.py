@@ -213,6 +213,7 @@ def test_offloaded_weights_may_be_written_after_a_forward_without_gradients(rank
         with torch.cuda.stream(model._get_fsdp_state().comm.streams["gather"]):
             torch.cuda._sleep(SLEEP_CYCLES * 10)
         found = model(tokens(rank, 0))
+        model.reshard()  # the root stays gathered after its forward
         for parameter in model.parameters():
             parameter.to_local().zero_()
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
