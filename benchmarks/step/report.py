@@ -238,11 +238,13 @@ def segment_table(found: dict[str, Any]) -> Table:
 
 
 def other_tables(results: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Table]]:
-    """The results of steps, and tables of all others: real ranks, segments, errors of reductions."""
+    """The results of steps, and tables of all others: real ranks, segments, errors, single figures."""
     steps, tables, errors = [], [], []
     for result in results:
-        if "case" not in result:
+        if "noise" in result:
             errors.append(result)
+        elif "case" not in result:
+            tables.append(_table("", result, [[str(value) for value in result.values()]]))
         elif "by_role" in result:
             tables.append(segment_table(result))
         elif "wires" not in result["case"]:
