@@ -121,4 +121,19 @@ def test_elements_received():
     ):
         source, target = divided((8, 6), (2, 2), placed), divided((8, 6), (2, 2), wanted)
         assert len(route_between((0, 0), source, target).hops) == hops, (placed, wanted)
-        assert list(play(source, target, full)[1].values()) == expected, (placed, wanted)
+        buffers, received = play(source, target, full)
+        assert list(received.values()) == expected, (placed, wanted)
+        addends = math.prod(2 for a, b in zip(placed, wanted) if a == Partial() and is_cut(b))
+        for rank, flat in buffers.items():
+            assert flat.tolist() == (held(target, rank, full) * addends).tolist(), (placed, wanted, rank)
+
+
+def test_what_arrives_is_sorted_for_the_next_hop():
+    """Three hops: what came from several ranks goes on to several others."""
+    rows = RaggedShard(0, (4, 1))
+    source = divided((5, 6, 4), (2, 2, 2), (Shard(2), Shard(1), rows))
+    target = divided((5, 6, 4), (2, 2, 2), (rows, Shard(1), Shard(1)))
+    assert any(hop.picks for hop in route_between((0, 0, 0), source, target).hops)
+    full = torch.arange(120).view(5, 6, 4)
+    for rank, flat in play(source, target, full)[0].items():
+        assert flat.tolist() == held(target, rank, full).tolist(), rank
