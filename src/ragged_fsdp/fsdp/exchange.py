@@ -39,7 +39,7 @@ from ragged_fsdp.fsdp.scaling import Scaling
 __all__ = ["ExchangeReducer", "SendPlan", "packs_all", "plan_sends", "rounds_of"]
 
 
-_ROUNDS = 8
+_ROUNDS = 4
 _ROUND_NUMEL = 1 << 19  # a round has at least this many elements of each shard
 _PACK_NUMEL = 1 << 19  # smaller shards are packed
 _ALIGN_NUMEL = 16
