@@ -164,6 +164,28 @@ def real(
 
 
 @app.command()
+def calls(
+    ranks: Annotated[int, typer.Option(help="Ranks to be rank 0 of.")] = 64,
+    implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,ours-all-to-all,fsdp2",
+    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
+) -> None:
+    """Python calls per layer and step, counted on the CPU: no device needed, and no noise."""
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
+    from .calls import calls_per_layer
+    from .runner import save
+
+    rows, own = [], multiprocessing.get_context("spawn")  # each has a process group of its own
+    for name in implementations.split(","):
+        with ProcessPoolExecutor(1, mp_context=own) as pool:
+            rows += pool.submit(calls_per_layer, name, ranks).result()
+        _CONSOLE.out(f"{name:>16}: {rows[-1]['calls_per_layer']:6.0f} calls per layer")
+        if out is not None:
+            save(out, rows)
+
+
+@app.command()
 def weight_gradients(
     model: Annotated[str, typer.Option(help="A model of dense layers.")] = "llama-3-70b",
     tokens: Annotated[int, typer.Option(help="Tokens of this rank.")] = 4096,
