@@ -11,14 +11,14 @@ import multiprocessing as mp
 import platform
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from .case import Case
 
-__all__ = ["PRELOAD", "run_case", "save", "versions"]
+__all__ = ["PRELOAD", "installed", "run_case", "save", "versions"]
 
 PRELOAD = [
     "torch",
@@ -56,21 +56,27 @@ def run_case(
     trace_dir: Path | None = None,
 ) -> dict[str, Any]:
     """Results of one case: ``{"case": ..., "rows": [...]}``; what failed has a row with ``error``."""
-    from .implementations import missing
-
     rows: list[dict[str, Any]] = []
-    for name in names:
-        absent = missing(name)
-        if absent is not None:
-            say(f"{name}: skipped, {absent} is not installed")
-            rows.append({"implementation": name, "skipped": f"{absent} is not installed"})
-            continue
+    for name in installed(names, say, rows):
         start = time.monotonic()
         found = _in_own_process(case, name, limit_s, trace_dir)
         rows += found
         for row in found:
             say(f"{_line(row)}  [{time.monotonic() - start:.0f} s]")
     return {"case": case.to_json(), "rows": rows}
+
+
+def installed(names: Iterable[str], say: Callable[[str], None], rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The implementations that can run; each other one gets a line and a row that say what is missing."""
+    from .implementations import missing
+
+    for name in names:
+        absent = missing(name)
+        if absent is None:
+            yield name
+            continue
+        say(f"{name}: skipped, {absent} is not installed")
+        rows.append({"implementation": name, "skipped": f"{absent} is not installed"})
 
 
 def save(path: Path, results: list[dict[str, Any]]) -> None:

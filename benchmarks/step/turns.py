@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .case import Case
-from .implementations import missing
-from .runner import PRELOAD
+from .runner import PRELOAD, installed
 
 __all__ = ["take_turns"]
 
@@ -65,13 +64,9 @@ def _start(
     """A pipe and a process for each, and its first answer: all are built before any is timed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    players, rows = {}, []
-    for name in names:
-        absent = missing(name)
-        if absent is not None:
-            say(f"{name}: skipped, {absent} is not installed")
-            rows.append({"implementation": name, "skipped": f"{absent} is not installed"})
-            continue
+    players: dict[str, tuple[Any, Any]] = {}
+    rows: list[dict[str, Any]] = []
+    for name in installed(names, say, rows):
         ours, theirs = context.Pipe()
         process = context.Process(target=_play, args=(theirs, case, name), daemon=True)
         process.start()
