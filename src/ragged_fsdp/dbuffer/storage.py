@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["FlatStorage", "contiguous_stride", "current_stream", "debug_enabled"]
+from ragged_fsdp.dtensor.geometry import contiguous_stride
+
+__all__ = ["FlatStorage", "current_stream", "debug_enabled"]
 
 _POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
 
@@ -31,15 +33,6 @@ def current_stream(device: torch.device) -> Any:
     if device.type in ("cpu", "meta"):
         return None
     return torch.accelerator.current_stream(device.index)  # ten times faster than the device module's
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides of ``shape``."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
 
 
 class FlatStorage:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ragged_fsdp.dbuffer.storage import contiguous_stride
+from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.packed import Gathered, PackedGroup
 from ragged_fsdp.fsdp.param import ManagedParam

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ragged_fsdp.dbuffer.storage import contiguous_stride
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
+from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.managed import MANAGED_ATTRIBUTE, Place, unique_id
 
 __all__ = ["ManagedParam"]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
-from ragged_fsdp.dbuffer.storage import contiguous_stride
+from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.grad_layout import GradLayout, Segment, grad_layout
