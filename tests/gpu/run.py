@@ -71,6 +71,8 @@ _POISONED = {"RAGGED_FSDP_DEBUG": "1"}
 _RUNTIME = (*_spmd("dbuffer"), *_spmd("fsdp_core"), *_spmd("fsdp", "exchange", "parallelism", "reuse"))
 _PIPELINE = _spmd("fsdp", "pipeline")
 _USE = tuple(_found(_spmd("fsdp")) - _found((*_RUNTIME, *_PIPELINE)))
+_RUNS = _spmd("train", "runs")
+_RESUMES, _CURVES = "bit_for_bit", "the_curve or world_sizes"
 _ENDS_RANKS = "killed or error_on_one_rank"
 _NEEDS_QUEUES = "held_memory or delays or cuda_graph"
 
@@ -90,9 +92,14 @@ GROUPS = {  # those that take longest first
     **_by_ranks("core", "DBuffer and the runtime, freed memory poisoned", _RUNTIME, environment=_POISONED),
     "pipeline": Group("fully_shard in the stages of a pipeline, 4 NCCL ranks", _PIPELINE),
     "muon": Group("Muon, 1 to 4 NCCL ranks", _spmd("muon")),
+    "resume": Group("the trainer: resuming bit for bit, 4 NCCL ranks", _RUNS, ("-k", _RESUMES)),
+    "curves": Group("the trainer: world sizes, FSDP2, DDP, 1 to 4 NCCL ranks", _RUNS, ("-k", _CURVES)),
     "trainer": Group(
-        "the trainer: splits, resuming", _spmd("train", "parallel", "runs"), ("-k", f"not ({_ENDS_RANKS})")
+        "the trainer: damage, interrupts, refusals, metrics",
+        _RUNS,
+        ("-k", f"not ({_RESUMES} or {_CURVES} or {_ENDS_RANKS})"),
     ),
+    "splits": Group("the trainer: tensor and expert parallelism, 4 NCCL ranks", _spmd("train", "parallel")),
     "device": Group(
         "memory, offload, equality with DDP and FSDP2",
         ("tests/gpu/test_fsdp_*.py", "tests/gpu/test_muon_offload.py"),
@@ -111,9 +118,7 @@ GROUPS = {  # those that take longest first
         ("-k", _NEEDS_QUEUES),
         shares=False,
     ),
-    "faults": Group(
-        "a rank that is killed, or fails alone", _spmd("train", "runs"), ("-k", _ENDS_RANKS), shares=False
-    ),
+    "faults": Group("a rank that is killed, or fails alone", _RUNS, ("-k", _ENDS_RANKS), shares=False),
     "timeout": Group("a rank that stays away", ("tests/gpu/test_fsdp_core_timeout.py",), shares=False),
 }
 
