@@ -244,7 +244,7 @@ def suite(
     names = [name for name in chosen or SUITE if name not in left_out]
     if listed:
         for name in names:
-            _CONSOLE.out(f"{name}: {', '.join(SUITE[name][1])}")
+            _CONSOLE.out(f"{name}: {', '.join(SUITE[name].implementations)}")
         return
     _need_cuda()
     show(run_suite(out, _CONSOLE.out, names=names, deadline_s=deadline, limit_s=limit, trace_dir=traces))
@@ -267,7 +267,7 @@ def segments(
         if given not in known:
             raise typer.BadParameter(f"{name}: got {given!r}, expected one of {', '.join(known)}")
     _need_cuda()
-    found = recorded_segments(SUITE[case][0], implementation)
+    found = recorded_segments(SUITE[case].case, implementation)
     _CONSOLE.print(segment_table(found))
     if out is not None:
         save(out, [found])

@@ -8,6 +8,7 @@ unit per layer, AdamW.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,11 +109,14 @@ def _ours(
     grad_buffers: int | None = None,
     prefetch: int | None = None,
     communicators: int = 1,
+    codes: str | None = None,
     **options: Any,
 ) -> Trainer:
     """``options`` go to ``fully_shard``; the others have setters of their own (None: the default)."""
     from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 
+    if codes is not None:
+        options["gather_policy"] = partial(_codes, codes)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype])
     trainer = per_layer(case, device, fully_shard, policy, **(options | dict(case.options)))
     if grad_buffers is not None:
@@ -125,6 +129,16 @@ def _ours(
             layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + prefetch])
             layer.set_modules_to_backward_prefetch(layers[max(0, i - prefetch) : i][::-1])
     return trainer
+
+
+def _codes(dtype: str, name: str, parameter: nn.Parameter) -> Any:
+    """8-bit codes for the matrices of attention and MLP, in the largest square tiles up to 128 that fit."""
+    from ragged_fsdp import BlockCodes
+
+    if parameter.ndim < 2 or "bias" in name or "router" in name:
+        return None
+    side = math.gcd(128, *parameter.shape[-2:])
+    return BlockCodes(dtype, (side, side))
 
 
 def _fsdp1(case: Case, device: torch.device) -> Trainer:
@@ -211,6 +225,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "2-communicators": {"communicators": 2},
     "nothing-kept": {"reshard_after_forward": True},
     "budget": {"reshard_after_forward": "auto", "gathered_budget_bytes": 24 << 30},
+    "int8": {"codes": "int8"},
+    "float8": {"codes": "float8_e4m3fn"},
 }
 """What is switched on and off around the all-to-all configuration, each alone."""
 

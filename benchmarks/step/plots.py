@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .case import ALLOCATORS
 from .report import LABELS, bound_ms
 from .shapes import MODELS
 
@@ -26,39 +27,44 @@ _COLOURS = {
 
 
 def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """Draw every figure the results have data for; returns the files written."""
+    """Draw every figure the results have data for; returns the files written.
+
+    Time and memory are those of the expandable allocator where it was measured; growth with the ranks is
+    that of the default one.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    results = _comparable(results)
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for result in results:
-        case = result["case"]
-        groups.setdefault((case["model"], case["tokens"]), []).append(result)
-    written = []
-    for (model, _tokens), members in groups.items():
-        written.append(_bars(members, folder / f"{model}.svg"))
-        if len({m["case"]["ranks"] for m in members}) > 1:
-            written.append(_growth(members, folder / f"{model}-ranks.svg"))
-    if any(row["bandwidth_gb_s"] for _, row in _rows(results)):
-        written.append(_throughput(results, folder / "throughput.svg"))
+    default, expandable = (_by_model(results, allocator) for allocator in ALLOCATORS)
+    written: list[Path] = []
+    shown: list[dict[str, Any]] = []
+    for model in sorted({*default, *expandable}):
+        members = expandable.get(model) or default[model]
+        shown += members
+        written.append(_bars(members, folder / f"{model[0]}.svg"))
+        if len(default.get(model, ())) > 1:
+            written.append(_growth(default[model], folder / f"{model[0]}-ranks.svg"))
+    if any(row["bandwidth_gb_s"] for _, row in _rows(shown)):
+        written.append(_throughput(shown, folder / "throughput.svg"))
     return written
 
 
-def _comparable(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What the figures show: the default payload, delivery and allocator, and of equal cases the widest."""
-    default = {"payload": "repeat", "delivery": "fake", "allocator": "default", "options": []}
+def _by_model(results: list[dict[str, Any]], allocator: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
+    """By model and tokens, what figures show: default payload and delivery, of equal cases the widest."""
+    wanted = {"payload": "repeat", "delivery": "fake", "allocator": allocator, "options": []}
     widest: dict[tuple[str, int, int], dict[str, Any]] = {}
     for result in results:
         case = result["case"]
-        if all(list(case[k]) == v if k == "options" else case[k] == v for k, v in default.items()):
-            shown = result | {"rows": [r for r in result["rows"] if r["implementation"] in _COLOURS]}
+        if all(list(case[k]) == v if k == "options" else case[k] == v for k, v in wanted.items()):
+            rows = [row for row in result["rows"] if row["implementation"] in _COLOURS]
             key = case["model"], case["tokens"], case["ranks"]
-            known = widest.get(key)
-            if known is None or len(shown["rows"]) > len(known["rows"]):
-                widest[key] = shown
-    return [widest[key] for key in sorted(widest)]
+            if key not in widest or len(rows) > len(widest[key]["rows"]):
+                widest[key] = result | {"rows": rows}
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for (model, tokens, _ranks), result in sorted(widest.items(), key=lambda item: item[0]):
+        groups.setdefault((model, tokens), []).append(result)
+    return groups
 
 
 def _rows(results: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -84,10 +90,7 @@ def _bars(results: list[dict[str, Any]], path: Path) -> Path:
         for result, row in _rows(results):
             if row["implementation"] != name:
                 continue
-            at = (
-                places.index((result["case"]["ranks"], row["bandwidth_gb_s"] or 0))
-                + (i - len(names) / 2 + 0.5) * width
-            )
+            at = places.index(_place(result, row)) + (i - len(names) / 2 + 0.5) * width
             axes[0].bar(at, row["forward_backward_ms"], width, color=_COLOURS[name])
             axes[1].bar(at, row["peak_reserved_gib"], width, color=_COLOURS[name])
             axes[1].bar(
@@ -99,9 +102,8 @@ def _bars(results: list[dict[str, Any]], path: Path) -> Path:
         if bound:
             axes[0].plot([at - 0.42, at + 0.42], [bound, bound], color="black", linewidth=1, linestyle=":")
     labels = [f"{ranks} ranks\n{'free wire' if not wire else f'{wire:g} GB/s'}" for ranks, wire in places]
-    for axis, text in zip(
-        axes, ("forward+backward, ms (dotted: bound)", "peak reserved, GiB (hatched: allocated)")
-    ):
+    memory = f"peak reserved, GiB (hatched: allocated), {results[0]['case']['allocator']} allocator"
+    for axis, text in zip(axes, ("forward+backward, ms (dotted: bound)", memory)):
         axis.set_xticks(range(len(places)), labels)
         axis.set_title(text, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
@@ -133,7 +135,10 @@ def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
                 above.text(
                     names.index(row["implementation"]), 0, f" {why}", rotation=90, ha="center", fontsize=8
                 )
-        title = f"{MODELS[case['model']].name} x{case['layers']}\n{case['ranks']} ranks, {slowest:g} GB/s"
+        title = (
+            f"{MODELS[case['model']].name} x{case['layers']}\n{case['ranks']} ranks, {slowest:g} GB/s\n"
+            f"{case['allocator']} allocator"
+        )
         above.set_title(title, fontsize=9)
         for axis in (above, below):
             axis.set_xlim(-0.6, len(names) - 0.4)
@@ -152,7 +157,7 @@ def _growth(results: list[dict[str, Any]], path: Path) -> Path:
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8))
     keys = (
         ("forward+backward, ms", lambda row: row["forward_backward_ms"]),
-        ("peak reserved, GiB", lambda row: row["peak_reserved_gib"]),
+        ("peak reserved, GiB, default allocator", lambda row: row["peak_reserved_gib"]),
         ("moved per step, GiB", lambda row: sum(row["moved_gib"].values())),
     )
     lines: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}

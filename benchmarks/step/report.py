@@ -38,6 +38,8 @@ LABELS = {
     "ours-all-to-all-2-communicators": "all-to-all, two communicators",
     "ours-all-to-all-nothing-kept": "all-to-all, nothing kept after forward",
     "ours-all-to-all-budget": "all-to-all, 24 GiB kept after forward",
+    "ours-all-to-all-int8": "all-to-all, weights gathered as int8",
+    "ours-all-to-all-float8": "all-to-all, weights gathered as float8",
     "fsdp2": "FSDP2",
     "fsdp2-shard1": "FSDP2, Shard(1)",
     "fsdp1": "FSDP1",

@@ -7,23 +7,40 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .case import Case
 from .runner import run_case, save
+from .turns import take_turns
 
-__all__ = ["SUITE", "run_suite"]
+__all__ = ["SUITE", "Planned", "run_suite"]
+
+
+class Planned(NamedTuple):
+    """A result file: what is measured, and of whom."""
+
+    case: Case
+    implementations: tuple[str, ...]
+    rounds: int = 0
+    """0: one implementation after the other; else they take so many turns (host times)."""
+
 
 _GPT_OSS = Case("gpt-oss-120b", 4, 8192, 64, (None, 400.0), warmup=2, iterations=5)
 _LLAMA = Case("llama-3-70b", 4, 4096, 64, (None, 200.0), warmup=2, iterations=5)
 _DEEPSEEK = Case("deepseek-v3", 2, 4096, 256, (None, 400.0), warmup=2, iterations=5)
-_HOST = Case("small-dense", 24, 128, 64, payload="nothing", warmup=2, iterations=10)
-_EXPANDABLE_GPT_OSS = replace(_GPT_OSS, allocator="expandable", wires=(400.0,))
-_EXPANDABLE_LLAMA = replace(_LLAMA, allocator="expandable", wires=(200.0,))
+_HOST = Case("small-dense", 24, 128, 64, payload="nothing", iterations=10)
+_GPT_OSS_256 = replace(_GPT_OSS, ranks=256)
+_EXPANDABLE_GPT_OSS, _EXPANDABLE_LLAMA, _EXPANDABLE_GPT_OSS_256 = (
+    replace(case, allocator="expandable") for case in (_GPT_OSS, _LLAMA, _GPT_OSS_256)
+)
 
 _OURS = ("ours-all-to-all", "ours")
-_FEW = ("none", "ours-all-to-all", "fsdp2", "fsdp1", "megatron")
-_ALL = ("none", *_OURS, "ours-all-to-all-nothing-kept", "fsdp2", "fsdp1", "megatron", "deepspeed")
+_KEPT = "ours-all-to-all-nothing-kept"
+_PEERS = ("fsdp2", "fsdp1", "megatron")
+_FEW = ("none", "ours-all-to-all", *_PEERS)
+_MOST = ("none", *_OURS, *_PEERS)
+_ALL = ("none", *_OURS, _KEPT, *_PEERS, "deepspeed")
+_CODES = ("none", "ours-all-to-all", "ours-all-to-all-int8", "ours-all-to-all-float8")
 _OPTIONS = (
     "ours-2-buffers",
     *(
@@ -32,22 +49,27 @@ _OPTIONS = (
     ),
 )
 
-SUITE: dict[str, tuple[Case, tuple[str, ...]]] = {
-    "gpt-oss-64": (_GPT_OSS, _ALL),
-    "llama-64": (_LLAMA, _ALL),
-    "gpt-oss-256": (replace(_GPT_OSS, ranks=256), _FEW),
-    "host": (_HOST, ("ours", "ours-all-to-all", "fsdp2", "none")),
-    "deepseek-256": (_DEEPSEEK, _ALL),
-    "gpt-oss-128": (replace(_GPT_OSS, ranks=128), _FEW),
-    "gpt-oss-64-shard1": (replace(_GPT_OSS, wires=(400.0,)), ("ours-all-to-all", "fsdp2", "fsdp2-shard1")),
-    "gpt-oss-64-options": (_GPT_OSS, ("none", *_OURS, *_OPTIONS)),
-    "gpt-oss-64-channels": (replace(_GPT_OSS, delivery="channels"), ("none", *_OURS, *_FEW[2:])),
-    "llama-64-channels": (replace(_LLAMA, delivery="channels"), ("none", *_OURS, *_FEW[2:])),
-    "llama-64-zeros": (replace(_LLAMA, payload="zeros"), ("none", "ours-all-to-all", "fsdp2", "fsdp1")),
-    "llama-64-expandable": (_EXPANDABLE_LLAMA, _FEW),
-    "gpt-oss-64-expandable": (_EXPANDABLE_GPT_OSS, _FEW),
+SUITE: dict[str, Planned] = {
+    "gpt-oss-64-expandable": Planned(_EXPANDABLE_GPT_OSS, _ALL),
+    "llama-64-expandable": Planned(_EXPANDABLE_LLAMA, _ALL),
+    "gpt-oss-256-expandable": Planned(_EXPANDABLE_GPT_OSS_256, ("none", *_OURS, *_PEERS, "deepspeed")),
+    "llama-64-zeros": Planned(replace(_EXPANDABLE_LLAMA, payload="zeros"), _FEW),
+    "llama-64": Planned(_LLAMA, _MOST),
+    "gpt-oss-64": Planned(_GPT_OSS, _MOST),
+    "gpt-oss-256": Planned(_GPT_OSS_256, _MOST),
+    "host": Planned(_HOST, ("none", *_OURS, "fsdp2"), rounds=8),
+    "deepseek-256": Planned(_DEEPSEEK, (*_MOST, "deepspeed")),
+    "gpt-oss-128": Planned(replace(_GPT_OSS, ranks=128), _FEW),
+    "gpt-oss-64-shard1": Planned(
+        replace(_GPT_OSS, wires=(400.0,)), ("ours-all-to-all", "fsdp2", "fsdp2-shard1")
+    ),
+    "gpt-oss-64-options": Planned(_GPT_OSS, ("none", *_OURS, *_OPTIONS)),
+    "gpt-oss-64-codes": Planned(_EXPANDABLE_GPT_OSS, _CODES),
+    "llama-64-codes": Planned(_EXPANDABLE_LLAMA, _CODES),
+    "gpt-oss-64-channels": Planned(replace(_GPT_OSS, delivery="channels"), _MOST),
+    "llama-64-channels": Planned(replace(_LLAMA, delivery="channels"), _MOST),
 }
-"""Result files: case and implementations. Each has its own floor, so that a table is of one run."""
+"""The result files by name. Each has its own floor, so that a table is of one run."""
 
 
 def run_suite(
@@ -67,30 +89,42 @@ def run_suite(
     """
     begin, written = time.monotonic(), []
     for name in names:
-        case, implementations = SUITE[name]
-        path = folder / f"{name}.json"
-        if _is_complete(path, case, implementations):
+        path, planned = folder / f"{name}.json", SUITE[name]
+        if _is_complete(path, planned):
             say(f"{name}: {path} is complete")
             continue
-        result: dict[str, Any] = {"case": case.to_json(), "rows": []}
-        for implementation in implementations:
+        result: dict[str, Any] = {"case": planned.case.to_json(), "rows": []}
+        for together in [planned.implementations] if planned.rounds else zip(planned.implementations):
             left = deadline_s - (time.monotonic() - begin)
             if left < 5:
-                say(f"{name}, {implementation}: skipped, the deadline is reached")
+                say(f"{name}, {', '.join(together)}: skipped, the deadline is reached")
                 continue
-            traces = trace_dir if implementation == _OURS[0] else None
-            found = run_case(case, [implementation], say, limit_s=min(limit_s, left), trace_dir=traces)
-            result["rows"] += found["rows"]
+            result["rows"] += _rows(planned, together, say, min(limit_s, left), trace_dir)
             save(path, [result])
         if result["rows"]:
             written.append(path)
     return written
 
 
-def _is_complete(path: Path, case: Case, implementations: Collection[str]) -> bool:
+def _rows(
+    planned: Planned,
+    together: tuple[str, ...],
+    say: Callable[[str], None],
+    limit_s: float,
+    trace_dir: Path | None,
+) -> list[dict[str, Any]]:
+    """Rows of one implementation, or of all that take turns."""
+    if planned.rounds:
+        limits = {"rounds": planned.rounds, "limit_s": limit_s}
+        return take_turns(planned.case, together, say, graphs=True, **limits)["rows"]
+    traces = trace_dir if together[0] == _OURS[0] else None
+    return run_case(planned.case, together, say, limit_s=limit_s, trace_dir=traces)["rows"]
+
+
+def _is_complete(path: Path, planned: Planned) -> bool:
     """Whether the file has this very case with a row of every implementation, failed ones included."""
     if not path.is_file():
         return False
     (result,) = json.loads(path.read_text())["results"]
-    same = result["case"] == json.loads(json.dumps(case.to_json()))
-    return same and {row["implementation"] for row in result["rows"]} >= set(implementations)
+    same = result["case"] == json.loads(json.dumps(planned.case.to_json()))
+    return same and {row["implementation"] for row in result["rows"]} >= set(planned.implementations)
