@@ -92,11 +92,12 @@ def per_layer(
     return _trainer(stack, stack, _adamw(stack.parameters()))
 
 
-def _fsdp2(case: Case, device: torch.device, shard_dim: int = 0) -> Trainer:
+def _fsdp2(case: Case, device: torch.device, shard_dim: int = 0, reduce_dtype: str | None = None) -> Trainer:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype])
+    reduced = _DTYPES[reduce_dtype or case.reduce_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     extra: dict[str, Any] = {}
     if shard_dim:
         extra["shard_placement_fn"] = lambda p: Shard(shard_dim) if p.ndim > shard_dim else Shard(0)
@@ -241,6 +242,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Case, torch.device], Trainer]] = {
     },
     "fsdp2": _fsdp2,
     "fsdp2-shard1": partial(_fsdp2, shard_dim=1),
+    "fsdp2-bf16": partial(_fsdp2, reduce_dtype="bf16"),
     "fsdp1": _fsdp1,
     "megatron": _megatron,
     "deepspeed": _deepspeed,

@@ -42,6 +42,7 @@ LABELS = {
     "ours-all-to-all-float8": "all-to-all, weights gathered as float8",
     "fsdp2": "FSDP2",
     "fsdp2-shard1": "FSDP2, Shard(1)",
+    "fsdp2-bf16": "FSDP2, sums in bf16",
     "fsdp1": "FSDP1",
     "megatron": "Megatron-FSDP",
     "deepspeed": "DeepSpeed ZeRO-3",

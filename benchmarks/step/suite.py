@@ -65,8 +65,8 @@ SUITE: dict[str, Planned] = {
         replace(_GPT_OSS, wires=(400.0,)), ("ours-all-to-all", "fsdp2", "fsdp2-shard1")
     ),
     "gpt-oss-64-options": Planned(_GPT_OSS, ("none", *_OURS, *_OPTIONS)),
-    "gpt-oss-64-codes": Planned(_EXPANDABLE_GPT_OSS, _CODES),
-    "llama-64-codes": Planned(_EXPANDABLE_LLAMA, _CODES),
+    "gpt-oss-64-bytes": Planned(_EXPANDABLE_GPT_OSS, (*_CODES, "fsdp2-bf16")),
+    "llama-64-bytes": Planned(_EXPANDABLE_LLAMA, _CODES),
     "gpt-oss-64-channels": Planned(replace(_GPT_OSS, delivery="channels"), _MOST),
     "llama-64-channels": Planned(replace(_LLAMA, delivery="channels"), _MOST),
 }
