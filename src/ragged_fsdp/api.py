@@ -1,7 +1,7 @@
 """``fully_shard`` and the other public names: FSDP2's, with the same meaning.
 
-Only this module constructs the runtime's objects: it validates, groups, plans, compares the plans of the
-ranks and attaches. Nothing is changed before all of that has succeeded.
+Only this module constructs the runtime's objects: it validates, groups, plans, cuts, compares with the other
+ranks and attaches. Nothing is changed before all of that has succeeded on every rank.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.utils import _get_root_modules
 
+from ragged_fsdp.fsdp.agreement import Agreement
 from ragged_fsdp.fsdp.build import GroupBuilder
-from ragged_fsdp.fsdp.managed import collect, move_to_device
-from ragged_fsdp.fsdp.mesh import default_mesh, device_of, parallel_mesh, validate_mesh
+from ragged_fsdp.fsdp.managed import collect, moved_buffers, replace_buffers
+from ragged_fsdp.fsdp.mesh import ParallelMesh, default_mesh, device_of, parallel_mesh, validate_mesh
 from ragged_fsdp.fsdp.mesh_dims import DataParallelMeshDims
 from ragged_fsdp.fsdp.module import (
     FSDPModule,
@@ -99,6 +101,7 @@ def fully_shard(
         TypeError: an argument has the wrong type; the message names it.
         ValueError: a parameter, the mesh or a granularity cannot be used, or the ranks disagree. Raised on
             every rank, naming the parameter, before anything is changed.
+        RuntimeError: another rank of the mesh failed; the message names it and has its error.
         AssertionError: the module was sharded before.
 
     Example::
@@ -108,24 +111,37 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())   # after sharding: parameters are DTensors now
     """
-    options = Options(
-        mesh=mesh,
-        reshard_after_forward=reshard_after_forward,
-        shard_placement_fn=shard_placement_fn,
-        mp_policy=mp_policy,
-        offload_policy=offload_policy,
-        ignored_params=frozenset(ignored_params or ()),
-        dp_mesh_dims=dp_mesh_dims,
-        orig_param_policy=orig_param_policy,
-        reduction=reduction,
-        gathered_budget_bytes=gathered_budget_bytes,
-        max_buffers=max_buffers,
-        gather_policy=gather_policy,
-    )
-    options.check_types()
-    for one in [module] if isinstance(module, nn.Module) else _listed(module):
-        _check_module(one)
-    return _APPLY(module, options)
+    own_mesh, device = _mesh_and_device(mesh, dp_mesh_dims)
+    with Agreement(own_mesh, device) as agreement:
+        options = Options(
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=Options.ignored_set(ignored_params),
+            orig_param_policy=orig_param_policy,
+            reduction=reduction,
+            gathered_budget_bytes=gathered_budget_bytes,
+            max_buffers=max_buffers,
+            gather_policy=gather_policy,
+        )
+        options.check_types()
+        modules = [module] if isinstance(module, nn.Module) else _listed(module)
+        for one in modules:
+            _check_module(one)
+        fresh = [one for one in modules if "fully_shard" not in one.__dict__.get(REGISTRY_KEY, {})]
+        try:
+            return _APPLY(module, options, agreement)
+        except BaseException:
+            _forget(fresh)
+            raise
+
+
+def _mesh_and_device(mesh: Any, dims: Any) -> tuple[ParallelMesh, torch.device]:
+    """Where to shard. A wrong mesh is an error of this rank alone: without it there is nobody to tell."""
+    given = default_mesh() if mesh is None else mesh
+    validate_mesh(given, dims)
+    return parallel_mesh(given, dims), device_of(given)
 
 
 def _listed(module: Any) -> list[nn.Module]:
@@ -148,13 +164,9 @@ def _composable() -> Any:
     """The composable API of this name: it keeps one state per module and refuses a second application."""
 
     @contract(state_cls=ModuleState)  # type: ignore[arg-type]
-    def fully_shard(module: Any, options: Options) -> Any:
-        modules = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
-        try:
-            _attach(modules, options)
-        except BaseException:
-            _forget(modules)
-            raise
+    def fully_shard(module: Any, options: Options, agreement: Agreement) -> Any:
+        roots = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
+        _attach(roots, options, agreement)
         return module
 
     return fully_shard
@@ -164,17 +176,17 @@ _APPLY = _composable()
 fully_shard.state = _APPLY.state  # type: ignore[attr-defined]
 
 
-def _attach(modules: Sequence[nn.Module], options: Options) -> None:
-    mesh = options.mesh if options.mesh is not None else default_mesh()
-    validate_mesh(mesh, options.dp_mesh_dims)
-    own_mesh = parallel_mesh(mesh, options.dp_mesh_dims)
-    device = device_of(mesh)
+def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement) -> None:
+    device = agreement.device
     managed = collect(modules, set(options.ignored_params))
-    builder = GroupBuilder(options, own_mesh, device)
+    builder = GroupBuilder(options, agreement.mesh, device)
     builder.check(managed)
     planned = builder.plan(managed)
-    move_to_device(managed, device)
-    groups = builder.build(managed, tuple(modules), planned)
+    moved = moved_buffers(managed, device)
+    cuts = builder.cut(managed, planned)
+    agreement.reach(builder.words(managed, planned), next(iter(managed.names), ""))
+    replace_buffers(moved)
+    groups = builder.build(tuple(modules), planned, cuts)
     state = _APPLY.state(modules[0])
     chosen_here = options.reshard_after_forward in (None, "auto")
     state.init(modules, groups, device, options.mp_policy, chosen_here)
@@ -194,3 +206,6 @@ def _forget(modules: Sequence[nn.Module]) -> None:
         states: dict[Any, Any] = module.__dict__.get(STATE_KEY, {})
         for function in [f for f, state in states.items() if isinstance(state, ModuleState)]:
             del states[function]
+        for key in (REGISTRY_KEY, STATE_KEY):
+            if not module.__dict__.get(key, True):
+                del module.__dict__[key]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, init_device_mesh
 
+import ragged_fsdp.fsdp.build as build
 from fsdp_cases import DIM, FeedForward, fsdp, fully_shard, is_sharded, ragged_only, rows
 from rank_pool import spmd
 
@@ -135,3 +136,70 @@ def test_types_of_arguments(rank):
         fully_shard("model")
     with pytest.raises((TypeError, ValueError), match=r"module|empty"):
         fully_shard([])
+
+
+def _scalar(model):
+    model.scalar_p = nn.Parameter(torch.tensor(1.0))
+    return {}
+
+
+def _out_of_memory(model):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError("no memory for the shard")
+
+    model.restore = build.MainShard
+    build.MainShard = fail
+    return {}
+
+
+def _raises(*args):
+    raise KeyError("from the policy")
+
+
+FAULTS = {  # what is wrong, then what its rank raises
+    "scalar": (_scalar, ValueError, "Change scalar_p to a 1D tensor"),
+    "policy": (lambda model: {"orig_param_policy": _raises}, KeyError, "from the policy"),
+    "placement": (lambda model: {"shard_placement_fn": lambda p: Shard(9)}, AssertionError, "Shard dim 9"),
+    "ignored": (lambda model: {"ignored_params": model.up.weight}, TypeError, "ignored_params.*Parameter"),
+    "option": (lambda model: {"reduction": "sum"}, ValueError, "reduction must be one of"),
+    "memory": (_out_of_memory, torch.OutOfMemoryError, "no memory for the shard"),
+    "module": (lambda model: {"module": "model"}, TypeError, "module must be"),
+    "twice": (lambda model: {"module": [FeedForward(), ALREADY]}, AssertionError, "to a module once"),
+}
+ALREADY = None
+
+
+@ragged_only
+@pytest.mark.parametrize("failing", [(1,), (0, 1)])
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+@spmd(4)
+def test_what_one_rank_raises_alone(rank, failing, sizes):
+    """It raises what it always did; the others of its mesh name it; no module is changed, and all go on."""
+    global ALREADY
+    mesh = rank.mesh(2, 2, names=("replicate", "shard"))
+    mesh = mesh if len(sizes) == 2 else mesh["shard"]
+    told = len(sizes) == 2 or rank.rank < 2  # the ranks of another row are no part of the call
+    ALREADY = fully_shard(FeedForward().to(rank.device), mesh=mesh)
+    for fault, kind, text in FAULTS.values():
+        model = FeedForward().to(rank.device)
+        attributes, parameters = set(model.__dict__), dict(model.named_parameters())
+        if rank.rank not in failing:
+            if not told:
+                fully_shard(model, mesh=mesh)
+                continue
+            with pytest.raises(RuntimeError, match=rf"rank [01] raised {kind.__name__}: (.|\n)*{text}"):
+                fully_shard(model, mesh=mesh)
+        else:
+            options = fault(model)
+            target = options.pop("module", model)
+            with pytest.raises(kind, match=text) as raised:
+                fully_shard(target, mesh=mesh, **options)
+            assert kind is not KeyError or "'up.weight'" in raised.value.__notes__[0]
+            build.MainShard = model.__dict__.pop("restore", build.MainShard)
+            model.__dict__["_parameters"].pop("scalar_p", None)
+            if target is not model and isinstance(target, list):
+                assert type(target[0]) is FeedForward and fully_shard.state(target[0]) is None
+        assert type(model) is FeedForward and set(model.__dict__) == attributes
+        assert all(parameters[name] is p for name, p in model.named_parameters())
+        fully_shard(model, mesh=mesh)
+        assert model(rows(rank, 0)).shape == (3, DIM)

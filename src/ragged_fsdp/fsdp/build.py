@@ -25,7 +25,7 @@ from ragged_fsdp.fsdp.param import ManagedParam
 from ragged_fsdp.fsdp.param_group import ParamGroup
 from ragged_fsdp.fsdp.parking import ParkingSpot, parking_mesh
 from ragged_fsdp.fsdp.placing import outer_shapes, place, shrink_to
-from ragged_fsdp.fsdp.plan import GroupPlan, GroupTensors, agree, make_plan, split_by_blocks
+from ragged_fsdp.fsdp.plan import GroupPlan, GroupTensors, make_plan, split_by_blocks
 from ragged_fsdp.fsdp.quantized import QuantizedGroup
 from ragged_fsdp.fsdp.row_plan import RowPlan, row_plan
 from ragged_fsdp.placement import block_numel
@@ -35,6 +35,7 @@ __all__ = ["GroupBuilder"]
 
 logger = logging.getLogger("ragged_fsdp")
 Planned = tuple[list[int], ParallelMesh, GroupPlan]  # the parameters of a group, by index
+Cut = tuple[list[ManagedParam], MainShard | RowPieces, type[ParamGroup]]  # what a group is made of
 
 
 @dataclass
@@ -68,7 +69,11 @@ class GroupBuilder:
                     f"FSDP does not support non-contiguous parameters yet: {name} "
                     f"{param.shape=} {param.stride()=}"
                 )
-            choice = self._choose(name, param)
+            try:
+                choice = self._choose(name, param)
+            except Exception as error:  # the user's functions may raise anything
+                error.add_note(f"fully_shard: the parameter is '{name}'.")
+                raise
             if is_extended(param) or choice.shard_dim is not None:
                 self._check_packed(name, param, choice)
             self._choices.append(choice)
@@ -223,7 +228,7 @@ class GroupBuilder:
     # -- groups ----------------------------------------------------------------------------------
 
     def plan(self, managed: Managed) -> list[Planned]:
-        """Plan a group per mesh and kind and compare the plans of the ranks; nothing is changed yet."""
+        """Plan a group per mesh and kind; nothing is changed yet."""
         by_mesh: dict[Any, list[int]] = {}
         for index, choice in enumerate(self._choices):
             param = managed.params[index]
@@ -235,21 +240,25 @@ class GroupBuilder:
             mesh = self._choices[members[0]].mesh
             for part in self._split(managed, members, mesh):
                 planned.append((part, mesh, self._plan(managed, part, mesh)))
-        self._agree(managed, planned)
         return planned
 
+    @torch.no_grad()
+    def cut(self, managed: Managed, planned: Sequence[Planned]) -> list[Cut]:
+        """Copy this rank's pieces of every group; they are registered by :meth:`build` only."""
+        return [self._cut_group(managed, *entry) for entry in planned]
+
     def build(
-        self, managed: Managed, modules: tuple[nn.Module, ...], planned: Sequence[Planned]
+        self, modules: tuple[nn.Module, ...], planned: Sequence[Planned], cuts: Sequence[Cut]
     ) -> list[ParamGroup]:
-        """Cut the parameters and register their shards."""
-        groups = [self._make_group(managed, modules, *entry) for entry in planned]
+        """Register the shards and make the groups."""
+        groups = [self._make_group(modules, *entry, *cut) for entry, cut in zip(planned, cuts)]
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
         return groups
 
-    def _agree(self, managed: Managed, planned: Sequence[Planned]) -> None:
-        """Compare options and plans with the other ranks, once per mesh; also if this rank has no group."""
+    def words(self, managed: Managed, planned: Sequence[Planned]) -> list[tuple[ParallelMesh, str]]:
+        """What the ranks of each mesh must agree on; of the call's own mesh also if it has no group."""
         said: dict[Any, tuple[ParallelMesh, list[str]]] = {
             self.mesh.key(): (self.mesh, [self.options.description])
         }
@@ -259,9 +268,7 @@ class GroupBuilder:
             lines += [
                 f"{managed.names[i]} {choice.codes}" for i in part if (choice := self._choices[i]).codes
             ]
-        name = next(iter(managed.names), "")
-        for mesh, lines in said.values():
-            agree("\n".join(lines), name, (mesh.shard_group, mesh.replicate_group), self.device)
+        return [(mesh, "\n".join(lines)) for mesh, lines in said.values()]
 
     def _split(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> list[list[int]]:
         """The members of each buffer: one buffer for all unless ``max_buffers`` allows more and they pay."""
@@ -303,20 +310,28 @@ class GroupBuilder:
         plan = make_plan(self._tensors(managed, members), mesh.shard_size)
         return shrink_to(plan, [_inner(param).shape for param in params])
 
-    @torch.no_grad()
+    def _cut_group(
+        self, managed: Managed, members: Sequence[int], mesh: ParallelMesh, plan: GroupPlan
+    ) -> Cut:
+        params = [ManagedParam(managed.names[i], managed.params[i], managed.places[i]) for i in members]
+        kind = self._group_class(self._choices[members[0]], managed.params[members[0]])
+        main = self._cut(params, mesh, plan, kind)
+        for index, (param, member) in enumerate(zip(params, members)):
+            self._attach(param, index, self._choices[member].shard_dim, main.pieces[index], mesh, plan)
+        return params, main, kind
+
     def _make_group(
         self,
-        managed: Managed,
         modules: tuple[nn.Module, ...],
         members: Sequence[int],
         mesh: ParallelMesh,
         plan: GroupPlan,
+        params: list[ManagedParam],
+        main: Any,
+        kind: type[ParamGroup],
     ) -> ParamGroup:
-        params = [ManagedParam(managed.names[i], managed.params[i], managed.places[i]) for i in members]
-        kind = self._group_class(self._choices[members[0]], managed.params[members[0]])
-        main: Any = self._cut(params, mesh, plan, kind)
-        for index, (param, member) in enumerate(zip(params, members)):
-            self._attach(param, index, self._choices[member].shard_dim, main.pieces[index], mesh, plan)
+        for param in params:
+            param.register(param.sharded)
         options = self.options
         group = kind(
             params, modules, mesh, plan, main, self.device, options.mp_policy, options.offload_policy
@@ -344,7 +359,7 @@ class GroupBuilder:
         mesh: ParallelMesh,
         plan: GroupPlan,
     ) -> None:
-        """Register the sharded form of a parameter."""
+        """Make the sharded form of a parameter."""
         original = param.sharded
         if shard_dim is not None:
             assert isinstance(plan, RowPlan)

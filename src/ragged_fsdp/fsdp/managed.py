@@ -19,7 +19,8 @@ __all__ = [
     "Managed",
     "Place",
     "collect",
-    "move_to_device",
+    "moved_buffers",
+    "replace_buffers",
     "state_of",
     "unique_id",
 ]
@@ -139,12 +140,13 @@ def _registrations(roots: Sequence[nn.Module]) -> Iterator[tuple[str, Place, nn.
                     yield f"{prefix}{dot}{name}", Place(module, name), param
 
 
-def move_to_device(managed: Managed, device: torch.device) -> None:
-    """Move parameters and buffers in place; those on the meta device wait for their initialisation."""
+def moved_buffers(managed: Managed, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each buffer that lies elsewhere, with its copy on ``device``; raise on DTensors that cannot move.
+
+    What is on the meta device waits for its initialisation.
+    """
     for tensor in (*managed.params, *managed.buffers):
-        if tensor.device == device or tensor.device.type == "meta":
-            continue
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, DTensor) and tensor.device != device and tensor.device.type != "meta":
             kind = tensor.device_mesh.device_type
             if kind != device.type:
                 raise ValueError(
@@ -152,9 +154,18 @@ def move_to_device(managed: Managed, device: torch.device) -> None:
                     f"but got {kind} for DTensor and {device.type} for FSDP"
                 )
             raise AssertionError(f"Expects DTensor to be moved to {kind} but got {tensor.device}")
-        if is_traceable_wrapper_subclass(tensor):
-            with torch.no_grad():
-                moved = nn.Parameter(tensor.to(device), requires_grad=tensor.requires_grad)
-            torch.utils.swap_tensors(tensor, moved)
+    with torch.no_grad():
+        return [
+            (buffer, buffer.to(device))
+            for buffer in managed.buffers
+            if buffer.device != device and buffer.device.type != "meta"
+        ]
+
+
+def replace_buffers(moved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Let each buffer be its copy; its object stays."""
+    for buffer, copy in moved:
+        if is_traceable_wrapper_subclass(buffer):
+            torch.utils.swap_tensors(buffer, copy)
         else:
-            tensor.data = tensor.to(device)
+            buffer.data = copy

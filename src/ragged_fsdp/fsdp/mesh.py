@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dbuffer.checks import device_of
+from ragged_fsdp.fsdp.mesh_dims import DataParallelMeshDims
 
 __all__ = ["ParallelMesh", "default_mesh", "device_of", "join_meshes", "parallel_mesh", "validate_mesh"]
 
@@ -135,6 +136,10 @@ class ParallelMesh:
 
 def validate_mesh(mesh: DeviceMesh, dims: Any) -> None:
     """Raise unless ``mesh`` (and ``dims`` of it) can hold data parallelism."""
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"fully_shard: mesh must be a DeviceMesh or None, got {mesh!r}.")
+    if not isinstance(dims, (DataParallelMeshDims, type(None))):
+        raise TypeError(f"fully_shard: dp_mesh_dims must be a DataParallelMeshDims or None, got {dims!r}.")
     if dims is None:
         if mesh.ndim not in (1, 2):
             raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")

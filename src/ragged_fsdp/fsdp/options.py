@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 __all__ = ["Options"]
@@ -26,13 +26,11 @@ _SAME_ON_ALL_RANKS = (
 class Options:
     """The arguments of ``fully_shard``."""
 
-    mesh: DeviceMesh | None
     reshard_after_forward: bool | int | str | None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     ignored_params: frozenset[nn.Parameter]
-    dp_mesh_dims: Any
     orig_param_policy: Callable[[str, nn.Parameter], Any] | None
     reduction: str = "reduce_scatter"
     gathered_budget_bytes: int | None = None
@@ -41,15 +39,15 @@ class Options:
 
     def check_types(self) -> None:
         """Raise on an argument of the wrong type, naming it."""
-        expected: dict[str, type | tuple[type, ...]] = {
-            "mesh": (DeviceMesh, type(None)),
+        expected: dict[str, type] = {
             "mp_policy": MixedPrecisionPolicy,
             "offload_policy": OffloadPolicy,
         }
-        for name, types in expected.items():
-            if not isinstance(getattr(self, name), types):
-                kind = types[0].__name__ if isinstance(types, tuple) else types.__name__
-                raise TypeError(f"fully_shard: {name} must be a {kind}, got {getattr(self, name)!r}.")
+        for name, kind in expected.items():
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(
+                    f"fully_shard: {name} must be of the class {kind.__name__}, got {getattr(self, name)!r}."
+                )
         if self.reduction not in _REDUCTIONS:
             raise ValueError(f"fully_shard: reduction must be one of {_REDUCTIONS}, got {self.reduction!r}.")
         if (
@@ -61,11 +59,22 @@ class Options:
         for name in ("shard_placement_fn", "orig_param_policy", "gather_policy"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
-        for param in self.ignored_params:
+
+    @staticmethod
+    def ignored_set(given: Any) -> frozenset[nn.Parameter]:
+        """What was given as ``ignored_params``; raise unless it is a collection of parameters."""
+        if given is None:
+            return frozenset()
+        if isinstance(given, torch.Tensor) or not isinstance(given, Iterable):
+            kind = type(given).__name__
+            raise TypeError(f"fully_shard: ignored_params must be a set of parameters, got a {kind}.")
+        params = list(given)
+        for param in params:
             if not isinstance(param, nn.Parameter):
                 raise TypeError(
                     f"fully_shard: ignored_params must be a set of parameters, got {param!r} in it."
                 )
+        return frozenset(params)
 
     @property
     def description(self) -> str:

@@ -56,14 +56,13 @@ class ManagedParam:
         """Handle of the hook that takes a large gradient as soon as it is accumulated."""
 
     def attach_shard(self, piece: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> None:
-        """Make the sharded parameter from this rank's flat ``piece`` and register it."""
+        """Make the sharded parameter from this rank's flat ``piece``."""
         self.spec = ragged_spec(mesh, tuple(placements), self.global_shape, self.dtype)
         row = self._row_shape()
         local = piece.view(-1, *row) if row.numel() else piece.view(0, *row)
         sharded = wrap_local(local, self.spec)
         self.sharded = nn.Parameter(sharded, requires_grad=self.sharded.requires_grad)
         self.local_shape = local.shape
-        self.register(self.sharded)
 
     def attach_chunk(
         self, piece: torch.Tensor, mesh: Any, placements: Sequence[Any], dim: int, rows: int
@@ -75,7 +74,6 @@ class ManagedParam:
         self.local_shape = torch.Size((*self.inner_shape[:dim], rows, *self.inner_shape[dim + 1 :]))
         sharded = wrap_local(piece.view(self.local_shape), self.spec)
         self.sharded = nn.Parameter(sharded, requires_grad=self.sharded.requires_grad)
-        self.register(self.sharded)
 
     def attach_replicated(self, whole: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> None:
         """The same where no dim shards: the local tensor is the whole inner tensor."""
@@ -83,7 +81,6 @@ class ManagedParam:
         local = whole.view(self.inner_shape)
         self.sharded = nn.Parameter(wrap_local(local, self.spec), requires_grad=self.sharded.requires_grad)
         self.local_shape = local.shape
-        self.register(self.sharded)
 
     def _row_shape(self) -> torch.Size:
         """Dims of the inner tensor that the ragged placement leaves whole."""

@@ -1,4 +1,4 @@
-"""From parameters and policies to the frozen plan of a group, and its agreement across ranks.
+"""From parameters and policies to the frozen plan of a group.
 
 The layout is counted in cells. Where all tensors are gathered with one item size a cell is an element,
 and the plan does not depend on the dtype. Where they differ (int8 codes beside bf16 norms) a cell is
@@ -7,20 +7,17 @@ the greatest common divisor of the item sizes, so that one all-gather carries ev
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 
-from ragged_fsdp.collectives import explain_failure, same_on_all_ranks
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
 from ragged_fsdp.planner import plan_buffers, plan_group
 
-__all__ = ["GroupPlan", "GroupTensors", "agree", "gathered_dtype", "make_plan", "split_by_blocks"]
+__all__ = ["GroupPlan", "GroupTensors", "gathered_dtype", "make_plan", "split_by_blocks"]
 
 _ALIGN_BYTES = 16
 _UNIT_CELLS = 128
@@ -149,43 +146,3 @@ def split_by_blocks(tensors: GroupTensors, ranks: int, *, max_buffers: int) -> l
     layouts = plan_buffers(tensors.specs, ranks, max_buffers=max_buffers, unit=unit, align=align)
     position = {name: index for index, name in enumerate(tensors.names)}
     return [[position[spec.name] for spec in layout.specs] for layout in layouts if layout.specs]
-
-
-def agree(
-    description: str, name: str, groups: Sequence[dist.ProcessGroup | None], device: torch.device
-) -> None:
-    """Raise on every rank, naming the first difference, unless all ranks planned the same.
-
-    A rank that learns of a difference in one process group still takes part in the comparison of the next,
-    and passes it on: with replicas not all ranks are in the group that differs.
-    """
-    difference = ""
-    for group in groups:
-        if group is None:
-            continue
-        digest = hashlib.sha256((difference or description).encode()).digest()
-        with explain_failure("comparison of the plans", name, group):
-            if same_on_all_ranks(int.from_bytes(digest[:8], "big") >> 2, group, device):
-                continue
-            said: list[tuple[str, str]] = [("", "")] * group.size()
-            dist.all_gather_object(said, (difference, description), group=group)
-        known = next((told for told, _ in said if told), "")
-        ranks = dist.get_process_group_ranks(group)
-        difference = known or _first_difference([text for _, text in said], ranks)
-    if difference:
-        raise ValueError(difference)
-
-
-def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
-    reference = texts[0].splitlines()
-    for rank, text in zip(ranks, texts):
-        lines = text.splitlines()
-        for index in range(max(len(lines), len(reference))):
-            ours = reference[index] if index < len(reference) else "nothing"
-            theirs = lines[index] if index < len(lines) else "nothing"
-            if ours != theirs:
-                return (
-                    "fully_shard: the ranks disagree; "
-                    f"rank {ranks[0]} has '{ours}', rank {rank} has '{theirs}'."
-                )
-    return "fully_shard: the ranks disagree."
