@@ -13,6 +13,8 @@ def main() -> None:
         if (error.name or "").partition(".")[0] == "ragged_fsdp":
             raise
         sys.exit(f"ragged-fsdp: {error.name} is not installed; pip install 'ragged-fsdp[cli]'")
+    except KeyboardInterrupt:
+        sys.exit(130)
     command_line(prog_name="ragged-fsdp")
 
 

@@ -2,6 +2,8 @@
 
 import difflib
 import importlib
+import sys
+from typing import Any
 
 import click
 import typer
@@ -34,6 +36,13 @@ def _typer_command(app: typer.Typer, name: str) -> click.Command:
 
 class _LazyGroup(click.Group):
     """Subcommands live in ``ragged_fsdp.cli.<name>`` as a typer app or click command named ``command``."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Also the import of the subcommand: an interrupt then ends as one that comes later."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            sys.exit(130)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
