@@ -298,6 +298,19 @@ def show(
 
 
 @app.command()
+def goals(
+    folder: Annotated[Path, typer.Argument(help="Folder of result files that 'suite' wrote.")],
+) -> None:
+    """What was aimed at and what was reached, as a table for a document; bold misses its goal."""
+    from .goals import goal_table
+    from .report import markdown_table
+
+    if not folder.is_dir():
+        raise typer.BadParameter(f"folder: expected one with result files, got {folder}")
+    print(markdown_table(goal_table(folder)), end="")
+
+
+@app.command()
 def timeline(
     traces: Annotated[list[Path], typer.Argument(help="Traces kept with 'step --traces'.")],
     out: Annotated[Path, typer.Option(help="The figure to write; the ending chooses the format.")] = Path(

@@ -20,6 +20,7 @@ __all__ = [
     "floor_ms",
     "load",
     "markdown",
+    "markdown_table",
     "other_tables",
     "overhead_table",
     "real_table",
@@ -145,10 +146,13 @@ def step_table(result: dict[str, Any]) -> Table:
 
 def markdown(result: dict[str, Any]) -> str:
     """One case for a document."""
-    head = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
-    return f"**{title(result)}**\n\n{head}" + "".join(
-        f"| {' | '.join(cells)} |\n" for cells in _cells(result)
-    )
+    return f"**{title(result)}**\n\n{markdown_table([_COLUMNS, *_cells(result)])}"
+
+
+def markdown_table(rows: Iterable[Iterable[str]]) -> str:
+    """Rows for a document; the first is the head."""
+    head, *lines = (f"| {' | '.join(row)} |\n" for row in rows)
+    return head + "|" + "---|" * (head.count("|") - 1) + "\n" + "".join(lines)
 
 
 def copy_table(results: Iterable[dict[str, Any]]) -> Table:
