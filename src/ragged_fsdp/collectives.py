@@ -1,17 +1,20 @@
 """The collectives of a group buffer, by the names this torch has, with errors that say where.
 
-Every function works in place on flat tensors and is looked up on ``torch.distributed`` at each call:
-newer releases renamed ``all_gather_into_tensor`` to ``all_gather_single``, and profilers and tests
-intercept these names there. Dtypes a backend does not know (float8, complex, ...) travel as bytes.
+Every function works in place on flat tensors and is looked up on ``torch.distributed`` at each call, since
+profilers and tests intercept the names there (newer releases call ``all_gather_into_tensor``
+``all_gather_single``). Where nobody does, the three of a step call the process group itself: what torch's
+functions check costs more than the launch, and is true of what is passed here. Dtypes a backend does not
+know (float8, complex, ...) travel as bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 __all__ = [
     "all_gather_",
@@ -38,6 +41,53 @@ _WIRE_DTYPES = frozenset(
     }
 )
 
+_RENAMED = hasattr(dist, "all_gather_single")
+
+
+class _Collective:
+    """One of torch's functions, and the method of a process group in which it ends."""
+
+    def __init__(self, new_name: str, name: str, method: str, options: type, ops: Sequence[Any]) -> None:
+        self._name, self._method = (new_name, new_name) if _RENAMED else (name, method)
+        self._stock = getattr(dist, self._name)
+        self._options = {(op, later): _options(options, op, later) for op in ops for later in (False, True)}
+
+    def interceptor(self) -> Callable[..., Any] | None:
+        """What stands in place of torch's function, if anything does."""
+        function = getattr(dist, self._name)
+        return None if function is self._stock else function
+
+    def launch(
+        self, group: dist.ProcessGroup, *args: Any, async_op: bool, op: Any = None
+    ) -> dist.Work | None:
+        """The work under way, or None when it has been waited for."""
+        work = getattr(group, self._method)(*args, self._options[op, async_op])
+        if async_op or work is None:
+            return work
+        work.wait()
+        return None
+
+
+def _options(kind: type, op: Any, async_op: bool) -> Any:
+    made = kind()
+    made.asyncOp = async_op
+    if op is not None:
+        made.reduceOp = op
+    return made
+
+
+_GATHER = _Collective(
+    "all_gather_single", "all_gather_into_tensor", "_allgather_base", AllgatherOptions, [None]
+)
+_SCATTER = _Collective(
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "_reduce_scatter_base",
+    ReduceScatterOptions,
+    [dist.ReduceOp.SUM, dist.ReduceOp.AVG],
+)
+_EXCHANGE = _Collective("all_to_all_single", "all_to_all_single", "alltoall_base", AllToAllOptions, [None])
+
 
 def all_gather_(
     full: torch.Tensor,
@@ -52,8 +102,10 @@ def all_gather_(
         full, slot = full.view(torch.uint8), slot.view(torch.uint8)
     if comm is not None:
         return comm(output_tensor=full, input_tensor=slot, group=group, async_op=async_op)
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(full, slot, group=group, async_op=async_op)
+    function = _GATHER.interceptor()
+    if function is not None:
+        return function(full, slot, group=group, async_op=async_op)
+    return _GATHER.launch(group, full, slot, async_op=async_op)
 
 
 def reduce_scatter(
@@ -68,8 +120,10 @@ def reduce_scatter(
     """Reduce ``full`` over the ranks and keep this rank's part in ``shard``, which may lie in ``full``."""
     if comm is not None:
         return comm(output_tensor=shard, input_tensor=full, group=group, op=op, async_op=async_op)
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return function(output=shard, input=full, group=group, op=op, async_op=async_op)
+    function = _SCATTER.interceptor()
+    if function is not None:
+        return function(output=shard, input=full, group=group, op=op, async_op=async_op)
+    return _SCATTER.launch(group, shard, full, op=op, async_op=async_op)
 
 
 def all_reduce_(
@@ -83,7 +137,12 @@ def all_to_all(
     received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
     """Send the r-th equal part of ``sent`` to rank r; ``received`` holds one part from each rank."""
-    return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
+    if sent.dtype not in _WIRE_DTYPES:
+        received, sent = received.view(torch.uint8), sent.view(torch.uint8)
+    function = _EXCHANGE.interceptor()
+    if function is not None:
+        return function(received, sent, group=group, async_op=async_op)
+    return _EXCHANGE.launch(group, received, sent, [], [], async_op=async_op)
 
 
 def all_to_all_pieces(

@@ -35,8 +35,8 @@ from ragged_fsdp.dbuffer.checks import (
     wait_all,
 )
 from ragged_fsdp.dbuffer.redistribute import redistribute
-from ragged_fsdp.dbuffer.registry import buffer_of_storage, register
-from ragged_fsdp.dbuffer.storage import FlatStorage
+from ragged_fsdp.dbuffer.registry import attached_buffer, buffer_of_storage, register
+from ragged_fsdp.dbuffer.storage import FlatStorage, debug_enabled
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.placement import block_numel, placement_from_layout
@@ -149,19 +149,24 @@ class DBuffer:
         return buffer
 
     def empty_like(self) -> DBuffer:
-        """A new, uninitialised buffer of the same kind; nothing is checked again."""
+        """A new, uninitialised buffer of the same kind; nothing is checked again, nothing made that may wait."""
         made = object.__new__(DBuffer)
         made.__dict__.update(self._kind)
         numel = self.nbytes // self.dtype.itemsize
         made.flat = torch.empty(numel, dtype=self.dtype, device=self.device, pin_memory=self.pin_memory)
-        made.storage = FlatStorage.of(made.flat, debug=self.storage.debug)
-        register(made, made.storage.untyped)
         return made
 
     @cached_property
     def _kind(self) -> dict[str, Any]:
         """The attributes that buffers of one kind share."""
         return {name: self.__dict__[name] for name in _KIND} | {"offset_bytes": 0, "_pending": None}
+
+    @cached_property
+    def storage(self) -> FlatStorage:
+        """The memory; of a buffer from :meth:`empty_like` it is described when it is first asked for."""
+        made = FlatStorage.of(self.flat, debug=debug_enabled())
+        register(self, made.untyped)
+        return made
 
     @staticmethod
     def of(tensor: torch.Tensor) -> tuple[DBuffer, int] | None:
@@ -171,7 +176,7 @@ class DBuffer:
         placement and shape.
         """
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        buffer = buffer_of_storage(local.untyped_storage())
+        buffer = attached_buffer(tensor) or buffer_of_storage(local.untyped_storage())
         if buffer is None:
             return None
         return buffer._index_of(tensor, local)

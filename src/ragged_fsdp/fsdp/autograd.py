@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import CreationMeta, _set_creation_meta
 
 __all__ = [
     "BackwardHooks",
@@ -171,6 +172,13 @@ class BackwardHooks(NamedTuple):
     before: Callable[[torch.Tensor], torch.Tensor]
     """When a gradient arrives: at its outputs, or, in a second backward, at the gradients of its inputs."""
 
+    def at_input(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The gradient of the module's only input is there; None leaves it as it is."""
+        self.after()
+        if grad is None or not torch.is_grad_enabled():
+            return None
+        return BeforeBackward.apply(self.before, grad)  # create_graph: see AfterBackward.backward
+
 
 class AfterBackward(torch.autograd.Function):
     """Identity on the inputs of a module; its backward runs when the module's own is done."""
@@ -211,7 +219,7 @@ class AfterBackwardInTransform(torch.autograd.Function):
 
 def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """A module's inputs; those that need gradients behind a node whose backward calls ``hooks.after``."""
-    if not kwargs and len(args) == 1 and isinstance(args[0], torch.Tensor):  # most layers
+    if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:  # most layers
         return (_behind_node(hooks, args) if args[0].requires_grad else args), kwargs
     found: list[torch.Tensor] = []
 
@@ -228,9 +236,20 @@ def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, A
 
 
 def _behind_node(hooks: BackwardHooks, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    transformed = torch._C._are_functorch_transforms_active()
-    node = AfterBackwardInTransform if transformed else AfterBackward
-    return node.apply(hooks, *inputs)
+    if torch._C._are_functorch_transforms_active():
+        return AfterBackwardInTransform.apply(hooks, *inputs)
+    if len(inputs) == 1 and type(inputs[0]) is torch.Tensor:
+        return (_behind_hook(hooks, inputs[0]),)
+    return AfterBackward.apply(hooks, *inputs)
+
+
+def _behind_hook(hooks: BackwardHooks, tensor: torch.Tensor) -> torch.Tensor:
+    """:class:`AfterBackward` on a single tensor, for a third of the time: torch's own node with a hook."""
+    alias = tensor.view_as(tensor)
+    # as an output of a Function: torch forbids the change in place that would lose the hook
+    _set_creation_meta(alias, CreationMeta.IN_CUSTOM_FUNCTION)
+    alias.register_hook(hooks.at_input)
+    return alias
 
 
 class BeforeBackward(torch.autograd.Function):

@@ -7,6 +7,7 @@ part after the reduction, in the parameters' dtype; the ``.grad`` of the sharded
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.dbuffer.registry import attach
 from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.comm_memory import allocator_of
@@ -60,8 +62,8 @@ class GradReducer:
         self.offload_event: Any = None
         self._layouts: dict[tuple[bool, ...], GradLayout] = {}
         self._layout: GradLayout | None = None
-        self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
-        """Shape, strides and start of each parameter's part of the reduced shard."""
+        self._places: list[tuple[torch.Size, tuple[int, ...], int] | None] = []
+        """Shape, strides and start of each parameter's part of the reduced shard; None if it has none."""
         self._main_kind: DBuffer | None = None
         self._leased: FlatStorage | None = None
         """Where ``full`` lies, if not in storage of its own."""
@@ -305,32 +307,34 @@ class GradReducer:
         params = [group.params[i] for i in written]
         if group.offload:
             main = self._offload(main, [p.sharded for p in params])
-        flat = main.flat
+        flat, known = main.flat, weakref.ref(main)
         targets, sources = [], []
         for index, param in zip(written, params):
-            sharded, piece = param.sharded, flat.as_strided(*self._places[index])
-            existing = sharded.grad
-            if existing is None:
-                grad = sharded.grad = param.sharded_grad(piece)
-                grad._ragged_fsdp_buffer = main  # DBuffer.of(grad) finds it as long as a gradient lives
-            elif piece.numel():
+            place, existing = self._places[index], param.sharded.grad
+            if place is None:  # most parameters, where there are more ranks than parameters
+                if existing is None:
+                    grad = param.sharded.grad = param.empty_grad(flat)
+                    attach(grad, known)
+            elif existing is None:
+                grad = param.sharded.grad = param.sharded_grad(flat.as_strided(*place))
+                attach(grad, main)  # DBuffer.of(grad) finds it as long as a gradient lives
+            else:
                 targets.append(existing._local_tensor)
-                sources.append(piece)
+                sources.append(flat.as_strided(*place))
         if targets:
             torch._foreach_add_(targets, sources)
         for param in params:
-            hooks = getattr(param.sharded, "_post_accumulate_grad_hooks", None)
-            for hook in (hooks or {}).values():
+            hooks = param.sharded._post_accumulate_grad_hooks
+            for hook in hooks.values() if hooks else ():
                 hook(param.sharded)
         return targets
 
-    def _find_places(self, layout: GradLayout) -> list[tuple[torch.Size, tuple[int, ...], int]]:
-        places = []
-        for index, param in enumerate(self.group.params):
-            piece = layout.local_piece(index, self.group.mesh.shard_rank)
-            start = 0 if piece is None else piece[1].shard_start
-            places.append((param.local_shape, contiguous_stride(param.local_shape), start))
-        return places
+    def _find_places(self, layout: GradLayout) -> list[tuple[torch.Size, tuple[int, ...], int] | None]:
+        pieces = [layout.local_piece(i, self.group.mesh.shard_rank) for i in range(len(self.group.params))]
+        return [
+            piece and (param.local_shape, contiguous_stride(param.local_shape), piece[1].shard_start)
+            for param, piece in zip(self.group.params, pieces)
+        ]
 
     def _offload(self, main: DBuffer, sharded: Sequence[torch.Tensor]) -> DBuffer:
         """Copy the reduced shard to the host; without waiting if nobody on the host reads it in backward."""
