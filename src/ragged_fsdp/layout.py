@@ -16,6 +16,7 @@ however they were built, so a layout that exists is a layout that can be used.
 """
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
@@ -88,8 +89,13 @@ class GroupLayout:
     align: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "specs", tuple(self.specs))
-        object.__setattr__(self, "offsets", tuple(self.offsets))
+        for name in ("specs", "offsets"):
+            if not isinstance(getattr(self, name), Iterable):
+                raise TypeError(f"GroupLayout: {name} must be a sequence, got {getattr(self, name)!r}.")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for spec in self.specs:
+            if not isinstance(spec, TensorSpec):
+                raise TypeError(f"GroupLayout: specs must hold TensorSpecs, got {spec!r} in it.")
         for name, least in (("ranks", 1), ("unit", 1), ("align", 1), ("shard_numel", 0), ("lower_bound", 0)):
             _integer("GroupLayout", name, getattr(self, name), least)
         self._check_shard()

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from ragged_fsdp.layout import TensorSpec
-from ragged_fsdp.planner import ORDERS, plan, plan_buffers, plan_group, register_order
+from ragged_fsdp.layout import GroupLayout, TensorSpec
+from ragged_fsdp.planner import ORDERS, bound_group, plan, plan_buffers, plan_group, register_order
 from ragged_fsdp.planner.group import _plan_kinds
 
 
@@ -75,6 +75,14 @@ def test_one_rank_needs_no_padding_but_the_unit():
             "max_buffers must be an int of at least 1",
         ),
         (lambda: plan_buffers(specs_of((4, 1)), 2, threshold=1.5), r"threshold must be in \[0, 1\)"),
+        (lambda: plan(None, [1], 1, 1), "sizes must be a sequence of integers, got None"),
+        (lambda: plan([4], {1}, 1, 1), "blocks must be a sequence of integers, got {1}"),
+        (lambda: plan_group(None, 2), "specs must be a sequence of TensorSpecs, got None"),
+        (lambda: plan_group([(4, 1)], 2), r"specs must hold TensorSpecs, got \(4, 1\) in it"),
+        (lambda: plan_group(specs_of((4, 1)), 2, order=3), "order must be a name or a function, got 3"),
+        (lambda: bound_group(specs_of((4, 1)), 0), "bound_group: ranks must be at least 1, got 0"),
+        (lambda: register_order("third", 3), "expected a name and a function, got 'third' and 3"),
+        (lambda: GroupLayout([4], 1, 1, 4, [0], 0), "specs must hold TensorSpecs, got 4 in it"),
     ],
 )
 def test_bad_input_raises_one_clear_line(call, message):

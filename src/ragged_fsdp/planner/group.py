@@ -2,7 +2,7 @@
 
 import operator
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,6 +24,9 @@ def plan(
     ``sizes`` are numels, ``blocks`` the elements of one block of each tensor, ``unit`` divides the shard
     size and ``align`` every offset. Raises ``ValueError`` or ``TypeError`` naming the tensor by position.
     """
+    for name, given in (("sizes", sizes), ("blocks", blocks)):
+        if not hasattr(given, "__getitem__") or isinstance(given, str | Mapping):
+            raise TypeError(f"plan: {name} must be a sequence of integers, got {given!r}.")
     if len(sizes) != len(blocks):
         raise ValueError(f"plan: got {len(sizes)} sizes and {len(blocks)} blocks; expected as many of each.")
     specs = []
@@ -48,20 +51,32 @@ def plan_group(
     ``"best"`` the planner chooses it. The result depends on the arguments alone, so all ranks agree.
     Groups that are equal but for the names are planned once.
     """
-    for name, value in (("ranks", ranks), ("unit", unit), ("align", align)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"plan_group: {name} must be an int, got {value!r}.")
-        if value < 1:
-            raise ValueError(f"plan_group: {name} must be at least 1, got {value}.")
-    kinds = tuple((spec.numel, spec.block_numel) for spec in specs)
+    kinds = _checked("plan_group", specs, ranks, unit, align)
     shard, offsets, bound = _plan_kinds(kinds, ranks, unit, align, order)
     return GroupLayout(tuple(specs), ranks, unit, shard, offsets, bound, align)
 
 
 def bound_group(specs: Sequence[TensorSpec], ranks: int, *, unit: int = 128, align: int = 1) -> int:
     """A shard size no layout of ``specs`` can go under, in a fraction of the time of a plan."""
-    kinds = [(spec.numel, spec.block_numel) for spec in specs]
+    kinds = _checked("bound_group", specs, ranks, unit, align)
     return quick_bound(Problem.build([k[0] for k in kinds], [k[1] for k in kinds], ranks, unit, align))
+
+
+def _checked(
+    function: str, specs: Sequence[TensorSpec], ranks: int, unit: int, align: int
+) -> tuple[Kind, ...]:
+    """The kinds of ``specs``; raise on any argument that is not what it should be."""
+    for name, value in (("ranks", ranks), ("unit", unit), ("align", align)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{function}: {name} must be an int, got {value!r}.")
+        if value < 1:
+            raise ValueError(f"{function}: {name} must be at least 1, got {value}.")
+    if not isinstance(specs, Sequence):
+        raise TypeError(f"{function}: specs must be a sequence of TensorSpecs, got {specs!r}.")
+    for spec in specs:
+        if not isinstance(spec, TensorSpec):
+            raise TypeError(f"{function}: specs must hold TensorSpecs, got {spec!r} in it.")
+    return tuple((spec.numel, spec.block_numel) for spec in specs)
 
 
 def _index(owner: str, what: str, value: object) -> int:

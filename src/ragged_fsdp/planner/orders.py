@@ -1,6 +1,6 @@
 """Named orders of the tensors of a group, and the registry where others plug in theirs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from ragged_fsdp.planner.problem import Kind, Problem
 
@@ -30,6 +30,8 @@ ORDERS: dict[str, Order] = {"default": default, "block": by_block, "numel": by_n
 
 def register_order(name: str, order: Order) -> None:
     """Make ``order`` available by name; it must be deterministic, since every rank calls it."""
+    if not isinstance(name, str) or not callable(order):
+        raise TypeError(f"register_order: expected a name and a function, got {name!r} and {order!r}.")
     if name == "best" or name in ORDERS:
         raise ValueError(f"register_order: the name {name!r} is taken.")
     ORDERS[name] = order
@@ -42,7 +44,10 @@ def ordered(order: str | Order, kinds: Sequence[Kind]) -> list[int]:
             known = ", ".join(["best", *ORDERS])
             raise ValueError(f"order must be one of {known} or a function, got {order!r}.")
         order = ORDERS[order]
-    indices = list(order(kinds))
+    if not callable(order):
+        raise TypeError(f"order must be a name or a function, got {order!r}.")
+    answer = order(kinds)
+    indices = list(answer) if isinstance(answer, Iterable) else [answer]
     if sorted(indices) != list(range(len(kinds))):
         raise ValueError(f"order must return each index below {len(kinds)} once, got {indices!r:.200}.")
     return indices

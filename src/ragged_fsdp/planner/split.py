@@ -33,7 +33,7 @@ def plan_buffers(
     """
     if not isinstance(max_buffers, int) or isinstance(max_buffers, bool) or max_buffers < 1:
         raise ValueError(f"plan_buffers: max_buffers must be an int of at least 1, got {max_buffers!r}.")
-    if not 0 <= threshold < 1:
+    if not isinstance(threshold, int | float) or not 0 <= threshold < 1:
         raise ValueError(f"plan_buffers: threshold must be in [0, 1), got {threshold!r}.")
     best: tuple[GroupLayout, ...] = (plan_group(specs, ranks, unit=unit, align=align),)
     numel = best[0].tensor_numel
