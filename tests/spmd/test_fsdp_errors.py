@@ -138,6 +138,22 @@ def test_types_of_arguments(rank):
         fully_shard([])
 
 
+@ragged_only
+@spmd(1)
+def test_sparse_gradients(rank):
+    """The error comes before the first gather and names the parameter; in FSDP2 backward fails without."""
+    tokens = torch.tensor([1, 2], device=rank.device)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 4)).to(rank.device)
+    fully_shard(model)
+    with pytest.raises(NotImplementedError, match=r"0\.weight: its embedding has sparse=True"):
+        model(tokens)
+    with torch.no_grad():
+        expected = model(tokens)
+    model[0].requires_grad_(False)
+    model.train()
+    assert torch.equal(model(tokens), expected)
+
+
 def _scalar(model):
     model.scalar_p = nn.Parameter(torch.tensor(1.0))
     return {}

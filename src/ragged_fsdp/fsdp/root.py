@@ -67,6 +67,7 @@ class RootContext:
         self.comm.max_grad_buffers = max((g.settings.max_grad_buffers for g in groups), default=1)
         self._name(groups, module)
         self._check_shared(groups)
+        _check_dense(groups)
         for group in groups:
             group.lazy_init()
         needs = [group.grad_buffer_bytes for group in groups]
@@ -250,3 +251,18 @@ class RootContext:
                 group.reset_iteration()
         self.forward_root = None
         self._backward = None
+
+
+def _check_dense(groups: Sequence[ParamGroup]) -> None:
+    """Raise on embeddings that will make sparse gradients: a buffer has no place for them."""
+    if not torch.is_grad_enabled():
+        return
+    for param in (param for group in groups for param in group.params):
+        owner = param.places[0].module
+        if not isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if owner.sparse and param.sharded.requires_grad:
+            raise NotImplementedError(
+                f"{param.fqn or param.name}: its embedding has sparse=True, and sparse gradients cannot be "
+                "reduced into shards; make it with sparse=False, or freeze it."
+            )
