@@ -108,8 +108,8 @@ def _bars(results: list[dict[str, Any]], path: Path) -> Path:
         axis.set_title(text, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[n]) for n in names]
-    axes[0].legend(handles, [LABELS[n] for n in names], fontsize=8, frameon=False)
-    return _save(figure, path)
+    figure.legend(handles, [LABELS[n] for n in names], fontsize=8, frameon=False, loc="lower center", ncols=4)
+    return _save(figure, path, bottom=0.12)
 
 
 def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
@@ -191,7 +191,7 @@ def _growth(results: list[dict[str, Any]], path: Path) -> Path:
     return _save(figure, path, bottom=0.12)
 
 
-def _save(figure: Any, path: Path, bottom: float = 0.0) -> Path:
+def _save(figure: Any, path: Path, bottom: float) -> Path:
     import matplotlib.pyplot as plt
 
     figure.tight_layout(rect=(0, bottom, 1, 1))
