@@ -149,7 +149,7 @@ class DBuffer:
         return buffer
 
     def empty_like(self) -> DBuffer:
-        """A new, uninitialised buffer of the same kind; nothing is checked again, nothing made that may wait."""
+        """A new, uninitialised buffer of the same kind; nothing is checked again."""
         made = object.__new__(DBuffer)
         made.__dict__.update(self._kind)
         numel = self.nbytes // self.dtype.itemsize

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import Partial
 
 from ragged_fsdp import collectives
-from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.grad_layout import GradLayout
 from ragged_fsdp.fsdp.plan import gathered_dtype
 from ragged_fsdp.fsdp.reduction import GradReducer
@@ -107,29 +108,14 @@ def plan_sends(layout: GradLayout, ranks: int, *, rounds: int = 1) -> SendPlan:
     )
 
 
-class _Run(NamedTuple):
-    """A run of the buffer: ``numel`` elements from ``start`` of a parameter, or padding (-1)."""
+class _Memory(NamedTuple):
+    """Where an exchange lies; made once for each storage it is in."""
 
-    param: int
-    start: int
-    numel: int
-
-
-def _runs(layout: GradLayout) -> list[_Run]:
-    placed = [
-        (layout.layout.offsets[segment.index], _Run(index, segment.tensor_start, segment.numel))
-        for index, segments in enumerate(layout.segments)
-        for segment in segments
-    ]
-    runs, end = [], 0
-    for offset, run in sorted(placed):
-        if offset > end:
-            runs.append(_Run(-1, 0, offset - end))
-        runs.append(run)
-        end = offset + run.numel
-    if end < layout.layout.buffer_numel:
-        runs.append(_Run(-1, 0, layout.layout.buffer_numel - end))
-    return runs
+    layout: GradLayout
+    packed: DBuffer | None
+    """What is sent, if it is packed as a whole."""
+    received: list[torch.Tensor]
+    """Rows from all ranks, for one round each; rounds take turns."""
 
 
 class ExchangeReducer(GradReducer):
@@ -141,9 +127,8 @@ class ExchangeReducer(GradReducer):
         self._sends: list[list[torch.Tensor]] = []
         """Per round, what each rank is sent; a single tensor if everything is packed."""
         self._received: list[torch.Tensor] = []
-        """Rows from all ranks, for one round each; rounds take turns."""
         self._plans: dict[int, SendPlan | None] = {}
-        self._packings: dict[int, list[_Run]] = {}
+        self._memories: dict[FlatStorage, _Memory] = {}
 
     # -- collecting ------------------------------------------------------------------------------
 
@@ -181,24 +166,39 @@ class ExchangeReducer(GradReducer):
         return self.group.reduce_dtype or self._wire_dtype()
 
     def _make_ready(self) -> None:
-        """Cut or pack the gradients into what each rank gets, and allocate what this rank gets."""
-        plan, mesh = self._send_plan(), self.group.mesh
+        """Cut or pack the gradients into what each rank gets, and find room for what this rank gets."""
+        plan = self._send_plan()
+        memory = self._find_memory(plan)
+        self._received = memory.received
         if plan is None:
-            self._sends = [[self._pack_all()]]
-        else:
-            pieces = [self._cut(index, sizes) for index, sizes in enumerate(plan.cuts)]
-            rows = self._pack(plan, pieces)
-            shares = [self._share(plan, rank, pieces, rows) for rank in range(mesh.shard_size)]
-            self._sends = [list(sends) for sends in zip(*shares)]
-        rounds = len(self._sends)
-        shape, turns = (mesh.shard_size, rounds_of(self._extent(plan)[1], rounds)[0]), min(2, rounds)
-        dtype = self._wire_dtype()
-        nbytes = math.prod(shape) * dtype.itemsize
-        self._leased = self.group.context.lease(turns * nbytes)
-        if self._leased is None:
-            self._received = [torch.empty(shape, dtype=dtype, device=self.group.device) for _ in range(turns)]
-        else:
-            self._received = [self._leased.tensor(i * nbytes, shape, dtype) for i in range(turns)]
+            assert memory.packed is not None
+            self._pack_all(memory.packed)
+            self._sends = [[memory.packed.flat]]
+            return
+        pieces = [self._cut(index, sizes) for index, sizes in enumerate(plan.cuts)]
+        rows = self._pack(plan, pieces)
+        shares = [self._share(plan, rank, pieces, rows) for rank in range(self.group.mesh.shard_size)]
+        self._sends = [list(sends) for sends in zip(*shares)]
+
+    def _find_memory(self, plan: SendPlan | None) -> _Memory:
+        """Memory for this exchange: in the arena, where it was laid out before, or new."""
+        layout, dtype = self._layout, self._wire_dtype()
+        assert layout is not None
+        rounds = 1 if plan is None else plan.rounds
+        row_numel = rounds_of(self._extent(plan)[1], rounds)[0]
+        shape = (min(2, rounds), self.group.mesh.shard_size, row_numel)
+        packed_bytes = 0 if plan is not None else layout.layout.buffer_numel * dtype.itemsize
+        nbytes = packed_bytes + math.prod(shape) * dtype.itemsize
+        leased = self._leased = self.group.context.lease(nbytes)
+        memory = None if leased is None else self._memories.get(leased)
+        if memory is not None and memory.layout is layout and memory.received[0].dtype == dtype:
+            return memory
+        storage = leased or FlatStorage(nbytes, self.group.device)
+        packed = self._make_buffer(dtype, Partial(), storage=storage) if plan is None else None
+        memory = _Memory(layout, packed, list(storage.tensor(packed_bytes, shape, dtype).unbind()))
+        if leased is not None:
+            self._memories[leased] = memory
+        return memory
 
     def _extent(self, plan: SendPlan | None) -> tuple[int, int]:
         """Where in this rank's shard the elements it gets start, and how many they are."""
@@ -207,33 +207,21 @@ class ExchangeReducer(GradReducer):
             (0, self._layout.layout.shard_numel) if plan is None else plan.extents[self.group.mesh.shard_rank]
         )
 
-    def _pack_all(self) -> torch.Tensor:
-        """All shards as rows of one tensor, in one pass; padding is zero."""
-        assert self._layout is not None
-        numel, packing = self._layout.layout.buffer_numel, self._packing()
-        packed = torch.empty(numel, dtype=self._wire_dtype(), device=self.group.device)
-        flat = {index: grad.reshape(-1) for index, grad in self._grads.items()}
-        targets, sources, absent = [], [], []
-        for part, run in zip(packed.split_with_sizes([run.numel for run in packing]), packing):
-            grad = flat.get(run.param)
-            if grad is None:
-                absent.append(part)
-                continue
-            targets.append(part)
-            sources.append(grad if grad.numel() == run.numel else grad.narrow(0, run.start, run.numel))
-        if absent:
-            torch._foreach_zero_(absent)
+    def _pack_all(self, packed: DBuffer) -> None:
+        """All shards as rows of one tensor, in one pass; the gradients are not needed after it."""
+        layout, grads = self._layout, self._grads
+        assert layout is not None
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, grad in grads.items():
+            layout.pair(packed.tensors, index, grad, targets, sources)
+        if len(grads) < len(layout.segments):
+            absent = [s.index for i, own in enumerate(layout.segments) if i not in grads for s in own]
+            if absent:
+                torch._foreach_zero_([packed.tensors[i] for i in absent])
         if targets:
             torch._foreach_copy_(targets, sources)
-        return packed.view(self.group.mesh.shard_size, -1)
-
-    def _packing(self) -> list[_Run]:
-        """What lies in the buffer, in order."""
-        layout = self._layout
-        assert layout is not None
-        if id(layout) not in self._packings:
-            self._packings[id(layout)] = _runs(layout)
-        return self._packings[id(layout)]
+        self._grads = {}
 
     def _pack(self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The shards that several tensors share, one row each; padding is zero."""
@@ -263,10 +251,13 @@ class ExchangeReducer(GradReducer):
         return [rows.view(-1)[:0]] * plan.rounds
 
     def buffer_bytes(self) -> int:
-        """Bytes of the rows that arrive, for the rounds that are under way together."""
-        shard_numel, ranks = self._choose_layout().layout.shard_numel, self.group.mesh.shard_size
-        rounds = self._rounds(shard_numel)
-        return min(2, rounds) * ranks * rounds_of(shard_numel, rounds)[0] * self._wire_dtype().itemsize
+        """Bytes of what is packed as a whole and of the rows that arrive in the rounds under way together."""
+        layout, ranks = self._choose_layout().layout, self.group.mesh.shard_size
+        rounds = self._rounds(layout.shard_numel)
+        numel = min(2, rounds) * ranks * rounds_of(layout.shard_numel, rounds)[0]
+        if packs_all(self.group.device, layout.shard_numel):
+            numel = 2 * layout.buffer_numel
+        return numel * self._wire_dtype().itemsize
 
     def _rounds(self, shard_numel: int) -> int:
         most = 1 if self.group.device.type == "cpu" else _ROUNDS
@@ -330,7 +321,7 @@ class ExchangeReducer(GradReducer):
         if numel != rows.shape[1]:
             rows = rows.view(-1)[: rows.shape[0] * numel].view(rows.shape[0], numel)
         if len(sends) == 1:
-            return collectives.all_to_all(rows, sends[0], pg, async_op=True), rows
+            return collectives.all_to_all(rows, sends[0], pg, async_op=False), rows  # there is no other round
         return collectives.all_to_all_pieces(list(rows.unbind()), sends, pg, async_op=True), rows
 
     @staticmethod
@@ -362,7 +353,7 @@ def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
     if not out.numel():
         return
     if out.dtype in (torch.float32, torch.float64):
-        if divisor == len(rows):  # one kernel instead of two
+        if divisor == rows.shape[0]:  # one kernel instead of two
             torch.mean(rows, 0, dtype=out.dtype, out=out)
             return
         torch.sum(rows, 0, dtype=out.dtype, out=out)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ragged_fsdp.fsdp.plan import GroupPlan
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
@@ -51,6 +52,17 @@ class GradLayout:
             if part.numel:
                 return segment.index, part
         return None
+
+    def pair(self, slots: Sequence[Any], index: int, grad: Any, targets: list, sources: list) -> None:
+        """Append the ``slots`` of the gradient of parameter ``index``, and what goes into each."""
+        if self.same_as_weights:
+            targets.append(slots[index])
+            sources.append(grad)
+            return
+        flat = grad.reshape(-1)
+        for segment in self.segments[index]:
+            targets.append(slots[segment.index])
+            sources.append(flat[segment.tensor_start : segment.tensor_start + segment.numel])
 
 
 def grad_layout(plan: GroupPlan, trainable: Sequence[bool]) -> GradLayout:

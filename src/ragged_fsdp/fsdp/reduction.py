@@ -91,15 +91,7 @@ class GradReducer:
                     f"FSDP reduce-scatter expects uniform gradient dtype but got {full.dtype} and "
                     f"{inner.dtype} for {params[index].name}"
                 )
-            targets, sources = again if index in written else fresh
-            if layout.same_as_weights:
-                targets.append(full.tensors[index])
-                sources.append(inner)
-            else:
-                flat = inner.reshape(-1)
-                for segment in layout.segments[index]:
-                    targets.append(full.tensors[segment.index])
-                    sources.append(flat[segment.tensor_start : segment.tensor_start + segment.numel])
+            layout.pair(full.tensors, index, inner, *(again if index in written else fresh))
             written.add(index)
         if fresh[0]:
             _copy_all(*fresh)
