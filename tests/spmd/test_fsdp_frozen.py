@@ -118,6 +118,21 @@ def test_tying_across_groups_is_refused(rank):
         model(tokens(rank, 0))
 
 
+@spmd(2)
+def test_tying_after_sharding_is_refused(rank):
+    """Each parameter is cut where its group's plan says: one tensor cannot be two of them."""
+    model, reference = build(lambda: Transformer(tied=False), rank.device)
+    shard_blocks(model)
+    first, second = model.layers[0].attention, model.layers[1].attention
+    for taker, giver in ((model.head, model.embed), (second.out, first.out)):
+        own, taker.weight = taker.weight, giver.weight
+        with pytest.raises(ValueError, match="tie parameters before fully_shard"):
+            model(tokens(rank, 0))
+        taker.weight = own
+    _step(model, reference, rank, 0)
+    assert_same(model, reference, grads=True)
+
+
 class _Partly(nn.Module):
     """Uses only the module that is named in the call."""
 

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,9 @@ from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.managed import MANAGED_ATTRIBUTE, Place, unique_id
 
 __all__ = ["ManagedParam"]
+
+# by the id of a registered parameter; whether it is its sharded form now must be asked
+_OWNERS: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 
 
 class ManagedParam:
@@ -91,6 +95,7 @@ class ManagedParam:
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` wherever this parameter is registered."""
         setattr(param, MANAGED_ATTRIBUTE, True)  # a later call on a module below must not take it
+        _OWNERS[id(param)] = self
         for place in self.places:
             if self.tables is not None:
                 place.module._parameters[place.attribute] = param
@@ -105,6 +110,13 @@ class ManagedParam:
         """Take over a parameter that the user registered in place of the sharded one."""
         if param is self.sharded:
             return
+        owner = _OWNERS.get(id(param))
+        if owner is not None and owner.sharded is param:
+            raise ValueError(
+                f"{self.fqn or self.name}: the sharded parameter was replaced by that of "
+                f"'{owner.fqn or owner.name}', which is cut elsewhere; tie parameters before fully_shard, "
+                "in one call."
+            )
         if not isinstance(param, DTensor):
             raise ValueError(
                 f"{self.fqn or self.name}: the sharded parameter was replaced by a {type(param).__name__}; "
@@ -119,6 +131,7 @@ class ManagedParam:
             moved = param.detach().redistribute(self.spec.mesh, self.spec.placements)
             param._local_tensor, param._spec = moved._local_tensor, moved._spec  # the user's object stays
         self.sharded = param
+        _OWNERS[id(param)] = self
         for place in self.places[1:]:
             place.module._parameters[place.attribute] = param
 
