@@ -13,6 +13,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from .case import Case
@@ -53,7 +54,8 @@ def take_turns(
         if graphs:
             row |= _ask(players[name], "graph", limit_s)
     for pipe, process in players.values():
-        pipe.close()  # ends it
+        with suppress(OSError):  # one that failed has ended
+            pipe.send("end")
         process.join(10)
     return {"case": case.to_json(), "rows": rows}
 
@@ -92,15 +94,14 @@ def _answer(pipe: Any, limit_s: float) -> dict[str, Any]:
 
 
 def _play(pipe: Any, case: Case, name: str) -> None:
-    """Answer "time", a number of steps (with their host times) and "graph", until the pipe closes."""
+    """Answer "time", a number of steps (with their host times) and "graph", until told to end."""
     try:
         from .graphs import replayed
         from .measure import host_ms, prepare, timed
 
         run = prepare(case, name)
         pipe.send({"ready": True})
-        while True:
-            wanted = pipe.recv()
+        while (wanted := pipe.recv()) != "end":
             if wanted == "time":
                 pipe.send(timed(case, run))
                 gc.collect()
@@ -108,7 +109,7 @@ def _play(pipe: Any, case: Case, name: str) -> None:
                 pipe.send(replayed(case, run))
             else:
                 pipe.send({"host_ms": [round(host_ms(run), 3) for _ in range(wanted)]})
-    except EOFError:
+    except EOFError:  # whoever asks is gone
         return
     except BaseException:
         pipe.send({"error": traceback.format_exc(limit=-6)})
