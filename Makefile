@@ -22,7 +22,7 @@ demo: $(STAMP)  ## train a small MoE transformer, sharded over four local proces
 	$(BIN)/ragged-fsdp demo
 
 test: $(STAMP)  ## run the unit and multi-process tests
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(STAMP)  ## ruff, mypy and the layering contract
 	$(BIN)/ruff check .
@@ -37,7 +37,7 @@ test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.
 	$(PYTHON) -m venv .venv-torch-$(TORCH)
 	.venv-torch-$(TORCH)/bin/pip install --quiet "torch==$(TORCH)"
 	.venv-torch-$(TORCH)/bin/pip install --quiet -e '.[test]' "torch==$(TORCH)"
-	.venv-torch-$(TORCH)/bin/python -m pytest -q $(TESTS)
+	.venv-torch-$(TORCH)/bin/python -m pytest -q -n 2 --dist loadfile $(TESTS)
 
 test-gpu: $(STAMP)  ## run all tests that a GPU can run (2 and 4 NCCL ranks may share one); keeps the results
 	$(BIN)/python tests/gpu/run.py
