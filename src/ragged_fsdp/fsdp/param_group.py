@@ -110,6 +110,8 @@ class ParamGroup:
         self.context.use_device(self.device)
         if self.residence is Residence.SHARDED and not self.initialized:
             self.reset_sharded_params()
+            for param in self.params:
+                param.trains = param.sharded.requires_grad
             self.initialized = True
         self._check_materialized()
         self._choose_dtypes()
@@ -290,14 +292,8 @@ class ParamGroup:
     def _finish_gather(self) -> None:
         self._wait_gather()
         self.speculative = self.keep_gathered = False
-        for param in self.params:
-            unsharded = param.unsharded
-            assert unsharded is not None
-            if unsharded.requires_grad != param.sharded.requires_grad:
-                param.trains = param.sharded.requires_grad
-                unsharded.requires_grad_(param.trains)
-            if param.grad_hook is None and unsharded.requires_grad:
-                self._hook_gradient(param, unsharded)
+        if self.phase is not Phase.PRE_BACKWARD:  # the graph is made: what changed since counts the next time
+            self._follow_requires_grad()
         self._register(unsharded=True)
         if self.parking is not None:
             self.parking.clear()
@@ -315,6 +311,18 @@ class ParamGroup:
             self.model_weight.flat.copy_(staging)
         if isinstance(self.model_weight, RecastWeight):
             self.model_weight.put_together()
+
+    def _follow_requires_grad(self) -> None:
+        """Parameters train in both forms or in none; gradients that need not wait get hooks."""
+        eager = self.context.max_grad_buffers > 1 or self.reducer.written
+        for param in self.params:
+            unsharded, trains = param.unsharded, param.sharded.requires_grad
+            assert unsharded is not None
+            param.trains = trains
+            if unsharded.requires_grad != trains:
+                unsharded.requires_grad_(trains)
+            if eager and trains and param.grad_hook is None:
+                self._hook_gradient(param, unsharded)
 
     def _hook_gradient(self, param: ManagedParam, unsharded: nn.Parameter) -> None:
         large = param.inner_shape.numel() * unsharded.dtype.itemsize >= _EAGER_GRAD_BYTES
@@ -408,12 +416,7 @@ class ParamGroup:
     def post_backward(self) -> None:
         """Reshard and reduce; safe to call for a group that took no part in the backward."""
         self.phase = Phase.POST_BACKWARD
-        grads = []
-        for index, param in enumerate(self.params):
-            unsharded = param.unsharded
-            if unsharded is not None and unsharded.grad is not None:
-                grads.append((index, unsharded.grad))
-                unsharded.grad = None
+        grads = self._take_gradients()
         if self.settings.reshard_after_backward:
             self.reshard()  # before the gradient buffer is allocated: it may take the same memory
         if grads:
@@ -421,6 +424,16 @@ class ParamGroup:
             grads.clear()
         if self.settings.reduce_grads:
             self.reducer.reduce()
+
+    def _take_gradients(self) -> list[tuple[int, torch.Tensor]]:
+        """The gradients autograd left, by parameter; they are this list's alone."""
+        taken = []
+        for index, param in enumerate(self.params):
+            unsharded = param.unsharded
+            if unsharded is not None and (grad := unsharded.grad) is not None:
+                taken.append((index, grad))
+                unsharded.grad = None
+        return taken
 
     def finish_backward(self) -> None:
         """After the last backward: drop an unused prefetch, wait for offloaded gradients."""

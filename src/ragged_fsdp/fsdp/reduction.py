@@ -156,7 +156,7 @@ class GradReducer:
         return full
 
     def _choose_layout(self) -> GradLayout:
-        trainable = tuple(p.sharded.requires_grad for p in self.group.params)
+        trainable = tuple([p.trains for p in self.group.params])
         if trainable not in self._layouts:
             self._layouts[trainable] = grad_layout(self.group.plan, trainable)
         if self._layout is not self._layouts[trainable]:

@@ -45,6 +45,8 @@ class RootContext:
         """Groups in the order their forward ended; backward runs through it from the end."""
         self.post_optim_event: Any = None
         self.first_gathered: list[ParamGroup] = []
+        self._first_known = False
+        """Whether this backward went on to a group that is none of the first."""
         self._kept: set[ParamGroup] = set()
         self._owner: dict[ParamGroup, ModuleState] = {}
         self._copies_from_host = False
@@ -187,6 +189,7 @@ class RootContext:
             self._drop_failed_backward()
         if self._backward is None:
             self.first_gathered.clear()
+            self._first_known = False
             end = functools.partial(self.end_backward)
             self._backward = weakref.ref(end)
             queue_callback(end)
@@ -207,8 +210,11 @@ class RootContext:
 
     def note_gather(self, group: ParamGroup) -> None:
         """The first groups that backward had to gather: their forward need not give the data up next time."""
-        owners = {self._owner[other] for other in self.first_gathered} | {self._owner[group]}
-        if len(owners) <= _KEPT_MODULES and group not in self.first_gathered:
+        if self._first_known or group in self.first_gathered:
+            return
+        owners = {self._owner[other] for other in (*self.first_gathered, group)}
+        self._first_known = len(owners) > _KEPT_MODULES
+        if not self._first_known:
             self.first_gathered.append(group)
 
     @outside_compile
