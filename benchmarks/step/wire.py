@@ -298,8 +298,11 @@ class WireGroup(dist.ProcessGroup):
         input_splits: Any,
         opts: Any = None,
     ) -> dist.Work:
-        both = min(output.numel(), source.numel())
+        both, ranks = min(output.numel(), source.numel()), self._own_size
         copies = [Copy(output.view(-1)[:both], source.view(-1)[:both])]
+        if not (output_splits or input_splits):  # the others send what this rank would send itself
+            own = source.view(ranks, -1)[self._own_rank]
+            copies = [Copy(output.view(-1), own, ranks, self._own_rank)]
         return self._run("all_to_all", max(output.nbytes, source.nbytes), (output, source), copies)
 
     def alltoall(self, outputs: list, sources: list, opts: Any = None) -> dist.Work:
