@@ -1,5 +1,8 @@
 """Sharded training equals unsharded training."""
 
+import copy
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -136,6 +139,22 @@ def test_parameters_and_gradients_lie_in_buffers(rank: Rank) -> None:
             assert torch.equal(buffer.tensor(index).view(-1), param.to_local().view(-1))
             assert DBuffer.of(param.grad)[0].layout is buffer.layout
     assert DBuffer.of(torch.zeros(3)) is None
+
+
+@spmd(2)
+def test_gradients_can_be_copied_and_saved(rank: Rank) -> None:
+    model = shard(make_net(rank.device), mesh=rank.mesh())
+    loss_of(model, batch(rank.device, 0, 2).chunk(2)[rank.rank]).backward()
+    grads = [p.grad for p in model.parameters()]
+    file = io.BytesIO()
+    torch.save(grads, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    expected = [full(grad) for grad in grads]
+    for copies in (copy.deepcopy(grads), [p.grad for p in copy.deepcopy(list(model.parameters()))], loaded):
+        for made, grad, value in zip(copies, grads, expected, strict=True):
+            assert torch.equal(full(made), value)
+            assert not grad.to_local().numel() or DBuffer.of(made) is None  # it lies elsewhere
 
 
 @spmd(3)

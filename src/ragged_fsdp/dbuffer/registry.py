@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from ragged_fsdp.dbuffer.buffer import DBuffer
 
-__all__ = ["attach", "attached_buffer", "buffer_of_storage", "register"]
+__all__ = ["BufferLink", "attach", "attached_buffer", "buffer_of_storage", "register"]
 
 # Keyed by the address of the storage object. A buffer keeps its storage alive, so an address in the
 # table cannot be reused while its buffer exists; no tensor is referenced, not even weakly
@@ -28,12 +28,27 @@ def buffer_of_storage(storage: torch.UntypedStorage) -> DBuffer | None:
     return _BUFFERS.get(storage._cdata)
 
 
-def attach(tensor: torch.Tensor, buffer: DBuffer | weakref.ref[DBuffer]) -> None:
-    """Let ``tensor`` know its buffer, and keep it alive unless the reference is weak."""
-    tensor._ragged_fsdp_buffer = buffer  # type: ignore[attr-defined]
+class BufferLink:
+    """What :func:`attach` puts on a tensor; copied or saved with the tensor's attributes it is empty.
+
+    A strong reference keeps the buffer alive as long as the tensor; the copy of a tensor lies elsewhere.
+    """
+
+    __slots__ = ("buffer",)
+
+    def __init__(self, buffer: DBuffer | weakref.ref[DBuffer]) -> None:
+        self.buffer = buffer
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return set, ()  # a class that torch.load(weights_only=True) knows
+
+
+def attach(tensor: torch.Tensor, link: BufferLink) -> None:
+    """Let ``tensor`` know its buffer."""
+    tensor._ragged_fsdp_buffer = link  # type: ignore[attr-defined]
 
 
 def attached_buffer(tensor: torch.Tensor) -> DBuffer | None:
     """What :func:`attach` noted, if it still lives."""
-    found = getattr(tensor, "_ragged_fsdp_buffer", None)
+    found = getattr(getattr(tensor, "_ragged_fsdp_buffer", None), "buffer", None)
     return found() if isinstance(found, weakref.ref) else found

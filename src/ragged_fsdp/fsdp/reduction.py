@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
-from ragged_fsdp.dbuffer.registry import attach
+from ragged_fsdp.dbuffer.registry import BufferLink, attach
 from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.comm_memory import allocator_of
@@ -299,7 +299,7 @@ class GradReducer:
         params = [group.params[i] for i in written]
         if group.offload:
             main = self._offload(main, [p.sharded for p in params])
-        flat, known = main.flat, weakref.ref(main)
+        flat, link, known = main.flat, BufferLink(main), BufferLink(weakref.ref(main))
         targets, sources = [], []
         for index, param in zip(written, params):
             place, existing = self._places[index], param.sharded.grad
@@ -309,7 +309,7 @@ class GradReducer:
                     attach(grad, known)
             elif existing is None:
                 grad = param.sharded.grad = param.sharded_grad(flat.as_strided(*place))
-                attach(grad, main)  # DBuffer.of(grad) finds it as long as a gradient lives
+                attach(grad, link)  # DBuffer.of(grad) finds it as long as a gradient lives
             else:
                 targets.append(existing._local_tensor)
                 sources.append(flat.as_strided(*place))
