@@ -134,6 +134,24 @@ def test_bad_input_is_named(rank: Rank) -> None:
     other = DBuffer(plan_group((TensorSpec("y", 8),), 2, unit=1), [(8,)], mesh, dtype=torch.float32)
     with pytest.raises(ValueError, match="different layouts"):
         buffer.add_(other)
+    with pytest.raises(ValueError, match=r"distribute: x: granularity Rows.* does not divide"):
+        DBuffer.distribute({"x": torch.ones(3, 4)}, mesh, granularity={"x": Rows(2)})
+    made = {"layout": layout, "shapes": [(6,)], "mesh": mesh, "placements": None, "dtype": torch.float32}
+    for name in made:
+        with pytest.raises(TypeError, match=f"DBuffer: {name} must be .*, got 3"):
+            DBuffer(**{**made, name: 3})
+    calls = {
+        "other": lambda: buffer.copy_(3),
+        "factor": lambda: buffer.mul_("3"),
+        "placements": lambda: buffer.redistribute(None),
+        "out": lambda: buffer.redistribute([Replicate()], out=3),
+        "tensors": lambda: DBuffer.distribute(3, mesh),
+        "unit": lambda: DBuffer.distribute({"x": torch.ones(2)}, mesh, unit=2.5),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} must be .*, got"):
+            call()
+    assert DBuffer.distribute({"x": torch.ones(10)}, mesh, unit=3).layout.shard_numel % 3 == 0
 
 
 @spmd(2)
@@ -150,7 +168,8 @@ def test_results_and_memory_that_do_not_fit_are_refused_before_the_collective(ra
         partial.redistribute([Replicate()], out=sharded)
     out = DBuffer(sharded.layout, sharded.shapes, mesh, dtype=torch.float32)
     out.release()
-    for operation in (out.zero_, lambda: out.mul_(2), lambda: sharded.copy_(out), lambda: sharded.add_(out)):
+    reading = (lambda: out.tensor(0), lambda: out.dtensor(0), lambda: sharded.copy_(out))
+    for operation in (out.zero_, lambda: out.mul_(2), lambda: sharded.add_(out), *reading):
         with pytest.raises(RuntimeError, match="needs memory that was released"):
             operation()
     with pytest.raises(RuntimeError, match="redistribute needs memory that was released"):

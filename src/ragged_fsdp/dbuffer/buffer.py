@@ -25,12 +25,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dbuffer.checks import (
+    check_arguments,
     check_group,
     check_tensors,
     check_transition,
     checked_placements,
     common_dtype,
     device_of,
+    expect,
     in_elements,
     wait_all,
 )
@@ -93,6 +95,8 @@ class DBuffer:
         storage: FlatStorage | None = None,
         offset_bytes: int = 0,
     ) -> None:
+        check_arguments(layout, shapes, mesh, dtype, cell_bytes, offset_bytes)
+        expect(": storage", storage, FlatStorage | None, "a FlatStorage or None")
         self.layout = layout
         self.shapes = tuple(torch.Size(shape) for shape in shapes)
         self.mesh = mesh
@@ -132,14 +136,14 @@ class DBuffer:
             granularity: of tensors that may not be cut anywhere, by name.
             unit: the shard size is a multiple of this many elements.
         """
-        dtype = check_group(tensors, granularity or {})
-        blocks = granularity or {}
+        blocks = {} if granularity is None else granularity
+        dtype = check_group(tensors, blocks, mesh)
         specs = tuple(
             TensorSpec(name, tensor.numel(), block_numel(tensor.shape, blocks.get(name, Elements())))
             for name, tensor in tensors.items()
         )
         align = max(1, _ALIGN_BYTES // dtype.itemsize)
-        layout = plan_group(specs, mesh.size(mesh.ndim - 1), unit=max(unit, align), align=align)
+        layout = plan_group(specs, mesh.size(mesh.ndim - 1), unit=unit, align=align)
         buffer = cls(layout, [t.shape for t in tensors.values()], mesh, dtype=dtype)
         buffer.zero_()
         for index, tensor in enumerate(tensors.values()):
@@ -175,6 +179,7 @@ class DBuffer:
         Empty local parts have no address of their own: they answer with the first tensor of equal
         placement and shape.
         """
+        expect(".of: tensor", tensor, torch.Tensor, "a tensor")
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         buffer = attached_buffer(tensor) or buffer_of_storage(local.untyped_storage())
         if buffer is None:
@@ -221,11 +226,13 @@ class DBuffer:
         return tuple(self._make_tensor(index) for index in range(len(self)))
 
     def tensor(self, index: int) -> torch.Tensor:
-        """One of :attr:`tensors`."""
+        """One of :attr:`tensors`; its bytes must exist."""
+        self._check_live("tensor")
         return self.tensors[index]
 
     def dtensor(self, index: int, *, requires_grad: bool = False) -> DTensor:
         """One tensor as a DTensor over the mesh: ragged where the buffer is sharded."""
+        self._check_live("dtensor")
         placements = list(self.placements)
         if self.is_sharded:
             placements[-1] = self._ragged(index)
@@ -240,7 +247,7 @@ class DBuffer:
         return self
 
     def release(self) -> None:
-        """Free the storage; views stay valid objects and see the new bytes after :meth:`materialize`."""
+        """Free the storage; views see new bytes after :meth:`materialize`, and must not be read before."""
         self.storage.release()
 
     @property
@@ -258,6 +265,7 @@ class DBuffer:
 
     def mul_(self, factor: float) -> DBuffer:
         """Scale all tensors."""
+        expect(".mul_: factor", factor, int | float | torch.Tensor, "a number")
         self.check_arithmetic("mul_")
         self._check_live("mul_")
         self.flat.mul_(factor)
@@ -283,6 +291,7 @@ class DBuffer:
 
     def to(self, dtype: torch.dtype) -> DBuffer:
         """A copy in another dtype."""
+        expect(".to: dtype", dtype, torch.dtype, "a torch.dtype")
         self.check_arithmetic("a cast of the whole")
         made = DBuffer(self.layout, self.shapes, self.mesh, self.placements, dtype=dtype, device=self.device)
         return made.copy_(self)
@@ -309,6 +318,7 @@ class DBuffer:
             ValueError: no such transition, as from anything to ``Partial()``, or ``out`` does not fit.
             RuntimeError: this buffer's storage is released.
         """
+        expect(".redistribute: placements", placements, Sequence, "a list, one per mesh dim")
         target = checked_placements(self.mesh, placements)
         check_transition(self.placements, target)
         self._check_live("redistribute")
@@ -393,12 +403,14 @@ class DBuffer:
         return None
 
     def _check_same_shape(self, other: DBuffer) -> None:
+        expect(": other", other, DBuffer, "a DBuffer")
         if other.layout is not self.layout and other.layout.digest != self.layout.digest:
             raise ValueError("DBuffer: the buffers have different layouts.")
         if other.is_sharded != self.is_sharded:
             raise ValueError(f"DBuffer: placements {other.placements} do not match {self.placements}.")
 
     def _check_out(self, out: DBuffer, target: tuple[Placement, ...]) -> None:
+        expect(".redistribute: out", out, DBuffer, "a DBuffer")
         if out.layout is not self.layout and out.layout.digest != self.layout.digest:
             raise ValueError("DBuffer: out has another layout than the buffer that is redistributed.")
         if out.placements != target:

@@ -11,23 +11,49 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.layout import GroupLayout, TensorSpec
+from ragged_fsdp.placement import block_numel
 
 __all__ = [
+    "check_arguments",
     "check_group",
     "check_tensors",
     "check_transition",
     "checked_placements",
     "common_dtype",
     "device_of",
+    "expect",
     "in_elements",
     "wait_all",
 ]
+
+
+def expect(what: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise unless ``value`` is of a kind; ``expected`` says which, in words."""
+    if not isinstance(value, kind):
+        raise TypeError(f"DBuffer{what} must be {expected}, got {value!r}.")
+
+
+def check_arguments(
+    layout: Any, shapes: Any, mesh: Any, dtype: Any, cell_bytes: Any, offset_bytes: Any
+) -> None:
+    """Raise, naming it, on an argument of a type that no buffer can be made of."""
+    expect(": layout", layout, GroupLayout, "a GroupLayout")
+    expect(": mesh", mesh, DeviceMesh, "a DeviceMesh")
+    expect(": shapes", shapes, Sequence, "a sequence of shapes")
+    expect(": cell_bytes", cell_bytes, int | None, "an int or None")
+    expect(": offset_bytes", offset_bytes, int, "an int")
+    if isinstance(dtype, torch.dtype):
+        return
+    expect(": dtype", dtype, Sequence, "a torch.dtype, or one per tensor")
+    for one in dtype:
+        expect(": dtype", one, torch.dtype, "a torch.dtype, or one per tensor")
 
 
 def checked_placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
     """One placement per mesh dim; by default replicated, and sharded over the last dim."""
     if placements is None:
         return (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+    expect(": placements", placements, Sequence, "a list, one per mesh dim")
     given = tuple(placements)
     if len(given) != mesh.ndim:
         raise ValueError(f"DBuffer: expected {mesh.ndim} placements, one per mesh dim, got {given}.")
@@ -47,8 +73,13 @@ def check_transition(source: Sequence[Placement], target: Sequence[Placement]) -
             raise ValueError(f"DBuffer: no redistribution from {have} to {want} on mesh dim {dim}.")
 
 
-def check_group(tensors: Mapping[str, torch.Tensor], granularity: Mapping[str, Any]) -> torch.dtype:
+def check_group(
+    tensors: Mapping[str, torch.Tensor], granularity: Mapping[str, Any], mesh: DeviceMesh
+) -> torch.dtype:
     """The dtype of a group of full tensors; raise unless there is one and the granularities are theirs."""
+    expect(".distribute: tensors", tensors, Mapping, "a dict of tensors by name")
+    expect(".distribute: granularity", granularity, Mapping, "a dict by name")
+    expect(".distribute: mesh", mesh, DeviceMesh, "a DeviceMesh")
     if not tensors:
         raise ValueError("DBuffer.distribute: a group needs at least one tensor, got none.")
     for name, tensor in tensors.items():
@@ -62,6 +93,11 @@ def check_group(tensors: Mapping[str, torch.Tensor], granularity: Mapping[str, A
         raise ValueError(
             f"DBuffer.distribute: granularity names {unknown}; the tensors are {sorted(tensors)}."
         )
+    for name, kind in granularity.items():
+        try:
+            block_numel(tensors[name].shape, kind)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"DBuffer.distribute: {name}: {error}") from None
     return kinds.pop()
 
 
