@@ -128,6 +128,9 @@ def test_types_of_arguments(rank):
         "orig_param_policy": {"orig_param_policy": 128},
         "shard_placement_fn": {"shard_placement_fn": Shard(0)},
         "ignored_params": {"ignored_params": ["weight"]},
+        "dp_mesh_dims": {"dp_mesh_dims": "shard"},
+        "mp_policy.reduce_dtype": {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype="bf16")},
+        "mp_policy.param_dtype": {"mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.int32)},
     }
     for name, kwargs in cases.items():
         with pytest.raises((TypeError, ValueError), match=name):
@@ -136,6 +139,19 @@ def test_types_of_arguments(rank):
         fully_shard("model")
     with pytest.raises((TypeError, ValueError), match=r"module|empty"):
         fully_shard([])
+    model = fully_shard(FeedForward())
+    calls = {
+        "factor": lambda: model.set_gradient_divide_factor(0),
+        "hook": lambda: model.set_all_reduce_hook(3),
+        "comm": lambda: model.set_custom_all_gather(3),
+        "event": lambda: model.set_post_optim_event(3),
+        "method": lambda: fsdp.register_fsdp_forward_method(model, 3),
+        "Expects list of FSDPModules": lambda: fsdp.share_comm_ctx(3),
+        "Expects FSDPModule": lambda: model.set_modules_to_forward_prefetch(3),
+    }
+    for text, call in calls.items():
+        with pytest.raises((TypeError, ValueError), match=f"{text}.* 3|{text}.* 0"):
+            call()
 
 
 @ragged_only

@@ -72,7 +72,8 @@ class GroupBuilder:
             try:
                 choice = self._choose(name, param)
             except Exception as error:  # the user's functions may raise anything
-                error.add_note(f"fully_shard: the parameter is '{name}'.")
+                if name not in str(error):
+                    error.add_note(f"fully_shard: the parameter is '{name}'.")
                 raise
             if is_extended(param) or choice.shard_dim is not None:
                 self._check_packed(name, param, choice)

@@ -208,6 +208,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """An event recorded after the optimizer step for the next forward's gathers to wait for."""
+        if event is not None and not hasattr(event, "wait"):
+            raise TypeError(f"set_post_optim_event: event must be an event or None, got {event!r}.")
         self._get_fsdp_state().root.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
@@ -218,6 +220,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this module's gradients by ``factor`` instead of the number of data-parallel ranks."""
+        if factor is not None and not (isinstance(factor, int | float) and factor > 0):
+            raise ValueError(f"set_gradient_divide_factor: factor must be above 0 or None, got {factor!r}.")
         for group in self._groups(recurse=False):
             group.settings.divide_factor = factor
 
@@ -271,6 +275,7 @@ class FSDPModule(TorchFSDPModule):
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
         """Call ``hook`` with the reduced shard, after the all-reduce on HSDP, to reduce it further."""
+        _check_callable("set_all_reduce_hook: hook", hook)
         for group in self._groups_of_one_mesh("set_all_reduce_hook"):
             if stream is not None and group.mesh.replicate_group is not None:
                 raise ValueError("stream cannot be set when using native HSDP")
@@ -283,6 +288,7 @@ class FSDPModule(TorchFSDPModule):
         If it has an ``allocate(size, *, dtype, device)`` the output is a tensor from there, and is copied
         into the group's buffer afterwards. Without one the output is that buffer and nothing is copied.
         """
+        _check_callable("set_custom_all_gather: comm", comm)
         for group in self._groups_of_one_mesh("set_custom_all_gather"):
             group.settings.custom_all_gather = comm
 
@@ -291,6 +297,7 @@ class FSDPModule(TorchFSDPModule):
 
         If it has an ``allocate(size, *, dtype, device)`` gradients are collected in a tensor from there.
         """
+        _check_callable("set_custom_reduce_scatter: comm", comm)
         for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
             group.settings.custom_reduce_scatter = comm
 
@@ -365,7 +372,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    if not hasattr(module, method_name):
+    if not isinstance(method_name, str) or not hasattr(module, method_name):
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     method = getattr(module, method_name)
 
@@ -387,7 +394,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     Call it before the first forward; ``ValueError`` if one of them is not sharded.
     """
-    for module in modules:
+    for module in modules if isinstance(modules, Iterable) else [modules]:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects list of FSDPModules but got {module}")
     if not modules:
@@ -402,8 +409,13 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
                 group.context = comm
 
 
+def _check_callable(what: str, given: Any) -> None:
+    if given is not None and not callable(given):
+        raise TypeError(f"{what} must be callable or None, got {given!r}.")
+
+
 def _states_of(modules: Iterable[Any]) -> list[ModuleState]:
-    modules = list(modules)
+    modules = list(modules) if isinstance(modules, Iterable) else [modules]
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")

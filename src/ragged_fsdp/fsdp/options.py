@@ -48,6 +48,12 @@ class Options:
                 raise TypeError(
                     f"fully_shard: {name} must be of the class {kind.__name__}, got {getattr(self, name)!r}."
                 )
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self.mp_policy, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(
+                    f"fully_shard: mp_policy.{name} must be a floating torch.dtype or None, got {dtype!r}."
+                )
         if self.reduction not in _REDUCTIONS:
             raise ValueError(f"fully_shard: reduction must be one of {_REDUCTIONS}, got {self.reduction!r}.")
         if (
