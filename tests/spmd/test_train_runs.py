@@ -145,7 +145,7 @@ def _steps_done(path: Path) -> int:
 
 @pytest.mark.parametrize("moment", ["step", "save"])
 def test_a_killed_rank_ends_the_others_and_nothing_is_lost(tmp_path, reference, moment):
-    seed, others = random.Random(moment), _forked()
+    seed, others, killed_at = random.Random(moment), _forked(), []
 
     def ranks() -> list[psutil.Process]:
         return [p for p in _forked() if p not in others]
@@ -157,14 +157,14 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(tmp_path, reference, 
 
     def kill() -> None:
         seed.choice(ranks()).kill()
+        killed_at.append(time.monotonic())
 
     thread = _when(due, kill)
-    began = time.monotonic()
     with pytest.raises(RankFailure, match=r"rank \d died without a traceback:\nkilled by SIGKILL"):
         # evaluations make the steps long enough for the kill to come before the run is over
         train(tmp_path, processes=3, checkpoint_every=1, keep_last=0, eval_every=1, eval_sequences=48)
     thread.join()
-    assert time.monotonic() - began < 60 and not ranks()
+    assert time.monotonic() - killed_at[0] < 40 and not ranks()  # not the 60 s of a collective's timeout
     train(tmp_path, processes=3, checkpoint_every=1)
     _assert_same_curve(tmp_path, reference)
     assert not list((tmp_path / "checkpoints").glob(".*-step-*"))
