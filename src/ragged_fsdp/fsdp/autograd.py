@@ -95,6 +95,9 @@ def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
 
 def cast_floating(dtype: torch.dtype, value: Any) -> Any:
     """``value`` with its floating-point tensors cast to ``dtype``."""
+    only = value[0] if type(value) is tuple and len(value) == 1 else None
+    if type(only) is torch.Tensor and only.dtype == dtype:  # the inputs of most layers
+        return value
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if torch.is_floating_point(tensor) and tensor.dtype != dtype else tensor

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
+from ragged_fsdp.dbuffer.storage import current_stream
 from ragged_fsdp.fsdp.arena import Arena
 from ragged_fsdp.fsdp.debug import OrderCheck, StreamOwners
 from ragged_fsdp.fsdp.gather_pool import GatherPool, is_capturing
@@ -48,7 +49,6 @@ class CommContext:
     def __init__(self) -> None:
         self.device: torch.device | None = None
         self.device_module: Any = None
-        self._device_index = 0
         self._so_far: Any = None
         """An event for what a stream waits for at once, recorded again each time."""
         self.streams: dict[str, Any] = {}
@@ -58,7 +58,7 @@ class CommContext:
         self.arena = Arena()
         self.gather_pool = GatherPool()
         self.order_check = OrderCheck() if debug_enabled() else None
-        self.owners = StreamOwners(self._stream_now) if debug_enabled() else None
+        self.owners = StreamOwners(self.current_stream) if debug_enabled() else None
         self.watch = CollectiveWatch()
 
     def use_device(self, device: torch.device) -> None:
@@ -69,17 +69,15 @@ class CommContext:
         if device.type in ("cpu", "meta"):
             return
         self.device_module = torch.get_device_module(device)
-        self._device_index = self.device_module.current_device() if device.index is None else device.index
+        if device.index is None:
+            self.device = torch.device(device.type, self.device_module.current_device())
         self._so_far = torch.Event(device)
         for name in ("gather", "reduce", "all_reduce"):
             self.streams[name] = self.device_module.Stream(device=device, priority=-1)
 
     def current_stream(self) -> Any:
-        """The stream on which hooks launch; a device module would take ten times as long to tell."""
-        return torch.accelerator.current_stream(self._device_index)
-
-    def _stream_now(self) -> Any:
-        return None if self.device_module is None else self.current_stream()
+        """The stream on which hooks launch; None without streams."""
+        return None if self.device is None else current_stream(self.device)
 
     def on_stream(self, name: str, stream: Any = None) -> AbstractContextManager:
         """Run on a communication stream, behind everything launched so far on the current one."""
