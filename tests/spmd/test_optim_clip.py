@@ -90,4 +90,8 @@ def test_non_finite_empty_and_bad_input(rank):
     assert bool(full(params["bias"].grad).isnan().all())
     with pytest.raises(ValueError, match="norm_type"):
         clip_grad_norm_(params.values(), 1.0, 0.0)
+    with pytest.raises(ValueError, match="max_norm must be a number, got None"):
+        clip_grad_norm_(params.values(), None)
+    with pytest.raises(TypeError, match="parameters must be tensors, got 'wide' among them"):
+        clip_grad_norm_(params, 1.0)
     assert set(params) == set(SHAPES)

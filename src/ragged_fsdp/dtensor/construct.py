@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from ragged_fsdp.dtensor.geometry import (
 )
 from ragged_fsdp.dtensor.internals import DTensorSpec, api_module
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
-from ragged_fsdp.placement import RaggedShard
 
 __all__ = [
     "check_local",
@@ -82,8 +81,10 @@ def distribute_tensor(
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"distribute_tensor: expected a tensor, got {type(tensor).__name__}.")
-    if isinstance(placements, RaggedShard):
-        raise TypeError(f"distribute_tensor: placements must be a list, one per mesh dim, got {placements}.")
+    if placements is not None and not isinstance(placements, Iterable):
+        raise TypeError(
+            f"distribute_tensor: placements must be a list, one per mesh dim, got {placements!r}."
+        )
     if placements is None or ragged_mesh_dim(placements) is None or isinstance(tensor, DTensor):
         return stock_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     if not tensor.is_leaf:

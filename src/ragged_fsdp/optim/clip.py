@@ -17,12 +17,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+
+from ragged_fsdp.optim.options import number
 
 __all__ = ["clip_grad_norm_"]
 
@@ -44,10 +47,16 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, a plain tensor, the same on every rank.
     """
+    if not number(norm_type) > 0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type!r}.")
+    if not isinstance(max_norm, Tensor) and math.isnan(number(max_norm)):  # a tensor stays on its device
+        raise ValueError(f"max_norm must be a number, got {max_norm!r}.")
     norm_type = float(norm_type)
-    if norm_type <= 0 or math.isnan(norm_type):
-        raise ValueError(f"norm_type must be positive or inf, got {norm_type}.")
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    alone = isinstance(parameters, Tensor) or not isinstance(parameters, Iterable)
+    params: list[Any] = [parameters] if alone else list(parameters)
+    for param in params:
+        if not isinstance(param, Tensor):
+            raise TypeError(f"parameters must be tensors, got {param!r} among them.")
     grads = [p.grad for p in params if p.grad is not None]
     total_norm = _total_norm(params, norm_type)
     if error_if_nonfinite and not torch.isfinite(total_norm):

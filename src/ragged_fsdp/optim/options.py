@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["ADAM_RANGES", "check_options", "is_excluded", "name_patterns", "require_option"]
+__all__ = ["ADAM_RANGES", "check_options", "is_excluded", "name_patterns", "number", "require_option"]
 
 _CHECKS: dict[str, Callable[[float], bool]] = {
     "positive": lambda value: value > 0,
@@ -21,16 +22,25 @@ ADAM_RANGES = {"lr": "non-negative", "eps": "positive", "weight_decay": "non-neg
 def check_options(group: dict[str, Any], expected: dict[str, str]) -> None:
     """Raise, naming the option, unless each has the range that ``expected`` names; betas are in [0, 1)."""
     for key, what in expected.items():
-        require_option(group, key, _CHECKS[what](float(group[key])), what)
+        require_option(group, key, _CHECKS[what](number(group[key])), what)
     if "betas" in group:
         betas = group["betas"]
-        require_option(group, "betas", len(betas) == 2 and all(0 <= b < 1 for b in betas), "two, in [0, 1)")
+        ok = len(betas) == 2 and all(0 <= number(beta) < 1 for beta in betas)
+        require_option(group, "betas", ok, "two, in [0, 1)")
+
+
+def number(value: Any) -> float:
+    """``value`` as a float; what is no number becomes NaN, which is in no range."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def require_option(group: dict[str, Any], key: str, ok: bool, expected: str) -> None:
     """Raise if an option of a group is not as it must be."""
     if not ok:
-        raise ValueError(f"{key} must be {expected}, got {group[key]}.")
+        raise ValueError(f"{key} must be {expected}, got {group[key]!r}.")
 
 
 def name_patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
