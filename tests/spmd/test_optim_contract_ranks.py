@@ -22,7 +22,7 @@ from optim_cases import (
     ragged_parameters,
     set_grads,
 )
-from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Shampoo, clip_grad_norm_
+from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Muon, Shampoo, clip_grad_norm_
 from rank_pool import spmd
 
 OPTIMIZERS = {
@@ -88,6 +88,21 @@ def test_parameters_of_torchs_fsdp2(rank, kind):
             optimizer.zero_grad()
     equal = torch.equal if kind == "8bit" else lambda a, b: torch.allclose(a, b, rtol=1e-5, atol=1e-6)
     assert_same_numbers(optimizers[1], optimizers[0], [n for n, _ in plain.named_parameters()], equal=equal)
+
+
+@spmd(2)
+@pytest.mark.parametrize("kind", [*OPTIMIZERS, "muon"])
+def test_whole_state_is_not_taken_for_a_part(rank, kind):
+    """State of one process, loaded as it is: the first rank of "lopsided" holds nothing, the last all."""
+    make = OPTIMIZERS.get(kind, lambda p: Muon(p, lr=1e-2))
+    plain = plain_parameters(rank.device)
+    reference = make(plain.items())
+    set_grads(plain, gradients(0, rank.device))
+    reference.step()
+    optimizer = make(ragged_parameters(rank.mesh(), plain).items())
+    with pytest.raises(RuntimeError, match=r"wide: state \w+ must be a DTensor under .*, got a plain tensor"):
+        optimizer.load_state_dict(reference.state_dict())
+    assert not optimizer.state
 
 
 @spmd(2)

@@ -291,3 +291,39 @@ def test_no_gradient_no_change() -> None:
     set_gradients([used])
     optimizer.step()
     assert torch.equal(unused, before) and unused not in optimizer.state
+
+
+def test_state_of_torchs_muon_and_state_that_does_not_fit() -> None:
+    """A file of torch's optimizer lacks our options: they stay as they were. A wrong shape is refused."""
+    shapes = [(24, 40), (16, 16)]
+    mine, theirs = parameters(*shapes), parameters(*shapes)
+    stock = torch.optim.Muon(theirs, lr=0.5)
+    set_gradients(theirs)
+    stock.step()
+    ours = Muon([muon_group(mine)], lr=0.02, transposed=True)
+    ours.load_state_dict(copy.deepcopy(stock.state_dict()))
+    (group,) = ours.param_groups
+    assert group["lr"] == 0.5 and group["algorithm"] == "muon" and group["transposed"]
+    assert torch.equal(ours.state[mine[1]]["momentum_buffer"], stock.state[theirs[1]]["momentum_buffer"])
+    wrong = stock.state_dict()
+    wrong["state"][1] = {"momentum_buffer": torch.zeros(4, 4)}
+    with pytest.raises(RuntimeError, match=r"\(16, 16\): state momentum_buffer must be .*got .*\(4, 4\)"):
+        ours.load_state_dict(wrong)
+    set_gradients(mine, seed=8)
+    set_gradients(theirs, seed=8)
+    ours.step()
+    stock.step()
+    for a, b in zip(mine, theirs):
+        torch.testing.assert_close(ours.state[a]["momentum_buffer"], stock.state[b]["momentum_buffer"])
+
+
+def test_gradients_are_checked_before_anything_changes() -> None:
+    """Those of the inner AdamW too."""
+    names, params = ["layers.0.weight", "embed.weight"], parameters((8, 8), (9, 4))
+    optimizer = Muon(zip(names, params), lr=0.02)
+    before = [p.detach().clone() for p in params]
+    set_gradients(params)
+    params[1].grad = params[1].grad.to_sparse()
+    with pytest.raises(RuntimeError, match=r"embed.weight: expected a dense gradient, got a sparse one"):
+        optimizer.step()
+    assert all(torch.equal(p, b) for p, b in zip(params, before))

@@ -16,13 +16,16 @@ import torch
 from torch import Tensor
 
 from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry, update_entry, update_exact
+from ragged_fsdp.optim.exact_state import ExactStateOptimizer
 from ragged_fsdp.optim.options import ADAM_RANGES, check_options, is_excluded, name_patterns
 from ragged_fsdp.optim.quant import rounding_key, zero_code
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
-    ExactStateOptimizer,
     Gradients,
+    StateForm,
     StepCounters,
+    form_like,
+    form_over_blocks,
     local_of,
     require_optimisable,
     require_whole_blocks,
@@ -159,6 +162,7 @@ class Adam8bit(ExactStateOptimizer):
     """
 
     _decoupled = False
+    _is_ready = True  # false while the constructor adds its groups
 
     def __init__(
         self,
@@ -235,11 +239,19 @@ class Adam8bit(ExactStateOptimizer):
             ", ".join(self._plans[p].name for p in small) or "none",
         )
 
+    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
+        blocks = self._plans[param].blocks
+        if blocks is None:
+            return {"step": None, **dict.fromkeys(_EXACT, form_like(param, torch.float32))}
+        codes, scales = form_like(param, torch.uint8), form_over_blocks(param, blocks.grid, torch.float32)
+        return {"step": None, **{key: codes if key.endswith("codes") else scales for key in _QUANTISED}}
+
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
-        self._follow_parameters()
+        self._follow_changes()
         every_grad = [members.gradients.read() for members in self._members]  # raises first, if at all
         for group, members, grads in zip(self.param_groups, self._members, every_grad):
             members.drop_moved()
@@ -250,19 +262,16 @@ class Adam8bit(ExactStateOptimizer):
             members.counters.advance(grads)
             for count, indices in together.items():
                 self._update(members, indices, grads, group, count + 1)
+        self._note_state()
         return loss
 
     def _new_slot(self, param: Tensor, counters: StepCounters) -> _Slot:
+        self._noted = None
         plan, state = self._plans[param], self.state[param]
         if not state:
             counters.adopt(param, state)
             state.update(_new_state(param, plan.blocks))
         expected = _EXACT if plan.blocks is None else _QUANTISED
-        if missing := [key for key in expected if key not in state]:
-            raise RuntimeError(
-                f"{plan.name}: state {missing} is missing, found {sorted(state)}: it was saved by another "
-                "optimizer or under other options (min_8bit_numel, exclude)."
-            )
         counters.adopt(param, state)
         moments, weight = tuple(local_of(state[key]) for key in expected), local_of(param)
         entry = None

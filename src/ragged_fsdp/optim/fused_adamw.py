@@ -1,189 +1,24 @@
 """AdamW, Adam and SGD over flat buffers: one fused call per buffer instead of one entry per parameter.
 
-Parameters made by ``fully_shard`` are views of one buffer per group, and so are their gradients. Parameters
-whose local parts are neighbours in memory form a *run*; its state is one flat tensor per kind, of which the
-``state`` of a parameter is a view, laid out like the parameter, as checkpoints expect it::
-
-    weights     | a a a a | b b | c c c c c | . |    a run: a, b, c         (. padding ends it)
-    exp_avg     | a a a a | b b | c c c c c |        one tensor, three views
-    gradients   | a a a a | b b |   none    |        this step: one span, a and b
-
-A step updates each span of a run whose gradients are neighbours too, and whose parameters are at the same
-step, as one tensor. The kernels are torch's fused ones, so the numbers are those of
-``torch.optim.AdamW(fused=True)``; parameters that are not neighbours of others are runs of their own.
+Parameters that are neighbours in memory, as those of a ``fully_shard`` group are, share flat state and are
+updated as one tensor (see ``fused_runs``). The kernels are torch's fused ones, so the numbers are those of
+``torch.optim.AdamW(fused=True)``; ``state`` of a parameter is a view of the flat state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ragged_fsdp.optim.exact_state import ExactStateOptimizer
+from ragged_fsdp.optim.fused_runs import GroupRuns, Update
 from ragged_fsdp.optim.options import ADAM_RANGES, check_options, require_option
-from ragged_fsdp.optim.state import (
-    ExactStateOptimizer,
-    Gradients,
-    StepCounters,
-    local_of,
-    require_optimisable,
-    state_like,
-)
+from ragged_fsdp.optim.state import StateForm, form_like, local_of, require_optimisable, state_like
 
 __all__ = ["FusedAdam", "FusedAdamW", "FusedSGD"]
-
-
-@dataclass(frozen=True)
-class _Member:
-    """One parameter of a run: its place in its group, and its elements' start and number in the run."""
-
-    name: str
-    param: Tensor
-    position: int
-    start: int
-    numel: int
-
-
-@dataclass
-class _Run:
-    """Neighbouring parameters, their weights as one tensor, and their flat state by key.
-
-    A parameter that is alone keeps its shape, so that its gradient needs no view.
-    """
-
-    members: list[_Member]
-    weights: Tensor
-    state: dict[str, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.itemsize = self.weights.element_size()
-        self.held = [member for member in self.members if member.numel]
-        self.kind = (self.weights.dtype, self.weights.device)
-        self.address = self.weights.data_ptr()
-        self.whole = _Span(self, 0, self.weights.numel())
-        self.last_address = self.address + self.held[-1].start * self.itemsize if self.held else 0
-
-    def has_moved(self) -> bool:
-        """Whether the ends of the run are no longer where its weights are."""
-        if not self.held:
-            return False
-        if local_of(self.held[0].param).data_ptr() != self.address:
-            return True
-        return len(self.held) > 1 and local_of(self.held[-1].param).data_ptr() != self.last_address
-
-
-@dataclass(frozen=True, eq=False)
-class _Span:
-    """Elements [start, stop) of a run."""
-
-    run: _Run
-    start: int
-    stop: int
-
-    def of(self, flat: Tensor) -> Tensor:
-        """The span's part of a tensor of the run."""
-        if self.start == 0 and self.stop == flat.numel():
-            return flat
-        return flat.view(-1)[self.start : self.stop]
-
-
-@dataclass
-class _Update:
-    """Spans of one dtype and device whose parameters took ``count`` steps before, and their gradients."""
-
-    count: int
-    spans: list[_Span] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-
-
-class _Members:
-    """The parameters of one group: runs, step counts, and tensors of spans that were updated before."""
-
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        self.runs = list(_find_runs(named))
-        self.counters = StepCounters([param for _, param in named])
-        self.gradients = Gradients(named)
-        self.places = {member.position: (run, member) for run in self.runs for member in run.members}
-        self._spans: dict[tuple[int, int, int], _Span] = {}
-        self._tensors: dict[tuple[Any, ...], list[list[Tensor]]] = {}
-
-    def updates(self, grads: dict[int, Tensor]) -> list[_Update]:
-        """What this step does: neighbours with neighbouring gradients and equal counts are one span."""
-        counts = self.counters.counts()
-        found: dict[Any, _Update] = {}
-        for run in self.runs:
-            if len(run.held) == 1:  # most of them, where parameters are not of one buffer
-                position = run.held[0].position
-                grad = grads.get(position)
-                if grad is None:
-                    continue
-                spans = [(counts[position], run.whole, grad)]
-            else:
-                spans = list(self._stretches(run, grads, counts))
-            for count, span, span_grads in spans:
-                key = (count, run.kind)
-                update = found.get(key)
-                if update is None:
-                    update = found[key] = _Update(count)
-                update.spans.append(span)
-                update.grads.append(span_grads)
-        return list(found.values())
-
-    def _stretches(
-        self, run: _Run, grads: dict[int, Tensor], counts: Sequence[int]
-    ) -> Iterator[tuple[int, _Span, Tensor]]:
-        """The spans of a run with several parameters."""
-        first: _Member | None = None
-        count, stop, expected = 0, 0, 0
-        for member in run.held:
-            grad = grads.get(member.position)
-            if grad is None:
-                continue
-            address = grad.data_ptr()
-            extends = member.start == stop and counts[member.position] == count and address == expected
-            if first is not None and not extends:
-                yield from self._joined(run, first, stop, grads, count)
-            if first is None or not extends:
-                first, count = member, counts[member.position]
-            stop, expected = member.start + member.numel, address + member.numel * run.itemsize
-        if first is not None:
-            yield from self._joined(run, first, stop, grads, count)
-
-    def _joined(
-        self, run: _Run, first: _Member, stop: int, grads: dict[int, Tensor], count: int
-    ) -> Iterator[tuple[int, _Span, Tensor]]:
-        """Neighbours from ``first`` to ``stop`` as one span, if their gradients lie in one storage."""
-        grad, numel = grads[first.position], stop - first.start
-        if numel == first.numel:
-            yield count, self._span(run, first.start, stop), grad.view(-1)
-        elif (grad.storage_offset() + numel) * run.itemsize <= grad.untyped_storage().nbytes():
-            yield count, self._span(run, first.start, stop), _flat_from(grad, numel)
-        else:  # allocations that touch by chance
-            for member in run.held:
-                if first.start <= member.start < stop:
-                    flat = grads[member.position].view(-1)
-                    yield count, self._span(run, member.start, member.start + member.numel), flat
-
-    def _span(self, run: _Run, start: int, stop: int) -> _Span:
-        if stop - start == run.weights.numel():
-            return run.whole
-        return self._spans.setdefault((id(run), start, stop), _Span(run, start, stop))
-
-    def tensors(self, spans: Sequence[_Span], keys: Sequence[str]) -> list[list[Tensor]]:
-        """The weights of the spans, then their state by key."""
-        key = (*keys, *spans)
-        if key not in self._tensors:
-            if len(self._tensors) >= _MOST_REMEMBERED:
-                self._tensors.clear()
-            weights = [span.of(span.run.weights) for span in spans]
-            states = [[span.of(span.run.state[key]) for span in spans] for key in keys]
-            self._tensors[key] = [weights, *states]
-        return self._tensors[key]
-
-
-_MOST_REMEMBERED = 8
 
 
 class _FlatOptimizer(ExactStateOptimizer):
@@ -192,8 +27,11 @@ class _FlatOptimizer(ExactStateOptimizer):
     _expected: ClassVar[dict[str, str]]
     """Options and their ranges; see ``options.check_options``."""
 
+    _saves_step: ClassVar[bool] = True
+    """Whether torch's optimizer of this kind saves step counts."""
+
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._members: list[_Members] | None = None
+        self._members: list[GroupRuns] | None = None
         super().__init__(params, defaults)
 
     def _forget_plans(self) -> None:
@@ -208,17 +46,22 @@ class _FlatOptimizer(ExactStateOptimizer):
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
 
-    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
+    def _apply(self, group: dict[str, Any], update: Update, tensors: list[list[Tensor]]) -> None:
         """Update spans of one dtype and device; ``tensors`` are their weights, then their state."""
         raise NotImplementedError
 
+    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
+        steps: dict[str, StateForm | None] = {"step": None} if self._saves_step else {}
+        return {**steps, **dict.fromkeys(self._state_keys(group), form_like(param))}
+
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
-        self._follow_parameters()
+        self._follow_changes()
         every = self._current_members()
-        every_grad = [_checked(members) for members in every]  # raises first, if at all
+        every_grad = [members.checked_grads() for members in every]  # raises first, if at all
         for group, members, grads in zip(self.param_groups, every, every_grad):
             updates = members.updates(grads)
             counts = members.counters.counts()
@@ -228,30 +71,30 @@ class _FlatOptimizer(ExactStateOptimizer):
             for update in updates:
                 self._apply(group, update, members.tensors(update.spans, keys))
             members.counters.advance(grads)
+        self._note_state()
         return loss
 
-    def _current_members(self) -> list[_Members]:
+    def _current_members(self) -> list[GroupRuns]:
         """The runs of each group; found again after parameters moved, were added or state was loaded."""
         known = self._members
         if known is not None and not any(run.has_moved() for members in known for run in members.runs):
             return known
-        self._members = []
-        for index, group in enumerate(self.param_groups):
-            members = _Members(list(self.named_group_params(index)))
-            self._members.append(members)
+        found = [GroupRuns(list(self.named_group_params(i))) for i in range(len(self.param_groups))]
+        for group, members in zip(self.param_groups, found):
             loaded = [i for i, param in enumerate(group["params"]) if self.state.get(param)]
             self._start(group, members, loaded)
-        return self._members
+        self._members = found
+        return found
 
-    def _start(self, group: dict[str, Any], members: _Members, positions: Sequence[int]) -> None:
+    def _start(self, group: dict[str, Any], members: GroupRuns, positions: Sequence[int]) -> None:
         """Give parameters their views of the runs' state, keeping values they already have.
 
         In the order of the parameters, not of addresses: ranks must create state in the same order.
         """
+        self._noted = None
         for position in positions:
             run, member = members.places[position]
             state = self.state[member.param]
-            # torch's SGD saves no step
             members.counters.adopt(member.param, state, missing=1.0 if state else 0.0)
             for key in self._state_keys(group):
                 if key not in run.state:
@@ -260,55 +103,6 @@ class _FlatOptimizer(ExactStateOptimizer):
                 if key in state:
                     view.copy_(local_of(state[key]).reshape(-1))
                 state[key] = state_like(member.param, view.view(local_of(member.param).shape))
-
-
-def _checked(members: _Members) -> dict[int, Tensor]:
-    """The gradients of a group: torch's fused kernels want the dtype of the weights."""
-    grads = members.gradients.read()
-    for run in members.runs:
-        dtype = run.kind[0]
-        for member in run.held:
-            grad = grads.get(member.position)
-            if grad is not None and grad.dtype is not dtype:
-                raise TypeError(f"{member.name}: expected a gradient of {dtype}, got {grad.dtype}.")
-    return grads
-
-
-def _find_runs(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Run]:
-    """Parameters in order of their addresses, joined where one ends and the next begins."""
-    every = [(position, name, param) for position, (name, param) in enumerate(named)]
-    members: list[_Member] = []
-    stop = 0
-    for position, name, param in sorted(every, key=lambda item: local_of(item[2]).data_ptr()):
-        local = local_of(param)
-        if not local.is_contiguous():
-            raise ValueError(f"{name}: expected a contiguous parameter, got stride {local.stride()}.")
-        if not local.numel():  # a rank that holds nothing still has state to save
-            yield _Run([_Member(name, param, position, 0, 0)], local.detach())
-            continue
-        if members and not _are_neighbours(local_of(members[-1].param), local):
-            yield _run_of(members, stop)
-            members, stop = [], 0
-        members.append(_Member(name, param, position, stop, local.numel()))
-        stop += local.numel()
-    if members:
-        yield _run_of(members, stop)
-
-
-def _run_of(members: list[_Member], numel: int) -> _Run:
-    first = local_of(members[0].param).detach()
-    return _Run(members, first if len(members) == 1 else _flat_from(first, numel))
-
-
-def _are_neighbours(left: Tensor, right: Tensor) -> bool:
-    end = left.data_ptr() + left.numel() * left.element_size()
-    same_storage = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
-    return left.dtype == right.dtype and end == right.data_ptr() and same_storage
-
-
-def _flat_from(first: Tensor, numel: int) -> Tensor:
-    """``numel`` elements from the start of ``first``, beyond its end within its storage."""
-    return torch.as_strided(first, (numel,), (1,), first.storage_offset())
 
 
 class FusedAdam(_FlatOptimizer):
@@ -346,7 +140,7 @@ class FusedAdam(_FlatOptimizer):
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
 
-    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
+    def _apply(self, group: dict[str, Any], update: Update, tensors: list[list[Tensor]]) -> None:
         beta1, beta2 = group["betas"]
         weights, means, squares, *largest = tensors
         step = torch.full((), float(update.count + 1), dtype=torch.float32, device=weights[0].device)
@@ -395,6 +189,7 @@ class FusedSGD(_FlatOptimizer):
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch, also per group.
     """
 
+    _saves_step: ClassVar = False
     _expected: ClassVar = {"lr": "non-negative", "momentum": "non-negative", "weight_decay": "non-negative"}
 
     def __init__(
@@ -428,7 +223,7 @@ class FusedSGD(_FlatOptimizer):
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("momentum_buffer",) if group["momentum"] else ()
 
-    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
+    def _apply(self, group: dict[str, Any], update: Update, tensors: list[list[Tensor]]) -> None:
         weights, *buffers = tensors
         torch._fused_sgd_(
             weights,

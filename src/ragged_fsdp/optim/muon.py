@@ -15,7 +15,7 @@ transfer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,13 @@ from ragged_fsdp.optim.newton_schulz import (
     orthogonalize,
     per_iteration,
 )
+from ragged_fsdp.optim.state import form_like, require_matching_grad, require_state
 
 __all__ = ["Flattened", "Fused", "Muon"]
 
 _LOG = logging.getLogger(__name__)
 _MUON, _ADAMW = "muon", "adamw"
+_STATE_KEYS = {_MUON: ("momentum_buffer",), _ADAMW: ("exp_avg", "exp_avg_sq")}
 
 IsMatrix = Callable[[str | None, Tensor], bool]
 SplitRule = Callable[[str | None, Tensor], MatrixRule]
@@ -177,6 +179,7 @@ class Muon(Optimizer):
             del self.param_groups[groups_before:]  # both halves or none
             raise
 
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of all parameters that have a gradient."""
@@ -191,9 +194,13 @@ class Muon(Optimizer):
             states = [self._local_state(name, p) for name, p in zip(bound.names, bound.parameters)]
             families = [self._family_step(group, bound.device) for group in groups]
             prepared.append((bound, states, families))
-        for group in self.param_groups:
-            if group["algorithm"] == _ADAMW:
-                adamw_step(group, self.state)
+        others = [group for group in self.param_groups if group["algorithm"] == _ADAMW]
+        for group in others:
+            for name, p in _named_params(group):
+                if p.grad is not None:
+                    require_matching_grad(name, p)
+        for group in others:
+            adamw_step(group, self.state)
         for bound, states, families in prepared:
             bound.exchange.run(states, families, bound.device)
         return loss
@@ -216,10 +223,29 @@ class Muon(Optimizer):
                 lines.append(line)
         return "\n".join(lines)
 
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in torch; state that does not lie like its parameter raises, and nothing is changed."""
+        before = self.state, self.param_groups
+        try:
+            super().load_state_dict(state_dict)
+            for group in self.param_groups:
+                for name, p in _named_params(group):
+                    if state := self.state.get(p):
+                        require_state(
+                            name, p, state, dict.fromkeys(_STATE_KEYS[group["algorithm"]], form_like(p))
+                        )
+        except Exception:
+            self.state, self.param_groups = before
+            raise
+
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
         return {**super().__getstate__(), "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        for group, known in zip(state["param_groups"], getattr(self, "param_groups", ())):
+            for key, value in known.items():  # written by an optimizer without some of our options
+                group.setdefault(key, value)
         super().__setstate__(state)
         self._forget_exchanges()  # they are bound to the parameters of the original
 
@@ -302,6 +328,13 @@ class Muon(Optimizer):
 
 def _is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
+
+
+def _named_params(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a group with what an error calls them."""
+    names = group.get("param_names", [None] * len(group["params"]))
+    for name, p in zip(names, group["params"]):
+        yield name or f"parameter of shape {tuple(p.shape)}", p
 
 
 def _named(params: Any) -> list[tuple[str | None, Tensor]]:

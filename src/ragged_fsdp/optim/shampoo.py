@@ -24,10 +24,13 @@ from ragged_fsdp.optim.adam8bit_reference import (
     prepared_grad,
     to_blocks,
 )
+from ragged_fsdp.optim.exact_state import ExactStateOptimizer
 from ragged_fsdp.optim.options import ADAM_RANGES, check_options, is_excluded, name_patterns
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
-    ExactStateOptimizer,
+    StateForm,
+    form_like,
+    form_over_blocks,
     local_of,
     require_matching_grad,
     require_optimisable,
@@ -115,11 +118,21 @@ class Shampoo(ExactStateOptimizer):
         self._blocks.update(blocks)
         self._names.update(names)
 
+    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
+        blocks, moment = self._blocks[param], form_like(param, torch.float32)
+        expected: dict[str, StateForm | None] = {"step": None, "exp_avg": moment, "exp_avg_sq": moment}
+        if blocks is not None:
+            for key in _STATISTICS:
+                side = _side(key, blocks)
+                expected[key] = form_over_blocks(param, blocks.grid, torch.float32, (side, side))
+        return expected
+
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
         loss = self._loss_of(closure)
-        self._follow_parameters()
+        self._follow_changes()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -174,12 +187,17 @@ def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
         state[key] = state_like(param, zeros)
     if blocks is not None:
         count = blocks.grid_rows * blocks.grid_cols
-        sides = {"left": blocks.grid.block_rows, "right": min(blocks.grid.block_cols, blocks.grid.cols)}
         for key in _STATISTICS:
-            side = sides[key.removesuffix("_root")]
+            side = _side(key, blocks)
             zeros = torch.zeros(count, side, side, dtype=torch.float32, device=local.device)
             state[key] = state_over_blocks(param, blocks.grid, zeros)
     return state
+
+
+def _side(key: str, blocks: LocalBlocks) -> int:
+    """Rows of a preconditioner: those of a block on the left, its columns on the right."""
+    grid = blocks.grid
+    return grid.block_rows if key.startswith("left") else min(grid.block_cols, grid.cols)
 
 
 def _as_matrices(values: Tensor, blocks: LocalBlocks) -> Tensor:

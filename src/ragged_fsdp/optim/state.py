@@ -1,4 +1,4 @@
-"""Optimizer state that follows its parameter: wrapping, naming, and loading without a change of dtype.
+"""Optimizer state that follows its parameter: wrapping, checks, gradients and step counts.
 
 State of a DTensor parameter is a DTensor too, over the same mesh: of the parameter's layout if it has one
 value per element, of its blocks' layout if it has one per block. Checkpoints then save, load and reshard
@@ -7,9 +7,8 @@ it like the parameter. All of it is local bookkeeping: nothing here communicates
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +28,15 @@ from ragged_fsdp.optim.quant_grid import (
 )
 
 __all__ = [
-    "ExactStateOptimizer",
     "Gradients",
+    "StateForm",
     "StepCounters",
+    "form_like",
+    "form_over_blocks",
     "local_of",
+    "require_matching_grad",
+    "require_optimisable",
+    "require_state",
     "require_whole_blocks",
     "state_like",
     "state_over_blocks",
@@ -78,6 +82,58 @@ def _wrap(param: Tensor, local: Tensor, shape: tuple[int, ...], placements: Sequ
         coordinate = tuple(param.device_mesh.get_coordinate() or ())
         local_shape = inner_box(shape, mesh_shape_of(param), coordinate, spec.placements)[1]
     return wrap_local(local.view(local_shape), spec)
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """What a tensor of a parameter's state must be; ``placements`` is None of plain tensors."""
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...] | None
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        where = "a plain tensor" if self.placements is None else f"a DTensor under {self.placements}"
+        return f"{where} of shape {self.shape}" + (f" and {self.dtype}" if self.dtype else "")
+
+    def accepts(self, value: Tensor) -> bool:
+        """Whether a tensor has this form; any dtype will do if none is asked for."""
+        return self == form_like(value, self.dtype and value.dtype)
+
+
+def form_like(param: Tensor, dtype: torch.dtype | None = None) -> StateForm:
+    """Of state with one value per element."""
+    return StateForm(tuple(param.shape), getattr(param, "placements", None), dtype)
+
+
+def form_over_blocks(
+    param: Tensor, grid: BlockGrid, dtype: torch.dtype | None = None, rest: tuple[int, ...] = ()
+) -> StateForm:
+    """Of state with ``rest`` values per block."""
+    placements = None
+    if isinstance(param, DTensor):
+        placements = blocks_placements(grid, mesh_shape_of(param), param.placements)
+    return StateForm((*grid.grid_shape, *rest), placements, dtype)
+
+
+def require_state(
+    name: str, param: Tensor, state: Mapping[str, Any], expected: Mapping[str, StateForm | None]
+) -> None:
+    """Raise unless the state has all that is expected, in its form (None: any) and on the right device."""
+    if missing := [key for key in expected if key not in state]:
+        raise RuntimeError(
+            f"{name}: state {missing} is missing, found {sorted(state)}: it was saved by another "
+            "optimizer or under other options."
+        )
+    for key, form in expected.items():
+        value = state[key]
+        if form is None:
+            continue
+        if not isinstance(value, Tensor) or not form.accepts(value):
+            found = form_like(value, value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            raise RuntimeError(f"{name}: state {key} must be {form}, got {found}.")
+        if value.device != param.device:
+            raise RuntimeError(f"{name}: state {key} must be on {param.device}, got {value.device}.")
 
 
 def require_whole_blocks(name: str, param: Tensor, grid: BlockGrid) -> LocalBlocks:
@@ -198,88 +254,3 @@ class StepCounters:
         for index in indices:
             members[counts[index]].append(index)
         return members
-
-
-@dataclass(frozen=True)
-class _Untouched:
-    """Hides a tensor from ``Optimizer.load_state_dict``, which would cast it to the parameter's dtype."""
-
-    tensor: Tensor
-
-
-class ExactStateOptimizer(torch.optim.Optimizer):
-    """An optimizer that plans each group as it is added, and whose state keeps its dtypes when loaded."""
-
-    _planned: list[list[Tensor]]
-    """The parameters of each group when it was planned."""
-
-    def _plan_group(self, index: int) -> None:
-        """Check the options and parameters of a group and prepare for them; may raise, changing nothing."""
-        raise NotImplementedError
-
-    def _forget_plans(self) -> None:
-        """Drop what was prepared: groups or state have been replaced."""
-        raise NotImplementedError
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; nothing is changed if one of its options or parameters is refused."""
-        super().add_param_group(param_group)
-        try:
-            self._plan_group(len(self.param_groups) - 1)
-        except Exception:
-            self.param_groups.pop()
-            raise
-        self._planned = [list(group["params"]) for group in self.param_groups]
-
-    def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of a group with the names given to the constructor, or their position."""
-        group = self.param_groups[group_index]
-        names = group.get("param_names")
-        for index, param in enumerate(group["params"]):
-            yield (names[index] if names else f"param_groups[{group_index}]['params'][{index}]"), param
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for group in self.param_groups:  # written by an optimizer without some of our options
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-        self._plan_all()  # options may have come with the state
-
-    def _plan_all(self) -> None:
-        self._forget_plans()
-        for index in range(len(self.param_groups)):
-            self._plan_group(index)
-        self._planned = [list(group["params"]) for group in self.param_groups]
-
-    def _follow_parameters(self) -> None:
-        """Plan anew if parameters were exchanged, as by Accelerate, which shards after making the optimizer.
-
-        Called before a step changes anything; what was planned for other tensors would update those.
-        """
-        planned, current = self._planned, [group["params"] for group in self.param_groups]
-        if [*map(len, planned)] != [*map(len, current)] or not all(
-            all(map(operator.is_, before, now)) for before, now in zip(planned, current)
-        ):
-            self._plan_all()
-
-    @torch._disable_dynamo
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch, except that state tensors keep their dtype; they move to the parameter's device."""
-        hidden = {
-            param_id: {
-                key: _Untouched(value) if isinstance(value, Tensor) and key != "step" else value
-                for key, value in entries.items()
-            }
-            for param_id, entries in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": hidden})
-        for param, entries in self.state.items():
-            for key, value in entries.items():
-                if isinstance(value, _Untouched):
-                    entries[key] = value.tensor.to(device=param.device)
-
-    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
