@@ -1,4 +1,4 @@
-"""Corners that have no other home: granularity beside TP, empty groups, casts, shared streams."""
+"""Corners that have no other home: granularity beside TP, empty groups, casts, streams, odd inputs."""
 
 import pytest
 import torch
@@ -8,6 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_core_cases import assert_same_grads, batch, clone, counting_gathers, full, loss_of, make_net, shard
 from ragged_fsdp import Elements, RaggedShard, Rows, StridedRaggedShard, Whole, fully_shard, share_comm_ctx
+from ragged_fsdp.fsdp.param_group import ParamGroup
+from ragged_fsdp.fsdp.phases import Residence
 from rank_pool import Rank, spmd
 
 
@@ -113,3 +115,64 @@ def test_streams_shared_after_the_first_forward(rank: Rank) -> None:
     assert calls
     first, second = (list(stage.parameters()) for stage in stages)
     assert all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in zip(first, second))
+
+
+class _Dropped(nn.Module):
+    """A layer that may be left out: it then returns its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.drop = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.drop else self.linear(x)
+
+
+class _Spy(nn.Module):
+    """Notes where the weights of a group are when a gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group: ParamGroup | None = None
+        self.seen: list[Residence] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.register_hook(lambda _: self.seen.append(self.group.residence))
+        return x * 1
+
+
+@spmd(2)
+def test_a_module_that_returns_its_input(rank: Rank) -> None:
+    """Its backward starts and ends at one gradient: it is gathered for nothing, but not left gathered."""
+    first, spy, dropped, last = model = nn.Sequential(_Dropped(), _Spy(), _Dropped(), _Dropped())
+    model.to(rank.device)
+    for layer in (first, dropped, last):
+        fully_shard(layer, mesh=rank.mesh(), reshard_after_forward=True)
+    fully_shard(model, mesh=rank.mesh())
+    (spy.group,) = dropped._get_fsdp_state().groups
+    for step in range(3):
+        dropped.drop = step > 0
+        model(torch.ones(2, 4, device=rank.device)).sum().backward()
+        assert spy.seen.pop() is Residence.SHARDED and not spy.seen
+        assert (dropped.linear.weight.grad is None) == dropped.drop
+        model.zero_grad()
+
+
+class _InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.linear(x.mul_(2) if y is None else x.mul_(2) + y)
+
+
+@spmd(1, 2)
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_an_input_changed_in_place_raises(rank: Rank, inputs: int) -> None:
+    """The change would cut off the end of the module's backward; with one input or several, torch says so."""
+    model = fully_shard(_InPlace().to(rank.device), mesh=rank.mesh())
+    tensors = [torch.ones(2, 4, device=rank.device, requires_grad=True) * 1 for _ in range(inputs)]
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        model(*tensors)

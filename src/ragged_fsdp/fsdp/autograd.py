@@ -175,12 +175,12 @@ class BackwardHooks(NamedTuple):
     before: Callable[[torch.Tensor], torch.Tensor]
     """When a gradient arrives: at its outputs, or, in a second backward, at the gradients of its inputs."""
 
-    def at_input(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+    def at_input(self, grads: tuple[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
         """The gradient of the module's only input is there; None leaves it as it is."""
         self.after()
-        if grad is None or not torch.is_grad_enabled():
+        if grads[0] is None or not torch.is_grad_enabled():
             return None
-        return BeforeBackward.apply(self.before, grad)  # create_graph: see AfterBackward.backward
+        return (BeforeBackward.apply(self.before, grads[0]),)  # create_graph: see AfterBackward.backward
 
 
 class AfterBackward(torch.autograd.Function):
@@ -251,7 +251,8 @@ def _behind_hook(hooks: BackwardHooks, tensor: torch.Tensor) -> torch.Tensor:
     alias = tensor.view_as(tensor)
     # as an output of a Function: torch forbids the change in place that would lose the hook
     _set_creation_meta(alias, CreationMeta.IN_CUSTOM_FUNCTION)
-    alias.register_hook(hooks.at_input)
+    # of the node, not of the tensor: a module may return its input, and what its outputs do comes first
+    alias.grad_fn.register_prehook(hooks.at_input)  # type: ignore[union-attr]
     return alias
 
 
