@@ -71,6 +71,25 @@ def test_requires_grad_changes_between_steps(rank):
         assert_same(model, reference, grads=True)
 
 
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+@spmd(2)
+def test_requires_grad_changes_within_an_accumulation(rank, reduction):
+    """The gradients are laid out already: one without a place must not be lost without a word."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model, reduction=reduction)
+    changed = model.layers[1].mlp.requires_grad_(False)
+    model.set_requires_gradient_sync(False)
+    model(tokens(rank, 0)).sum().backward()
+    changed.requires_grad_(True)
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=r"layers.1.mlp.*requires_grad was changed"):
+        model(tokens(rank, 1)).sum().backward()
+    model.reset_iter_state()
+    model.zero_grad()
+    _step(model, reference, rank, 2)
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+
+
 @pytest.mark.parametrize("held", [False, True])
 @spmd(2)
 def test_requires_grad_changes_while_the_root_is_unsharded(rank, held):

@@ -142,6 +142,8 @@ class ExchangeReducer(GradReducer):
             if index in self.written:
                 kept = self._grads[index]
                 inner = kept.to(self._sum_dtype()).add_(inner)
+            else:
+                self._check_place(index)
             self._grads[index] = inner
             self.written.add(index)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -91,12 +91,27 @@ class GradReducer:
                     f"FSDP reduce-scatter expects uniform gradient dtype but got {full.dtype} and "
                     f"{inner.dtype} for {params[index].name}"
                 )
+            if not layout.same_as_weights:
+                self._check_place(index)
             layout.pair(full.tensors, index, inner, *(again if index in written else fresh))
             written.add(index)
         if fresh[0]:
             _copy_all(*fresh)
         if again[0]:
             torch._foreach_add_(*again)
+
+    def _check_place(self, index: int) -> None:
+        """Raise on the gradient of a parameter that was frozen when its group's gradients were laid out."""
+        param = self.group.params[index]
+        if not self._segments()[index] and param.inner_shape.numel():
+            self._raise_changed(param.fqn or param.name)
+
+    @staticmethod
+    def _raise_changed(name: str) -> NoReturn:
+        raise RuntimeError(
+            f"{name}: requires_grad was changed while gradients were accumulated; change it after a "
+            "reduction, or call reset_iter_state() to drop what was accumulated."
+        )
 
     def _inner(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """The part of a gradient that data parallelism reduces, in the order in which the ranks cut it."""
@@ -160,6 +175,8 @@ class GradReducer:
         if trainable not in self._layouts:
             self._layouts[trainable] = grad_layout(self.group.plan, trainable)
         if self._layout is not self._layouts[trainable]:
+            if self.partial is not None:
+                self._raise_changed(self.group.label)
             self._layout = self._layouts[trainable]
             self._places = self._find_places(self._layout)
             self._main_kind = None
