@@ -64,6 +64,8 @@ def _print(summary: dict[str, Any], show_all: bool) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 140  # of 80 columns, names would take all
     info = summary["info"]
     console.print(f"[bold]{escape(str(summary['path']))}[/bold]")
     for key in ("step", "samples", "tokens", "train_loss", "eval_loss", "world_size"):
