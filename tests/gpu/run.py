@@ -108,8 +108,8 @@ GROUPS = {  # those that take longest first
     "optim": Group("8-bit Adam, Shampoo, fused AdamW, clipping", _spmd("optim")),
     **_by_ranks("ragged", "ragged DTensors", _spmd("ragged")),
     "kernels": Group(
-        "Muon's and the 8-bit kernels",
-        ("tests/gpu/test_muon_kernels.py", "tests/gpu/test_optim_*.py"),
+        "Muon's and the 8-bit kernels, decoding of gathered codes",
+        ("tests/gpu/test_*_kernels.py", "tests/gpu/test_optim_*.py"),
         shares=False,
     ),
     "races": Group(

@@ -8,13 +8,15 @@ codes, so a sharded weight has the codes of the whole one, bit for bit.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from ragged_fsdp.policy import BlockCodes
 
-__all__ = ["band_shape", "code_dtype", "decode", "encode", "quantize_dequantize"]
+__all__ = ["band_shape", "code_dtype", "decode", "decode_plain", "encode", "quantize_dequantize"]
 
 _LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
 _SMALLEST_SCALE = 1e-36  # a tile below it is stored as zeros: the reciprocal would overflow
@@ -48,10 +50,35 @@ def encode(bands: Tensor, codes: BlockCodes, out: tuple[Tensor, Tensor]) -> None
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """The values of codes and scales, rounded once from fp32 to the dtype of ``out``."""
+    """The values of codes and scales, rounded once from fp32 to the dtype of ``out``.
+
+    With the leading dim of ranks, whose parts are each contiguous.
+    """
+    if _has_kernel(codes):
+        from ragged_fsdp.fsdp.block_codes_triton import launch_decode
+
+        launch_decode(codes, scales, out)
+    else:
+        decode_plain(codes, scales, out)
+
+
+def decode_plain(codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """What :func:`decode` computes, with torch's operators: the reference, and what other devices use."""
     if codes.dtype.is_floating_point:
         codes = codes.to(torch.bfloat16)  # exact; float8 takes no part in arithmetic
     torch.mul(codes, scales[..., None, :, None], out=out)
+
+
+def _has_kernel(codes: Tensor) -> bool:
+    """Whether Triton can decode these; it reads float8 from compute capability 8.9 on."""
+    if not codes.is_cuda or not _has_triton():
+        return False
+    return codes.dtype == torch.int8 or torch.cuda.get_device_capability(codes.device) >= (8, 9)
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def quantize_dequantize(whole: Tensor, codes: BlockCodes, dtype: torch.dtype | None = None) -> Tensor:
@@ -63,5 +90,5 @@ def quantize_dequantize(whole: Tensor, codes: BlockCodes, dtype: torch.dtype | N
     scales = torch.empty((bands.shape[0], bands.shape[2]), dtype=torch.float32, device=whole.device)
     encode(bands, codes, (packed, scales))
     out = torch.empty(bands.shape, dtype=dtype or whole.dtype, device=whole.device)
-    decode(packed, scales, out)
+    decode_plain(packed, scales, out)
     return out.view(whole.shape)
