@@ -141,6 +141,53 @@ def test_parameters_and_gradients_lie_in_buffers(rank: Rank) -> None:
     assert DBuffer.of(torch.zeros(3)) is None
 
 
+@spmd(3)
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+def test_a_gradient_the_user_keeps_stays_as_it_is(rank: Rank, reduction: str) -> None:
+    """Also where a rank has no part of it and so the same object in the next step, and after a cast."""
+    model = shard(make_net(rank.device), mesh=rank.mesh(), reduction=reduction)
+    kept, values = [], []
+    for step in range(3):
+        if step == 2:
+            model.double()
+        loss_of(model, batch(rank.device, step, 3).chunk(3)[rank.rank]).backward()
+        kept.append([p.grad for p in model.parameters()])
+        values.append([full(grad) for grad in kept[-1]])
+        assert {grad.dtype for grad in kept[-1]} == {p.dtype for p in model.parameters()}
+        model.zero_grad()
+    assert any(not grad.to_local().numel() for grad in kept[0])
+    for grads, expected in zip(kept, values):
+        assert all(torch.equal(full(grad), value) for grad, value in zip(grads, expected))
+
+
+@spmd(2)
+def test_gradients_are_hooked_only_where_they_need_not_wait(rank: Rank) -> None:
+    """With one buffer a gradient moves at once only if it is added to what an earlier backward left."""
+    from ragged_fsdp.fsdp import param_group
+
+    def hooked() -> set[bool]:
+        params = [p for block in model.blocks for g in block._get_fsdp_state().groups for p in g.params]
+        return {bool(p.unsharded._post_accumulate_grad_hooks) for p in params}
+
+    saved, param_group._EAGER_GRAD_BYTES = param_group._EAGER_GRAD_BYTES, 64
+    try:
+        model = shard(make_net(rank.device), mesh=rank.mesh())
+        tokens = batch(rank.device, 0, 2).chunk(2)[rank.rank]
+        for _ in range(2):
+            loss_of(model, tokens).backward()
+        assert hooked() == {False}
+        alone = [full(p.grad) for p in model.parameters()]
+        model.zero_grad()
+        for is_last in (False, True):
+            model.set_requires_gradient_sync(is_last)
+            loss_of(model, tokens).backward()
+        assert hooked() == {True}
+    finally:
+        param_group._EAGER_GRAD_BYTES = saved
+    for param, once in zip(model.parameters(), alone):
+        torch.testing.assert_close(full(param.grad), once)
+
+
 @spmd(2)
 def test_gradients_can_be_copied_and_saved(rank: Rank) -> None:
     model = shard(make_net(rank.device), mesh=rank.mesh())
