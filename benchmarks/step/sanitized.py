@@ -1,36 +1,34 @@
 """A tiny training through our streams, buffers and kernels, for NVIDIA's compute-sanitizer.
 
-Rank 0 of a few ranks trains some steps with each reduction and optimizer; thresholds are lowered so that
+Rank 0 of a few ranks trains two steps with each reduction and optimizer; thresholds are lowered so that
 small shards take the paths of large ones. Three tools look at different things::
 
     S="compute-sanitizer --error-exitcode 9"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 $S --tool memcheck python -m benchmarks.step.sanitized
     PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync $S --tool memcheck --track-stream-ordered-races all \
         python -m benchmarks.step.sanitized --layers 2 --optimizers adamw
-    for kernel in step_kernel _momentum_kernel _apply_kernel _gram_kernel _product_kernel; do
-        K="$K --kernel-regex kns=$kernel"; done
-    $S --tool racecheck $K python -m benchmarks.step.sanitized --layers 1 --ranks 1 --steps 1 \
-        --reductions reduce_scatter --optimizers adam8bit,muon
-    $S --tool racecheck $K python -m benchmarks.step.sanitized --control
+    $S --tool racecheck python -m benchmarks.step.sanitized --kernels
+    $S --tool racecheck python -m benchmarks.step.sanitized --control
 
 Without its cache the allocator gives every released block back to the driver, so that a use after release is
 an error of the first. The second knows which stream allocated and released what, and reports a use that no
-event orders. The third looks for races inside kernels: those this project wrote, which all belong to its
-optimizers, and no library's. The last must fail: its one kernel has a race.
+event orders. The third looks for races inside kernels: those of this project, by themselves, since it finds
+some in cuDNN's. The last must fail: its one kernel has a race.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ragged_fsdp import MixedPrecisionPolicy, Rows, Whole, fully_shard
 from ragged_fsdp.fsdp import exchange
-from ragged_fsdp.optim import AdamW8bit, Muon
+from ragged_fsdp.fsdp.block_codes import decode
+from ragged_fsdp.optim import AdamW8bit
+from ragged_fsdp.optim.muon_elementwise import Piece, apply_updates, update_momentum
 
 from .case import Case
 from .implementations import per_layer
@@ -49,35 +47,16 @@ def _policy(_name: str, parameter: torch.Tensor) -> Rows | Whole:
 def _optimizer(name: str, stack: Stack) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(stack.parameters(), fused=torch.cuda.is_available())
-    made: Any = {"adam8bit": AdamW8bit, "muon": Muon}[name]
-    return made(list(stack.named_parameters()), **({"min_8bit_numel": 1} if name == "adam8bit" else {}))
+    return AdamW8bit(list(stack.named_parameters()), min_8bit_numel=1)
 
 
-_RACE = """
-extern "C" __global__ void racy_step_kernel(float* out) {
-    __shared__ float cell[64];
-    cell[threadIdx.x] = threadIdx.x;
-    out[threadIdx.x] = cell[63 - threadIdx.x];  // written by another warp, and nobody waited for it
-}
-"""
-
-
-def race() -> None:
-    """Launch a kernel with a race between its two warps."""
-    out = torch.zeros(64, device="cuda")
-    torch.cuda._compile_kernel(_RACE, "racy_step_kernel")(grid=(1, 1, 1), block=(64, 1, 1), args=[out])
-    torch.cuda.synchronize()
-
-
-def train(
-    layers: int, ranks: int, steps: int, reductions: list[str], optimizers: list[str], device: torch.device
-) -> None:
-    """Some steps with each reduction and optimizer; raises if a loss is not finite."""
+def train(layers: int, ranks: int, optimizers: list[str], device: torch.device) -> None:
+    """Two steps with each reduction and optimizer; raises if a loss is not finite."""
     exchange._PACK_NUMEL = exchange._ROUND_NUMEL = 1
     case, wire, began = Case("tiny-moe", layers, 64, ranks), Wire(delivery="memcpy"), time.monotonic()
     join(ranks, wire)
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for reduction in reductions:
+    for reduction in ("reduce_scatter", "all_to_all"):
         torch.manual_seed(0)
         options = {"reduction": reduction, "orig_param_policy": _policy}
         stack = per_layer(case, device, fully_shard, precision, **options).stack
@@ -85,7 +64,7 @@ def train(
         x = torch.randn(case.batch, case.shape.sequence, case.shape.width, device=device).bfloat16()
         for name in optimizers:
             optimizer = _optimizer(name, stack)
-            for _ in range(steps):
+            for _ in range(2):
                 loss = stack(x)
                 loss.backward()
                 optimizer.step()
@@ -98,23 +77,69 @@ def train(
                     raise RuntimeError(f"{reduction}, {name}: expected a finite loss, got {value}")
 
 
+def kernels() -> None:
+    """Launch every kernel of this project on small tensors; :mod:`.spin` has those of the benchmark."""
+    from ragged_fsdp.optim.newton_schulz_triton import Terms, gram, symmetric_product
+
+    device = torch.device("cuda")
+    weights = [
+        torch.nn.Parameter(torch.randn(shape, device=device)) for shape in ((64, 64), (96, 40), (7, 3))
+    ]
+    optimizer = AdamW8bit(weights, min_8bit_numel=1)
+    for _ in range(2):
+        for weight in weights:
+            weight.grad = torch.randn_like(weight)
+        optimizer.step()
+    grads, buffers, updates = (
+        [Piece(torch.ones(4096, dtype=dtype, device=device), 0, 1, 4096, 4096)]
+        for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)
+    )
+    update_momentum(grads, buffers, list(updates), 0.95, True)
+    apply_updates(buffers, updates, [0.1], 0.99)
+    matrices = torch.randn(2, 136, 264, device=device).bfloat16()
+    first, second = matrices.new_empty(2, 2, 136, 136)
+    traces = torch.empty(2, 2, device=device)
+    gram(matrices, first, traces, tall=False, trace=True)
+    gram(matrices.mT.contiguous(), first, traces, tall=True, trace=True)
+    symmetric_product(first, first, second, traces, Terms(3.4, -4.8, 2.0, (1, 3, 5)), 1e-7)
+    for kind in (torch.int8, torch.float8_e4m3fn):
+        codes = torch.randint(0, 120, (2, 1, 64, 3, 64), device=device, dtype=torch.uint8).view(kind)
+        out = torch.empty(codes.shape, dtype=torch.bfloat16, device=device)
+        decode(codes, torch.rand(2, 1, 3, device=device), out)
+    torch.cuda.synchronize()
+
+
+_RACE = """
+extern "C" __global__ void racy_kernel(float* out) {
+    __shared__ float cell[64];
+    cell[threadIdx.x] = threadIdx.x;
+    out[threadIdx.x] = cell[63 - threadIdx.x];  // written by another warp, and nobody waited for it
+}
+"""
+
+
+def race() -> None:
+    """Launch a kernel with a race between its two warps."""
+    out = torch.zeros(64, device="cuda")
+    torch.cuda._compile_kernel(_RACE, "racy_kernel")(grid=(1, 1, 1), block=(64, 1, 1), args=[out])
+    torch.cuda.synchronize()
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=4, help="ranks to be rank 0 of")
-    parser.add_argument("--steps", type=int, default=2, help="with each optimizer")
-    parser.add_argument("--reductions", default="reduce_scatter,all_to_all", help="one or both")
-    parser.add_argument("--optimizers", default="adamw,adam8bit", help="any of adamw, adam8bit, muon")
+    parser.add_argument("--optimizers", default="adamw,adam8bit", help="any of adamw, adam8bit")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kernels", action="store_true", help="only launch our kernels, without training")
     parser.add_argument("--control", action="store_true", help="only launch a kernel that has a race")
     given = parser.parse_args()
-    if given.control:
-        race()
+    if given.kernels or given.control:
+        (kernels if given.kernels else race)()
         return
-    reductions, optimizers = given.reductions.split(","), given.optimizers.split(",")
     with sdpa_kernel(SDPBackend.MATH):
-        train(given.layers, given.ranks, given.steps, reductions, optimizers, torch.device(given.device))
+        train(given.layers, given.ranks, given.optimizers.split(","), torch.device(given.device))
 
 
 if __name__ == "__main__":
