@@ -11,7 +11,7 @@ from ragged_fsdp.policy import Granularity
 from ragged_fsdp.trainer.config import OptimizerConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 
-__all__ = ["LearningRate", "build_optimizer", "granularity_for"]
+__all__ = ["GranularityRule", "LearningRate", "build_optimizer", "granularity_for"]
 
 _SHAMPOO_BLOCK = (128, 128)
 

@@ -17,16 +17,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ragged_fsdp.policy import Granularity
 from ragged_fsdp.trainer.config import ShardingConfig
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.optimizers import GranularityRule
 from ragged_fsdp.trainer.ranks import Ranks
 from ragged_fsdp.trainer.rules import match_rules
 
 __all__ = ["ShardedModel", "prepare_layers", "shard", "transformer_layers"]
-
-
-GranularityRule = Callable[[str, nn.Parameter], Granularity | None]
 
 
 class ShardedModel:
