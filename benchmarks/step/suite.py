@@ -35,11 +35,9 @@ _EXPANDABLE_GPT_OSS, _EXPANDABLE_LLAMA, _EXPANDABLE_GPT_OSS_256 = (
 )
 
 _OURS = ("ours-all-to-all", "ours")
-_KEPT = "ours-all-to-all-nothing-kept"
 _PEERS = ("fsdp2", "fsdp1", "megatron")
 _FEW = ("none", "ours-all-to-all", *_PEERS)
 _MOST = ("none", *_OURS, *_PEERS)
-_ALL = ("none", *_OURS, _KEPT, *_PEERS, "deepspeed")
 _CODES = ("none", "ours-all-to-all", "ours-all-to-all-int8", "ours-all-to-all-float8")
 _OPTIONS = (
     "ours-2-buffers",
@@ -50,13 +48,15 @@ _OPTIONS = (
 )
 
 SUITE: dict[str, Planned] = {
-    "gpt-oss-64-expandable": Planned(_EXPANDABLE_GPT_OSS, _ALL),
-    "llama-64-expandable": Planned(_EXPANDABLE_LLAMA, _ALL),
-    "gpt-oss-256-expandable": Planned(_EXPANDABLE_GPT_OSS_256, ("none", *_OURS, *_PEERS, "deepspeed")),
+    "gpt-oss-64-expandable": Planned(
+        _EXPANDABLE_GPT_OSS, (*_MOST, "deepspeed", "ours-all-to-all-nothing-kept")
+    ),
+    "llama-64-expandable": Planned(_EXPANDABLE_LLAMA, (*_MOST, "deepspeed")),
+    "gpt-oss-256-expandable": Planned(_EXPANDABLE_GPT_OSS_256, (*_MOST, "deepspeed")),
     "llama-64-zeros": Planned(replace(_EXPANDABLE_LLAMA, payload="zeros"), _FEW),
-    "llama-64": Planned(_LLAMA, _MOST),
+    "llama-64": Planned(_LLAMA, ("none", *_OURS, "fsdp2")),
     "gpt-oss-64": Planned(_GPT_OSS, _MOST),
-    "gpt-oss-256": Planned(_GPT_OSS_256, _MOST),
+    "gpt-oss-256": Planned(_GPT_OSS_256, _FEW),
     "host": Planned(_HOST, ("none", *_OURS, "fsdp2"), rounds=8),
     "deepseek-256": Planned(_DEEPSEEK, (*_MOST, "deepspeed")),
     "deepseek-256-expandable": Planned(replace(_DEEPSEEK, allocator="expandable"), (*_MOST, "deepspeed")),
