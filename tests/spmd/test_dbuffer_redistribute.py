@@ -177,3 +177,21 @@ def test_results_and_memory_that_do_not_fit_are_refused_before_the_collective(ra
     assert partial.placements == (Partial(),)
     partial.redistribute([Shard(0)], out=out, average=True)  # the memory of a result is brought back
     torch.testing.assert_close(out.flat, sharded.flat)
+
+
+@spmd(2)
+def test_sums_are_not_mixed_with_their_parts_and_memory_in_use_is_not_freed(rank: Rank) -> None:
+    mesh = rank.mesh()
+    sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
+    whole, partial = sharded.redistribute([Replicate()]), full_buffer(rank, mesh, (Partial(),), 1.0)
+    for operation in (partial.add_, partial.copy_):
+        with pytest.raises(ValueError, match=r"\(Replicate\(\),\) do not match \(Partial"):
+            operation(whole)
+    gathered = sharded.redistribute([Replicate()], async_op=True)
+    gathered.release()  # waits: the collective would write freed memory
+    gathered = sharded.redistribute([Replicate()], out=gathered, async_op=True).mul_(2)
+    torch.testing.assert_close(gathered.flat, whole.flat * 2)
+    out = DBuffer(sharded.layout, sharded.shapes, mesh, dtype=torch.float32)
+    partial.redistribute([Shard(0)], out=out, average=True, async_op=True)
+    partial.release()
+    torch.testing.assert_close(out.wait().flat, sharded.flat)

@@ -248,6 +248,7 @@ class DBuffer:
 
     def release(self) -> None:
         """Free the storage; views see new bytes after :meth:`materialize`, and must not be read before."""
+        self.wait()
         self.storage.release()
 
     @property
@@ -324,14 +325,13 @@ class DBuffer:
         self._check_live("redistribute")
         if out is not None:
             self._check_out(out, target)
-            out.materialize()
-        self.wait()  # for an asynchronous step that made it: its work is not handed on
+            out.wait().materialize()
         result, works = redistribute(self, target, out, average, async_op)
-        result._pending = works
+        result._pending = self._pending = works  # it may still read this buffer
         return result
 
     def wait(self) -> DBuffer:
-        """Wait for an asynchronous :meth:`redistribute` that made this buffer."""
+        """Wait for an asynchronous :meth:`redistribute` that made this buffer, or reads it."""
         wait_all(self._pending or [])
         self._pending = None
         return self
@@ -406,7 +406,7 @@ class DBuffer:
         expect(": other", other, DBuffer, "a DBuffer")
         if other.layout is not self.layout and other.layout.digest != self.layout.digest:
             raise ValueError("DBuffer: the buffers have different layouts.")
-        if other.is_sharded != self.is_sharded:
+        if other.placements != self.placements:  # a sum and its parts are different values
             raise ValueError(f"DBuffer: placements {other.placements} do not match {self.placements}.")
 
     def _check_out(self, out: DBuffer, target: tuple[Placement, ...]) -> None:
@@ -422,6 +422,7 @@ class DBuffer:
                 raise RuntimeError(
                     f"DBuffer: {what} needs memory that was released; materialize() brings it back."
                 )
+            buffer.wait()
 
     def check_arithmetic(self, what: str) -> None:
         """Raise unless all tensors have one dtype, so that the flat tensor holds numbers."""

@@ -91,4 +91,6 @@ def _all_reduce(
             op, group = collectives.reduce_op(average), buffer.mesh.get_group(dim)
             works.append(collectives.all_reduce_(buffer.flat, group, op=op, async_op=async_op))
         done[dim] = want
-    buffer.placements = tuple(done)
+    if buffer.placements != tuple(done):
+        buffer.placements = tuple(done)
+        buffer.__dict__.pop("slot_buffer", None)  # it has the placements of before
