@@ -68,7 +68,7 @@ def test_replicas_and_shards(rank: Rank) -> None:
     torch.testing.assert_close(out.flat, sharded.flat.double() * total)
     with pytest.raises(ValueError, match="no redistribution from"):
         sharded.redistribute([Partial(), Shard(0)])
-    with pytest.raises(ValueError, match="mesh dim 0 takes Replicate or Partial"):
+    with pytest.raises(ValueError, match=r"mesh dim 0 takes Replicate\(\) or Partial\(\)"):
         sharded.redistribute([Shard(0), Replicate()])
 
 
@@ -130,6 +130,8 @@ def test_bad_input_is_named(rank: Rank) -> None:
         DBuffer(layout, [(5,)], mesh, dtype=torch.float32)
     with pytest.raises(ValueError, match="layout has 3 ranks"):
         DBuffer(plan_group((TensorSpec("x", 6),), 3, unit=1), [(6,)], mesh, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"takes Shard\(0\), Replicate\(\) or Partial\(\), got .*max"):
+        DBuffer(layout, [(6,)], mesh, [Partial("max")], dtype=torch.float32)
     buffer = DBuffer(layout, [(6,)], mesh, dtype=torch.float32)
     other = DBuffer(plan_group((TensorSpec("y", 8),), 2, unit=1), [(8,)], mesh, dtype=torch.float32)
     with pytest.raises(ValueError, match="different layouts"):

@@ -59,9 +59,9 @@ def checked_placements(mesh: DeviceMesh, placements: Sequence[Placement] | None)
         raise ValueError(f"DBuffer: expected {mesh.ndim} placements, one per mesh dim, got {given}.")
     for dim, placement in enumerate(given):
         last = dim == mesh.ndim - 1
-        if isinstance(placement, (Replicate, Partial)) or (last and placement == Shard(0)):
+        if placement in (Replicate(), Partial()) or (last and placement == Shard(0)):
             continue
-        kinds = "Shard(0), Replicate or Partial" if last else "Replicate or Partial"
+        kinds = "Shard(0), Replicate() or Partial()" if last else "Replicate() or Partial()"
         raise ValueError(f"DBuffer: mesh dim {dim} takes {kinds}, got {placement}.")
     return given
 
