@@ -1,42 +1,111 @@
-"""The kernel that decodes block codes: the bits of torch's operators, for every tile, dtype and place."""
+"""The kernels of block codes: the bits of the plain functions, for every tile, dtype and place in a message.
+
+They run on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
+"""
+
+import os
 
 import pytest
 import torch
 
-from ragged_fsdp.fsdp.block_codes import decode, decode_plain
+from ragged_fsdp.fsdp import block_codes
+from ragged_fsdp.fsdp.plan import GroupTensors, make_plan
+from ragged_fsdp.fsdp.quantized import MessageLayout
+from ragged_fsdp.policy import BlockCodes
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-SHAPES = {  # ranks, bands, rows, tiles, columns
-    "one tile": (1, 1, 4, 1, 8),
-    "ranks apart": (5, 2, 8, 3, 4),
-    "odd tiles": (3, 2, 3, 2, 5),
-    "usual tiles": (2, 3, 128, 5, 128),
-    "a row is a tile": (2, 2, 1, 1, 20000),
-    "larger than a program": (1, 1, 200, 2, 96),
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() or INTERPRETED), reason="needs a GPU or Triton's interpreter"
+)
+DEVICE = "cpu" if INTERPRETED else "cuda"
+DTYPES = [torch.float16, torch.float32, torch.float64]
+if not INTERPRETED:  # it cuts off where bf16 is rounded
+    DTYPES.append(torch.bfloat16)
+KINDS = ["int8", "float8_e4m3fn"]
+TILES = {  # the matrices of a group, and their tiles
+    "usual": [((384, 256), (128, 128)), ((256, 640), (128, 128)), ((3, 128, 128), (128, 128))],
+    "small": [((96, 64), (32, 32)), ((32, 4224), (32, 32))],
+    "rows": [((37, 768), (1, 256)), ((5, 256), (1, 256))],
+    "odd": [((21, 35), (3, 5)), ((6, 10), (3, 5))],
+    "mixed": [((48, 64), (16, 16)), ((40, 12), (8, 4)), ((9, 20000), (1, 20000))],
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-def test_decoding_has_the_bits_of_torchs_operators(shape, kind, dtype):
-    if kind.is_floating_point and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("the kernel reads float8 from compute capability 8.9 on")
-    ranks, bands, rows, tiles, columns = SHAPES[shape]
-    numel = bands * rows * tiles * columns
-    generator = torch.Generator("cuda").manual_seed(0)
-    message = torch.randint(
-        0, 256, (ranks, numel + 32), dtype=torch.uint8, device="cuda", generator=generator
-    )
-    codes = message.narrow(1, 16, numel).view(kind).view(ranks, bands, rows, tiles, columns)
-    scales = torch.rand(ranks, bands * tiles + 4, device="cuda")[:, : bands * tiles]
-    scales[-1, -1] = float("nan")  # of a tile that could not be encoded
-    scales = scales.view(ranks, bands, tiles)
-    around = torch.full((ranks * numel + 64,), 7.0, dtype=dtype, device="cuda")
-    out = around.narrow(0, 32, ranks * numel).view(codes.shape)
-    expected = torch.empty(codes.shape, dtype=dtype, device="cuda")
-    decode(codes, scales, out)
-    decode_plain(codes, scales, expected)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-    assert bool((around[:32] == 7).all()) and bool((around[-32:] == 7).all())
+def message_of(case, kind, ranks, dtype):
+    """The layout of a group and what its ranks would send: every code there is, with holes between."""
+    shapes, tiles = zip(*TILES[case])
+    codes = tuple(BlockCodes(kind, tile) for tile in tiles)
+    blocks = [c.granularity.block_numel(shape) for c, shape in zip(codes, shapes)]
+    names = [f"p{index}" for index in range(len(shapes))]
+    plan = make_plan(GroupTensors(names, shapes, blocks, [dtype] * len(shapes), None), ranks)
+    layout = MessageLayout(plan, codes)
+    shape = (ranks, layout.part_bytes)
+    message = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    scales = message[:, layout.scale_offset :].view(torch.float32)
+    scales.copy_(torch.rand(scales.shape, generator=torch.Generator().manual_seed(1)))
+    scales[0, 0], scales[-1, 0] = float("inf"), float("nan")  # of tiles that could not be encoded
+    return layout, message.to(DEVICE)
+
+
+@pytest.mark.parametrize("case", TILES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_decoding_a_message(case, kind):
+    from ragged_fsdp.fsdp.block_codes_triton import Decoder
+
+    for ranks in (1, 3, 7):
+        for dtype in DTYPES:
+            layout, message = message_of(case, kind, ranks, dtype)
+            expected = torch.full((layout.plan.layout.buffer_numel + 32,), 7.0, dtype=dtype, device=DEVICE)
+            out = expected.clone()  # what lies between the parameters and behind them is left alone
+            layout.decode(message, expected)
+            Decoder(layout, out.device)(message, out)
+            torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def tricky(shape, dtype):
+    """Matrices with values of all sizes, ties of the rounding, tiles of zeros, and what is not finite."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.randn(shape, generator=generator) * torch.logspace(-12, 3, shape[-1])
+    flat = values.view(-1)
+    flat[: flat.numel() // 8].mul_(2).round_().div_(2)
+    flat[0] = 127.0
+    rows = values.view(-1, shape[-1])
+    last = rows.shape[0] - 1
+    rows[last // 2] = 0
+    rows[last, 0], rows[last, -1] = float("nan"), -float("inf")
+    rows[last // 4] *= 1e-38
+    return values.to(dtype).to(DEVICE)
+
+
+@pytest.mark.parametrize("case", TILES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_encoding_a_shard(case, kind):
+    from ragged_fsdp.fsdp.block_codes_triton import encode
+
+    for shape, tile in TILES[case]:
+        codes = BlockCodes(kind, tile)
+        for dtype in {*DTYPES, torch.bfloat16}:
+            bands = tricky(shape, dtype).view(-1, *block_codes.band_shape(codes, shape[-1]))
+            made = []
+            for run in (block_codes.encode, encode):
+                packed = torch.empty(bands.shape, dtype=block_codes.code_dtype(codes), device=DEVICE)
+                scales = torch.empty((bands.shape[0], bands.shape[2]), device=DEVICE)
+                run(bands, codes, (packed, scales))
+                made.append((packed.float(), scales))  # a nan among float8 codes has no certain sign
+            for expected, got in zip(*made):
+                torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_every_float8_is_read_and_written():
+    """All 256 codes, and the numbers halfway between them, which go to the even one."""
+    from ragged_fsdp.fsdp.block_codes_triton import encode
+
+    codes = BlockCodes("float8_e4m3fn", (1, 512))
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    between = (every[:-1] + every[1:]) / 2
+    values = torch.cat([every, -every, between, -between]).to(DEVICE)
+    bands = torch.cat([values, torch.zeros(512 - values.numel(), device=DEVICE)]).view(1, 1, 1, 512)
+    packed, scales = torch.empty_like(bands, dtype=torch.uint8), torch.empty(1, 1, device=DEVICE)
+    encode(bands, codes, (packed.view(torch.float8_e4m3fn), scales))
+    assert scales.item() == 1
+    assert torch.equal(packed, bands.to(torch.float8_e4m3fn).view(torch.uint8))

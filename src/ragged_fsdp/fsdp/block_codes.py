@@ -2,24 +2,31 @@
 
 A tensor is seen as bands of ``block_rows`` rows, each a row of tiles: ``(..., bands, block_rows, tiles,
 block_columns)``. A band is the least that a rank may hold; where bands come from makes no difference to their
-codes, so a sharded weight has the codes of the whole one, bit for bit.
+codes, so a sharded weight has the codes of the whole one, bit for bit. This is the reference, and what runs
+on the CPU; on CUDA ``block_codes_triton`` computes the same bits with one kernel instead of seven.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from ragged_fsdp.policy import BlockCodes
 
-__all__ = ["band_shape", "code_dtype", "decode", "decode_plain", "encode", "quantize_dequantize"]
+__all__ = [
+    "LARGEST",
+    "SMALLEST_SCALE",
+    "band_shape",
+    "code_dtype",
+    "decode",
+    "encode",
+    "quantize_dequantize",
+]
 
-_LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
-_SMALLEST_SCALE = 1e-36  # a tile below it is stored as zeros: the reciprocal would overflow
+LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+SMALLEST_SCALE = 1e-36  # a tile below it is stored as zeros: the reciprocal would overflow
 
 
 def code_dtype(codes: BlockCodes) -> torch.dtype:
@@ -39,10 +46,11 @@ def encode(bands: Tensor, codes: BlockCodes, out: tuple[Tensor, Tensor]) -> None
     A tile that holds a nan or an infinity gets a scale that is none, and so decodes to no finite value.
     """
     out_codes, out_scales = out
-    largest = _LARGEST[codes.dtype]
+    largest = LARGEST[codes.dtype]
     values = bands.float()
-    scales = torch.linalg.vector_norm(values, ord=float("inf"), dim=(-3, -1)) / largest
-    usable = ~(scales <= _SMALLEST_SCALE)
+    # by the reciprocal, on every device: dividing by a number of the host, torch itself does so on some
+    scales = torch.linalg.vector_norm(values, ord=float("inf"), dim=(-3, -1)) * (1.0 / largest)
+    usable = ~(scales <= SMALLEST_SCALE)
     out_scales.copy_(torch.where(usable, scales, 0.0))
     inverse = torch.where(usable, scales.reciprocal(), 0.0)
     normal = (values * inverse[..., None, :, None]).clamp_(-largest, largest)
@@ -50,35 +58,10 @@ def encode(bands: Tensor, codes: BlockCodes, out: tuple[Tensor, Tensor]) -> None
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """The values of codes and scales, rounded once from fp32 to the dtype of ``out``.
-
-    With the leading dim of ranks, whose parts are each contiguous.
-    """
-    if _has_kernel(codes):
-        from ragged_fsdp.fsdp.block_codes_triton import launch_decode
-
-        launch_decode(codes, scales, out)
-    else:
-        decode_plain(codes, scales, out)
-
-
-def decode_plain(codes: Tensor, scales: Tensor, out: Tensor) -> None:
-    """What :func:`decode` computes, with torch's operators: the reference, and what other devices use."""
+    """The values of codes and scales, rounded once from fp32 to the dtype of ``out``."""
     if codes.dtype.is_floating_point:
         codes = codes.to(torch.bfloat16)  # exact; float8 takes no part in arithmetic
     torch.mul(codes, scales[..., None, :, None], out=out)
-
-
-def _has_kernel(codes: Tensor) -> bool:
-    """Whether Triton can decode these; it reads float8 from compute capability 8.9 on."""
-    if not codes.is_cuda or not _has_triton():
-        return False
-    return codes.dtype == torch.int8 or torch.cuda.get_device_capability(codes.device) >= (8, 9)
-
-
-@cache
-def _has_triton() -> bool:
-    return find_spec("triton") is not None
 
 
 def quantize_dequantize(whole: Tensor, codes: BlockCodes, dtype: torch.dtype | None = None) -> Tensor:
@@ -90,5 +73,5 @@ def quantize_dequantize(whole: Tensor, codes: BlockCodes, dtype: torch.dtype | N
     scales = torch.empty((bands.shape[0], bands.shape[2]), dtype=torch.float32, device=whole.device)
     encode(bands, codes, (packed, scales))
     out = torch.empty(bands.shape, dtype=dtype or whole.dtype, device=whole.device)
-    decode_plain(packed, scales, out)
+    decode(packed, scales, out)
     return out.view(whole.shape)

@@ -204,7 +204,7 @@ class Decoder:
 
 
 def _table(layout: MessageLayout, codes: BlockCodes, device: torch.device) -> tuple[Tensor, int, int]:
-    """Runs of the parameters with such codes, as columns for the kernel; programs; what divides all starts."""
+    """Runs of the parameters with such codes, as the kernel reads them; programs; what divides all starts."""
     shard_numel, part_bytes = layout.plan.layout.shard_numel, layout.part_bytes
     columns, programs = [], 0
     for index, runs in enumerate(layout.runs):

@@ -9,31 +9,40 @@ encodes this rank's shard, moves bytes, and decodes them into the buffer that th
 
 A parameter lies on a run of ranks: part of the first one's shard, whole shards, part of the last one's. The
 whole shards are decoded together, so the number of kernels does not grow with the number of ranks. Encoding
-and decoding are on the gather's stream, beside the computation. One rank alone encodes and decodes too: the
-numbers do not depend on how many there are.
+and decoding are on the gather's stream, beside the computation; on CUDA by the kernels of
+``block_codes_triton``. One rank alone encodes and decodes too: the numbers do not depend on how many there
+are.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer
-from ragged_fsdp.fsdp.block_codes import band_shape, code_dtype, decode, encode
+from ragged_fsdp.fsdp import block_codes
+from ragged_fsdp.fsdp.block_codes import band_shape, code_dtype
 from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.param_group import ParamGroup
 from ragged_fsdp.fsdp.phases import Residence
 from ragged_fsdp.fsdp.plan import GroupPlan
 from ragged_fsdp.policy import BlockCodes
 
+if TYPE_CHECKING:
+    from ragged_fsdp.fsdp.block_codes_triton import Decoder
+
 __all__ = ["MessageLayout", "QuantizedGroup"]
 
+logger = logging.getLogger("ragged_fsdp")
 _ALIGN_BYTES = 16
 _SCALE_BYTES = 4
 
@@ -106,9 +115,20 @@ class MessageLayout:
         codes = part.narrow(1, run.shard_start, run.numel).view(code_dtype(self.codes[index]))
         rows, tiles, width = self.band_shape(index)
         count = run.numel // (rows * width)
-        start = self.scale_offset + run.scale_start * _SCALE_BYTES
-        scales = part.narrow(1, start, count * _SCALE_BYTES).view(torch.float32)
+        scales = part.narrow(1, self.scale_start(run), count * _SCALE_BYTES).view(torch.float32)
         return codes.view(run.ranks, -1, rows, tiles, width), scales.view(run.ranks, -1, tiles)
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Write the values of the whole group to ``out``, its flat buffer: the reference."""
+        for index, runs in enumerate(self.runs):
+            for run in runs:
+                codes, scales = self.views(message, index, run)
+                start = run.first_rank * self.plan.layout.shard_numel + run.shard_start
+                block_codes.decode(codes, scales, out.narrow(0, start, codes.numel()).view(codes.shape))
+
+    def scale_start(self, run: _Run) -> int:
+        """Bytes before a run's scales, in the part of each of its ranks."""
+        return self.scale_offset + run.scale_start * _SCALE_BYTES
 
     def band_shape(self, index: int) -> tuple[int, int, int]:
         """Of a parameter: rows, tiles and columns of a tile in a band."""
@@ -124,6 +144,8 @@ class QuantizedGroup(ParamGroup):
         self._message: Tensor | None = None
         """One row of bytes per rank, from the launch of a gather until the computation has waited for it."""
         self._decoded = False
+        self._decoder: Decoder | None = None
+        """The kernel's view of the layout, from the first gather on; None where the reference decodes."""
 
     def use_codes(self, codes: Sequence[BlockCodes]) -> None:
         """How each parameter travels."""
@@ -147,6 +169,8 @@ class QuantizedGroup(ParamGroup):
         with self.settings.allocating(self.device):
             self._message = allocate(shape, dtype=torch.uint8, device=self.device)
         self._decoded = False
+        if self._decoder is None and (kernels := _kernels(self.device.type)):
+            self._decoder = kernels.Decoder(self.message_layout, self.device)
 
     def _gather(self, weight: Any, async_op: bool) -> Any:
         message, group = self._message, self.mesh.shard_group
@@ -160,7 +184,8 @@ class QuantizedGroup(ParamGroup):
                     message.view(-1),
                     message[group.rank()],
                     group,
-                    async_op=async_op,
+                    # a device's gather stream waits for it anyway, and then decodes beside the computation
+                    async_op=async_op and self.device.type == "cpu",
                     comm=self.settings.custom_all_gather,
                 )
         if work is None:
@@ -169,6 +194,7 @@ class QuantizedGroup(ParamGroup):
 
     def _encode(self, message: Tensor) -> None:
         layout, rank = self.message_layout, self.mesh.shard_rank
+        encode = (_kernels(self.device.type) or block_codes).encode
         for index, piece in enumerate(self.main.pieces):
             if piece.numel():
                 shard = piece.to(self.device, non_blocking=self.pin_memory)
@@ -176,14 +202,13 @@ class QuantizedGroup(ParamGroup):
                 encode(shard.view(out[0].shape), layout.codes[index], out)
 
     def _decode(self, message: Tensor) -> None:
-        weight, layout = self.model_weight, self.message_layout
+        weight = self.model_weight
         assert isinstance(weight, DBuffer)
-        for index, runs in enumerate(layout.runs):
-            for run in runs:
-                codes, scales = layout.views(message, index, run)
-                start = run.first_rank * self.plan.layout.shard_numel + run.shard_start
-                # through the whole buffer: autograd would see a write to a parameter's own view
-                decode(codes, scales, weight.flat.narrow(0, start, run.numel * run.ranks).view(codes.shape))
+        # through the whole buffer: autograd would see a write to a parameter's own view
+        if self._decoder is not None:
+            self._decoder(message, weight.flat)
+        else:
+            self.message_layout.decode(message, weight.flat)
         self._decoded = True
 
     def _wait_gather(self) -> None:
@@ -191,6 +216,21 @@ class QuantizedGroup(ParamGroup):
         message, self._message = self._message, None
         if message is not None and not self._decoded:
             self._decode(message)
+
+
+@cache
+def _kernels(device_type: str) -> ModuleType | None:
+    """The fused kernels, for devices that have them."""
+    if device_type != "cuda":
+        return None
+    if find_spec("triton") is None:
+        logger.warning(
+            "gather_policy: Triton is not installed; codes are made and read by torch, several times slower"
+        )
+        return None
+    from ragged_fsdp.fsdp import block_codes_triton
+
+    return block_codes_triton
 
 
 def _aligned(nbytes: int) -> int:
