@@ -158,6 +158,7 @@ class DBuffer:
         made.__dict__.update(self._kind)
         numel = self.nbytes // self.dtype.itemsize
         made.flat = torch.empty(numel, dtype=self.dtype, device=self.device, pin_memory=self.pin_memory)
+        register(made, made.flat.untyped_storage())
         return made
 
     @cached_property
@@ -168,9 +169,7 @@ class DBuffer:
     @cached_property
     def storage(self) -> FlatStorage:
         """The memory; of a buffer from :meth:`empty_like` it is described when it is first asked for."""
-        made = FlatStorage.of(self.flat, debug=debug_enabled())
-        register(self, made.untyped)
-        return made
+        return FlatStorage.of(self.flat, debug=debug_enabled())
 
     @staticmethod
     def of(tensor: torch.Tensor) -> tuple[DBuffer, int] | None:
