@@ -78,13 +78,9 @@ def _check_folder(run_dir: Path) -> None:
 def _check_mesh(config: ShardingConfig, world_size: int) -> None:
     if config.sharding == "none" and world_size > 1:
         raise ConfigError(f"sharding = none is for one process, not {world_size}; use ddp, fsdp2 or ragged")
-    if config.replicas > 1 and config.sharding not in ("ragged", "fsdp2"):
-        raise ConfigError(
-            f"replicas = {config.replicas} needs sharding = ragged or fsdp2, not {config.sharding}"
-        )
-    for name, sizes in (("tp", config.tp), ("ep", config.ep)):
-        if sizes > 1 and config.sharding not in ("ragged", "fsdp2"):
-            raise ConfigError(f"{name} = {sizes} needs sharding = ragged or fsdp2, not {config.sharding}")
+    for name, size in (("replicas", config.replicas), ("tp", config.tp), ("ep", config.ep)):
+        if size > 1 and config.sharding not in ("ragged", "fsdp2"):
+            raise ConfigError(f"{name} = {size} needs sharding = ragged or fsdp2, not {config.sharding}")
     if config.tp > 1 and config.ep > 1:
         raise ConfigError(
             f"tp = {config.tp} with ep = {config.ep}: tp splits the experts too, so choose one of them"

@@ -1,8 +1,8 @@
 """Where tokens come from: every source becomes one flat, memory-mapped array.
 
-Text is tokenised once into a cache file next to nothing else (``$RAGGED_FSDP_CACHE``, by default
-``~/.cache/ragged_fsdp``), named by a digest of its sources and written under a temporary name, so that
-processes that race for it all end with the same complete file.
+Text is tokenised once into a file in ``$RAGGED_FSDP_CACHE`` (by default ``~/.cache/ragged_fsdp``), named by
+a digest of its sources and written under a temporary name, so that processes that race for it all end with
+the same complete file.
 """
 
 import glob
