@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from ragged_fsdp.checkpoint.dcp import Saver
+from ragged_fsdp.checkpoint.dcp import Saver, first_good_step, shared_damage
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
@@ -93,6 +93,43 @@ def test_a_checkpoint_that_cannot_be_written_says_why_and_where(rank):
         ):
             saver.save(1, {"a": torch.ones(2)}, {})
             saver.wait()
+
+
+class _FailsToCopy(dict):
+    def items(self):
+        raise MemoryError("no memory for a copy")
+
+
+def _fails(*_):
+    raise PermissionError("no access")
+
+
+@pytest.mark.parametrize("what", ["copy", "checksum", "commit", "damage", "steps"])
+@spmd(2)
+def test_a_rank_that_fails_alone_keeps_no_other_waiting(rank, what):
+    """One exchange carries the failure, whatever it is: the time-out of an hour is never waited for."""
+    store = CheckpointStore(rank.shared_dir / "checkpoints")
+    saver = Saver(store, background=True, timeout_s=3600)
+    failing = rank.rank == (1 if what in ("copy", "checksum", "damage") else 0)
+    state = {"a": torch.ones(2), "b": _FailsToCopy() if failing and what == "copy" else {}}
+    with pytest.MonkeyPatch.context() as patch:
+        if failing and what in ("checksum", "damage"):
+            patch.setattr(f"ragged_fsdp.checkpoint.dcp.{what}", _fails)
+        elif failing and what in ("commit", "steps"):
+            patch.setattr(store, what, _fails)
+        with pytest.raises((RuntimeError, PermissionError), match=r"no access|no memory") as raised:
+            if what == "damage":
+                shared_damage(rank.shared_dir, None)
+            elif what == "steps":
+                first_good_step(store, None, print)
+            else:
+                saver.save(1, state, {})
+                saver.wait()
+    assert failing or f"rank {1 - rank.rank} failed: " in str(raised.value)
+    assert not store.steps()
+    saver.save(2, {"a": torch.ones(2)}, {})
+    saver.wait()
+    assert store.steps() == [2]
 
 
 def _notes(path: Path) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,9 @@ import torch.distributed.checkpoint as dcp
 
 from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
 
-__all__ = ["Saver", "copy_state", "first_good_step", "load", "shared_damage", "stored_names"]
+__all__ = ["Saver", "copy_state", "first_good_step", "load", "shared_damage", "stored_names", "together"]
+
+T = TypeVar("T")
 
 
 def copy_state(state: Any) -> Any:
@@ -47,10 +49,14 @@ class Saver:
     def save(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
         """Start to save ``state`` as the checkpoint of ``step``; returns once the state is copied."""
         self.wait()
-        background = self._background
-        copied = copy_state(state) if background else state
-        self._pending = (step, _in_thread(lambda: self._write(step, copied, info)))
-        if not background:
+        copied: dict[str, Any] = {}
+        failure: Exception | None = None
+        try:
+            copied = copy_state(state) if self._background else state
+        except Exception as error:  # the other ranks write already: their first exchange must hear of it
+            failure = error
+        self._pending = (step, _in_thread(lambda: self._write(step, copied, info, failure)))
+        if failure is not None or not self._background:
             self.wait()
 
     def wait(self) -> None:
@@ -71,30 +77,47 @@ class Saver:
             f"free: {reason}"
         ) from error
 
-    def _write(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
-        first = dist.get_rank() == 0
-        self._on_first_rank((lambda: self._store.begin(step)) if first else None)
+    def _write(
+        self, step: int, state: dict[str, Any], info: dict[str, Any], failure: Exception | None
+    ) -> None:
+        rank = dist.get_rank()
         path = self._store.writing_path(step)
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), process_group=self._group)
-        own = [p for p in path.iterdir() if p.name.startswith(f"__{dist.get_rank()}_")]
-        if first:
-            own.append(path / ".metadata")
-        sums: list[dict[str, FileSum]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(sums, {p.name: checksum(p) for p in own}, group=self._group)
-        files = {name: file_sum for part in sums for name, file_sum in part.items()}
-        self._on_first_rank((lambda: self._store.commit(step, files, info)) if first else None)
 
-    def _on_first_rank(self, action: Callable[[], object] | None) -> None:
-        """Rank 0 acts, the others wait for it; its failure is everyone's."""
-        outcome: list[str | None] = [None]
-        if action is not None:
-            try:
-                action()
-            except OSError as error:
-                outcome[0] = str(error)
-        dist.broadcast_object_list(outcome, src=0, group=self._group)
-        if outcome[0] is not None:
-            raise OSError(outcome[0])
+        def begin() -> None:
+            if failure is not None:
+                raise failure
+            if rank == 0:
+                self._store.begin(step)
+
+        def own_files() -> dict[str, FileSum]:
+            own = [p for p in path.iterdir() if p.name.startswith(f"__{rank}_")]
+            if rank == 0:
+                own.append(path / ".metadata")
+            return {p.name: checksum(p) for p in own}
+
+        together(begin, self._group)
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), process_group=self._group)
+        sums = together(own_files, self._group)
+        files = {name: file_sum for part in sums for name, file_sum in part.items()}
+        together(lambda: self._store.commit(step, files, info) if rank == 0 else None, self._group)
+
+
+def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
+    """What ``action`` returns on each rank; what it raises on one is raised on every one, and none waits."""
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    told = f"{type(failure).__name__}: {failure}" if failure is not None else None
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (result, told), group=group)
+    if failure is not None:
+        raise failure
+    for rank, (_, text) in enumerate(said):
+        if text is not None:
+            raise RuntimeError(f"rank {rank} failed: {text}")
+    return [result for result, _ in said]
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:
@@ -129,9 +152,8 @@ def first_good_step(
 
     ``warn`` is told what is wrong with each checkpoint that is passed over.
     """
-    steps: list[Any] = [store.steps() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(steps, src=0, group=group)
-    for step in reversed(steps[0]):
+    steps = together(lambda: store.steps() if dist.get_rank() == 0 else [], group)[0]
+    for step in reversed(steps):
         problems = shared_damage(store.path(step), group)
         if not problems:
             return step
@@ -143,10 +165,12 @@ def first_good_step(
 def shared_damage(path: Path, group: dist.ProcessGroup | None) -> list[str]:
     """What is wrong with a checkpoint, the same on every rank; each checks its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    try:
-        mine = sorted(read_manifest(path)["files"])[rank::world]
-    except ValueError:
-        mine = []  # damage() says what is wrong with the manifest
-    found: list[list[str]] = [[]] * world
-    dist.all_gather_object(found, damage(path, mine), group=group)
-    return sorted({problem for part in found for problem in part})
+
+    def own_damage() -> list[str]:
+        try:
+            mine = sorted(read_manifest(path)["files"])[rank::world]
+        except ValueError:
+            mine = []  # damage() says what is wrong with the manifest
+        return damage(path, mine)
+
+    return sorted({problem for part in together(own_damage, group) for problem in part})
