@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ from ragged_fsdp.dtensor import ragged_spec, wrap_local
 from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.managed import MANAGED_ATTRIBUTE, Place, unique_id
 
-__all__ = ["ManagedParam"]
+__all__ = ["ManagedParam", "check_materialized", "settle_requires_grad"]
 
 # by the id of a registered parameter; whether it is its sharded form now must be asked
 _OWNERS: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
@@ -177,3 +177,35 @@ class ManagedParam:
 
     def __repr__(self) -> str:
         return f"ManagedParam({self.fqn or self.name}, {tuple(self.global_shape)}, {self.dtype})"
+
+
+def settle_requires_grad(params: Iterable[ManagedParam]) -> None:
+    """Take for both forms what ``requires_grad_`` changed on the one that was registered, or held."""
+    for param in params:
+        unsharded, sharded = param.unsharded, param.sharded
+        if unsharded is None or unsharded.requires_grad == sharded.requires_grad:
+            param.trains = sharded.requires_grad
+            continue
+        param.trains = not param.trains  # one of the two was changed, the other is as it was
+        unsharded.requires_grad_(param.trains)
+        sharded.requires_grad_(param.trains)
+
+
+def check_materialized(params: Iterable[ManagedParam], *, on_host: bool) -> None:
+    """Raise unless the sharded parameters have memory, and have it on the host if they are offloaded."""
+    places = [(param.fqn or param.name, param.sharded.device) for param in params]
+    on_meta = [name for name, device in places if device.type == "meta"]
+    if on_meta:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, "
+            f"but the following were still on meta device: {on_meta}\n"
+            "For example, call module.to_empty(device) to materialize to device and "
+            "call module.reset_parameters() on each module to initialize values."
+        )
+    elsewhere = [place for place in places if place[1].type != "cpu"]
+    if on_host and elsewhere:
+        raise RuntimeError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+            'For example, load a CPU state dict or call module.to_empty(device="cpu"). '
+            f"Found following parameters on non-CPU device: {elsewhere}\n"
+        )

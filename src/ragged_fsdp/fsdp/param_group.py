@@ -17,7 +17,7 @@ from ragged_fsdp.fsdp.autograd import on_parameters, outside_compile
 from ragged_fsdp.fsdp.comm_memory import allocator_of
 from ragged_fsdp.fsdp.main_shard import MainShard, pins_memory
 from ragged_fsdp.fsdp.mesh import ParallelMesh
-from ragged_fsdp.fsdp.param import ManagedParam
+from ragged_fsdp.fsdp.param import ManagedParam, check_materialized, settle_requires_grad
 from ragged_fsdp.fsdp.parking import ParkingSpot
 from ragged_fsdp.fsdp.phases import ALLOWED_MOVES, Phase, Residence
 from ragged_fsdp.fsdp.plan import GroupPlan, gathered_dtype
@@ -113,7 +113,7 @@ class ParamGroup:
             for param in self.params:
                 param.trains = param.sharded.requires_grad
             self.initialized = True
-        self._check_materialized()
+        check_materialized(self.params, on_host=self.offload)
         self._choose_dtypes()
 
     def _follow_state_dicts(self) -> None:
@@ -153,27 +153,6 @@ class ParamGroup:
             )
         for param in self.params:
             param.unsharded = None
-
-    def _check_materialized(self) -> None:
-        on_meta = [p.fqn or p.name for p in self.params if p.sharded.device.type == "meta"]
-        if on_meta:
-            raise RuntimeError(
-                "FSDP parameters should be materialized from meta device before training, "
-                f"but the following were still on meta device: {on_meta}\n"
-                "For example, call module.to_empty(device) to materialize to device and "
-                "call module.reset_parameters() on each module to initialize values."
-            )
-        if not self.offload:
-            return
-        elsewhere = [
-            (p.fqn or p.name, p.sharded.device) for p in self.params if p.sharded.device.type != "cpu"
-        ]
-        if elsewhere:
-            raise RuntimeError(
-                "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
-                'For example, load a CPU state dict or call module.to_empty(device="cpu"). '
-                f"Found following parameters on non-CPU device: {elsewhere}\n"
-            )
 
     @on_parameters
     def reset_sharded_params(self) -> None:
@@ -219,7 +198,7 @@ class ParamGroup:
             return
         if self.residence is Residence.UNSHARDED:
             if self.phase is Phase.FORWARD:
-                self._settle_requires_grad()
+                settle_requires_grad(self.params)
             return
         if self.phase is Phase.PRE_BACKWARD and not self.settings.unshard_in_backward:
             return
@@ -367,23 +346,12 @@ class ParamGroup:
         if self.residence is Residence.GATHERING:
             self._wait_gather()
         elif self.phase is Phase.IDLE:
-            self._settle_requires_grad()
+            settle_requires_grad(self.params)
         self._register(unsharded=False)
         if self.parking is not None:
             self.parking.clear()
         self._release_weight()
         self._move(Residence.SHARDED)
-
-    def _settle_requires_grad(self) -> None:
-        """Between iterations ``requires_grad_`` reaches only the form that is registered, or held."""
-        for param in self.params:
-            unsharded, sharded = param.unsharded, param.sharded
-            if unsharded is None or unsharded.requires_grad == sharded.requires_grad:
-                param.trains = sharded.requires_grad
-                continue
-            param.trains = not param.trains  # one of the two was changed, the other is as it was
-            unsharded.requires_grad_(param.trains)
-            sharded.requires_grad_(param.trains)
 
     def _release_weight(self) -> None:
         assert self.model_weight is not None
