@@ -121,6 +121,40 @@ class _Guarded(nn.Module):
         return self.first(x[:, :3] if self.broken else x)
 
 
+class _Broken(nn.Module):
+    """Raises between the two layers, which are one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.broken = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.broken:
+            raise RuntimeError("planted")
+        return self.second(x)
+
+
+@spmd(2)
+def test_a_list_of_which_only_some_modules_ran(rank: Rank) -> None:
+    """The weights that the failed forward gathered for the list are not those of the next."""
+    model = _Broken().to(rank.device)
+    reference = clone(model)
+    fully_shard([model.first, model.second], mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    parameters, x = list(model.parameters()), torch.randn(4, WIDTH, device=rank.device)
+    for _ in range(2):
+        model.broken = True
+        with pytest.raises(RuntimeError, match="planted"):
+            model(x)
+        model.broken = False
+        with torch.no_grad():
+            for parameter in (*parameters, *reference.parameters()):
+                parameter.mul_(0.5)
+        torch.testing.assert_close(model(x), reference(x))
+
+
 @spmd(2)
 def test_errors_that_a_forward_handles_itself(rank: Rank) -> None:
     model = _Guarded().to(rank.device)

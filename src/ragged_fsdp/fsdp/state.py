@@ -186,6 +186,14 @@ class ModuleState(_State):
         """
         if self.phase is not Phase.FORWARD and self.root.forward_root is not self:
             return  # it had not begun, or had ended, or backward computes it again
+        self._give_up()
+        if self.root.forward_root is self:
+            for state in self.root.states:
+                if state.still_to_run:  # a list of which only some modules had run
+                    state._give_up()
+            self.root.leave_forward()
+
+    def _give_up(self) -> None:
         for group in self.groups:
             group.phase = Phase.IDLE
             stopped = in_backward()  # a recomputation that had gone far enough
@@ -193,8 +201,6 @@ class ModuleState(_State):
                 group.to_sharded()
         self.phase = Phase.IDLE
         self.still_to_run.clear()
-        if self.root.forward_root is self:
-            self.root.leave_forward()
 
     def _end_groups(self) -> None:
         for group in self.groups:
