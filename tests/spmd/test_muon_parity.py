@@ -151,7 +151,7 @@ def test_bfloat16_iteration(rank):
 
 @spmd(2, 4)
 def test_whole_experts_need_no_communication(rank):
-    """Experts that lie whole on their ranks stay there; matrices cost two all-to-alls per bucket."""
+    """Experts that lie whole on their ranks stay there; a bucket that moves costs two all-to-alls."""
     mesh = rank.mesh()
     experts = torch.nn.Parameter(cases.place(torch.randn(8, 6, 10), mesh, "shard0"))
     optimizer = Muon([("layers.0.experts", experts)], ns_dtype=torch.float32)
@@ -163,9 +163,8 @@ def test_whole_experts_need_no_communication(rank):
     assert optimizer.describe().endswith(f"on ranks {', '.join(str(r) for r in range(rank.world_size))}")
     _, optimizer = train(lambda t: cases.place(t, mesh, "ragged"))
     (exchange,) = exchanges(optimizer)
-    calls = count_all_to_alls(optimizer)
-    assert calls == 2 * len(exchange.programs)
-    assert all(program.moves for program in exchange.programs)
+    moving = [program for program in exchange.programs if program.moves]
+    assert moving and count_all_to_alls(optimizer) == 2 * len(moving)
 
 
 def count_all_to_alls(optimizer: Muon) -> int:

@@ -178,6 +178,35 @@ def test_work_is_balanced_and_buckets_are_bounded(plan: ExchangePlan) -> None:
             assert sum(sizes) <= plan.bucket_numel or len(sizes) == 1
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("model", ["llama", "experts"])
+def test_roots_advance_together(model: str, ranks: int) -> None:
+    """In each bucket roots have about the same work, of mixed shapes, and small matrices stay together."""
+    shapes = {
+        "llama": [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 2 + [(4096, 14336)],
+        "experts": [(64, 2048, 768), (64, 768, 2048), (2048, 2048), (512, 2048)],
+    }[model]
+    total = sum(map(math.prod, shapes))
+    layouts = []
+    for layer in range(16):  # one flat buffer per layer, cut evenly
+        start = 0
+        for index, shape in enumerate(shapes):
+            cuts = [total * rank // ranks - start for rank in range(1, ranks)]
+            matrices, numel = ((1,) * (3 - len(shape)) + shape), math.prod(shape)
+            holdings = interval_holdings(numel, matrices, [max(0, cut) for cut in cuts])
+            layouts.append(ParameterLayout(f"{layer}.{index}", shape, None, holdings, (0,) * ranks))
+            start += numel
+    plan = plan_exchange(layouts, ranks, 1 << 27)
+    busiest = 0
+    for tasks in plan.buckets:
+        work = [sum(plan.slab(t).flops for t in tasks if t.root == rank) for rank in range(ranks)]
+        busiest += max(work)
+    assert busiest <= 1.2 * sum(plan.load()) / ranks  # 1.0 if all roots were always busy
+    if model == "experts":
+        batches = [n for b in range(len(plan.buckets)) for _, n in bucket_program(plan, b, 0).batches]
+        assert sum(batches) / len(batches) >= 4
+
+
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_columns_of_addresses(plan: ExchangePlan) -> None:

@@ -8,9 +8,11 @@ A plan is made in three steps, each a function of shapes and placements alone:
 
 1. Roots. Slabs in order of falling cost; each goes to the rank that holds most of it if that rank
    still has room below the even share, and else to the rank with the least work so far.
-2. Buckets. Each rank works through its slabs in that same order; a bucket is what every rank takes
-   next, up to ``bucket_numel`` elements per root. So ranks advance together, equal shapes meet in one
-   batch, and no root ever stores more than one bucket's worth of slabs per bucket in flight.
+2. Buckets. Each root (if there are several) mixes the shapes of its slabs evenly, in pieces of about a
+   quarter of a bucket's work, and cuts this queue at equal shares of the work; a bucket has at most
+   ``bucket_numel`` elements per root. So roots advance together, the ranks that hold a shape do not send all of it at once, equal
+   shapes still meet in one batch, and no root ever stores more than one bucket's worth of slabs per
+   bucket in flight.
 3. Copies. For a slab and a rank: which elements of the rank's flat local tensor are which elements of
    the slab. Every send and every receive of both directions is derived from the roots and these
    copies, so the two ends of a transfer cannot disagree.
@@ -24,12 +26,19 @@ from __future__ import annotations
 import hashlib
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 
 from ragged_fsdp.optim.matrices import MatrixRule, Slab, matrix_shape, slabs_of
 
 __all__ = ["Copy", "ExchangePlan", "Holding", "ParameterLayout", "Task", "plan_exchange"]
+
+_PIECES_PER_BUCKET = 4
+_Item = tuple[int, int, Slab]
+"""A slab with its parameter and its index there."""
+_Kind = tuple[int, int, int]
+"""Family, rows and columns of a slab."""
 
 
 @dataclass(frozen=True)
@@ -233,20 +242,43 @@ def plan_exchange(parameters: Sequence[ParameterLayout], ranks: int, bucket_nume
         raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}.")
     layouts = tuple(parameters)
     slabs = [(p, s, slab) for p, layout in enumerate(layouts) for s, slab in enumerate(layout.slabs)]
-    # Falling cost; equal costs by family and shape so that equal shapes are neighbours in every queue.
-    slabs.sort(
-        key=lambda item: (-item[2].flops, layouts[item[0]].family, item[2].rows, item[2].columns, item[:2])
-    )
+    slabs.sort(key=lambda item: (-item[2].flops, _kind(layouts, item), item[:2]))
     roots = _select_roots(layouts, slabs, ranks)
-    buckets = _cut_buckets([slab.numel for _, _, slab in slabs], roots, ranks, bucket_numel)
-    tasks = [Task(p, s, root, bucket) for (p, s, _), root, bucket in zip(slabs, roots, buckets)]
-    tasks.sort(key=lambda task: task.bucket)  # stable: keeps the order of cost within a bucket
+    queues: list[list[_Item]] = [[] for _ in range(ranks)]
+    for item, root in zip(slabs, roots):
+        queues[root].append(item)
+    tasks = [
+        Task(parameter, index, root, bucket)
+        for root, queue in enumerate(_mixed_queues(layouts, queues, bucket_numel))
+        for (parameter, index, _), bucket in queue
+    ]
+    numbers = {bucket: number for number, bucket in enumerate(sorted({task.bucket for task in tasks}))}
+    tasks = [replace(task, bucket=numbers[task.bucket]) for task in tasks]
+    tasks.sort(key=lambda task: task.bucket)  # stable: the order of a root's queue within a bucket
     return ExchangePlan(layouts, ranks, bucket_numel, tuple(tasks))
 
 
-def _select_roots(
-    layouts: tuple[ParameterLayout, ...], slabs: list[tuple[int, int, Slab]], ranks: int
-) -> list[int]:
+def _mixed_queues(
+    layouts: tuple[ParameterLayout, ...], queues: list[list[_Item]], bucket_numel: int
+) -> list[list[tuple[_Item, int]]]:
+    """The slabs of each root in the order of its work, each with its bucket."""
+    if len(queues) == 1:  # waits for nobody: whole kinds, in buckets as large as they may be
+        (queue,) = queues
+        return [list(zip(queue, _cut_buckets(queue, None, bucket_numel)))]
+    work = max(sum(slab.flops for _, _, slab in queue) for queue in queues)
+    count = max(-(-sum(slab.numel for _, _, slab in queue) // bucket_numel) for queue in queues)
+    share = max(1, -(-work // max(1, count)))  # of one bucket
+    mixed = [_mixed(layouts, queue, share) for queue in queues]
+    return [list(zip(queue, _cut_buckets(queue, share, bucket_numel))) for queue in mixed]
+
+
+def _kind(layouts: tuple[ParameterLayout, ...], item: _Item) -> _Kind:
+    """Slabs of one kind can be iterated as one batch."""
+    parameter, _, slab = item
+    return layouts[parameter].family, slab.rows, slab.columns
+
+
+def _select_roots(layouts: tuple[ParameterLayout, ...], slabs: list[_Item], ranks: int) -> list[int]:
     share = sum(slab.flops for _, _, slab in slabs) / ranks
     work = [0] * ranks
     least = [(0, rank) for rank in range(ranks)]  # a heap; entries with outdated work are skipped
@@ -299,14 +331,36 @@ def _touched(layout: ParameterLayout, holding: Holding) -> range:
     return range(first * per_batch, (last + 1) * per_batch)
 
 
-def _cut_buckets(numels: list[int], roots: list[int], ranks: int, bucket_numel: int) -> list[int]:
-    """The bucket of each slab: every root fills its current bucket before it opens the next."""
-    current, filled = [0] * ranks, [0] * ranks
+def _mixed(layouts: tuple[ParameterLayout, ...], queue: list[_Item], share: int) -> list[_Item]:
+    """A root's slabs with every kind spread evenly over the queue, in pieces of work that stay together.
+
+    Pieces keep small matrices in batches; kinds that took turns as wholes would be sent by their holders
+    at once, and would cost one root more than another in the same bucket.
+    """
+    kinds: dict[_Kind, list[_Item]] = {}
+    for item in queue:
+        kinds.setdefault(_kind(layouts, item), []).append(item)
+    placed: list[tuple[Fraction, int, _Item]] = []
+    for order, items in enumerate(kinds.values()):
+        work = sum(slab.flops for _, _, slab in items)
+        pieces = max(1, min(len(items), _PIECES_PER_BUCKET * work // share))
+        for position, item in enumerate(items):
+            piece = position * pieces // len(items)
+            placed.append((Fraction(2 * piece + 1, 2 * pieces), order, item))
+    return [item for _, _, item in sorted(placed, key=lambda entry: entry[:2])]
+
+
+def _cut_buckets(queue: list[_Item], share: int | None, bucket_numel: int) -> list[int]:
+    """The bucket of each slab: as the middle of its work falls among the shares; later if that is full."""
+    current, filled, done = 0, 0, 0
     buckets = []
-    for numel, root in zip(numels, roots):
-        if filled[root] and filled[root] + numel > bucket_numel:
-            current[root] += 1
-            filled[root] = 0
-        filled[root] += numel
-        buckets.append(current[root])
+    for _, _, slab in queue:
+        bucket = max(current, (2 * done + slab.flops) // (2 * share)) if share else current
+        if bucket == current and filled and filled + slab.numel > bucket_numel:
+            bucket += 1
+        if bucket > current:
+            current, filled = bucket, 0
+        filled += slab.numel
+        done += slab.flops
+        buckets.append(bucket)
     return buckets
