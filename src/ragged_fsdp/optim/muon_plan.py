@@ -10,9 +10,9 @@ A plan is made in three steps, each a function of shapes and placements alone:
    still has room below the even share, and else to the rank with the least work so far.
 2. Buckets. Each root (if there are several) mixes the shapes of its slabs evenly, in pieces of about a
    quarter of a bucket's work, and cuts this queue at equal shares of the work; a bucket has at most
-   ``bucket_numel`` elements per root. So roots advance together, the ranks that hold a shape do not send all of it at once, equal
-   shapes still meet in one batch, and no root ever stores more than one bucket's worth of slabs per
-   bucket in flight.
+   ``bucket_numel`` elements per root. So roots advance together, the ranks that hold a shape do not send
+   all of it at once, equal shapes still meet in one batch, and no root ever stores more than one
+   bucket's worth of slabs per bucket in flight.
 3. Copies. For a slab and a rank: which elements of the rank's flat local tensor are which elements of
    the slab. Every send and every receive of both directions is derived from the roots and these
    copies, so the two ends of a transfer cannot disagree.
