@@ -122,7 +122,7 @@ class _Guarded(nn.Module):
 
 
 class _Broken(nn.Module):
-    """Raises between the two layers, which are one group."""
+    """Raises between its two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,13 +136,17 @@ class _Broken(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.parametrize("kind", ["one group", "stay gathered", "prefetched"])
 @spmd(2)
-def test_a_list_of_which_only_some_modules_ran(rank: Rank) -> None:
-    """The weights that the failed forward gathered for the list are not those of the next."""
+def test_modules_that_had_run_when_a_forward_raised(rank: Rank, kind: str) -> None:
+    """Whatever the failed forward gathered, also for those before and behind the error, is gathered anew."""
     model = _Broken().to(rank.device)
     reference = clone(model)
-    fully_shard([model.first, model.second], mesh=rank.mesh())
+    for modules in ([model.first, model.second],) if kind == "one group" else (model.first, model.second):
+        fully_shard(modules, mesh=rank.mesh(), reshard_after_forward=kind != "stay gathered")
     fully_shard(model, mesh=rank.mesh())
+    if kind == "prefetched":
+        model.first.set_modules_to_forward_prefetch([model.second])
     parameters, x = list(model.parameters()), torch.randn(4, WIDTH, device=rank.device)
     for _ in range(2):
         model.broken = True
@@ -152,7 +156,9 @@ def test_a_list_of_which_only_some_modules_ran(rank: Rank) -> None:
         with torch.no_grad():
             for parameter in (*parameters, *reference.parameters()):
                 parameter.mul_(0.5)
-        torch.testing.assert_close(model(x), reference(x))
+        output, expected = model(x), reference(x)
+        torch.testing.assert_close(output, expected)
+        output.sum().backward()
 
 
 @spmd(2)

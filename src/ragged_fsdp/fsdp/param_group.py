@@ -71,8 +71,8 @@ class ParamGroup:
         """Whether the next reshard after forward keeps the data, because backward starts here."""
         self.speculative = False
         """Whether the gather under way was issued by the recorded order, not asked for."""
-        self.was_unsharded = False
-        """Whether the parameters were unsharded before the forward that is running."""
+        self.gathered_in = -1
+        """The forward below this root, by number, for which the parameters were gathered last."""
         self.forward_positions: list[int] = []
         """Where this group stands in the backward order: once for each forward since the last backward."""
         self.reduce_dtype: torch.dtype | None = None

@@ -35,6 +35,8 @@ class RootContext:
         self.comm = CommContext()
         self.forward_root: ModuleState | None = None
         """Where the forward that is running started; not always the root (an encoder alone, for example)."""
+        self.forwards = 0
+        """How many have begun: the number of the one that is running."""
         self.orders: dict[Any, ForwardOrder] = {}
         self.order = ForwardOrder()
         self._backward: Any = None
@@ -119,6 +121,7 @@ class RootContext:
     def begin_forward(self, state: ModuleState) -> None:
         """A forward starts at ``state``."""
         self.forward_root = state
+        self.forwards += 1
         self.order = self.orders.setdefault(state, ForwardOrder())
         self.order.begin()
         if not torch.is_grad_enabled():
@@ -136,6 +139,15 @@ class RootContext:
         self.leave_forward()
         if self._copies_from_host and not torch.is_grad_enabled():
             self.comm.streams["gather"].synchronize()  # no backward will wait: the user may write the weights
+
+    def give_up(self, groups: Sequence[ParamGroup]) -> None:
+        """The forward that is running raised: what it gathered must not be taken for the present later."""
+        stopped = in_backward()  # a recomputation that had gone far enough
+        for group in groups:
+            if group.phase is Phase.FORWARD:
+                group.phase = Phase.IDLE
+            if group.gathered_in == self.forwards and not stopped:
+                group.to_sharded()
 
     def leave_forward(self) -> None:
         """However the forward ended: prefetched groups it did not use are dropped."""

@@ -142,8 +142,8 @@ class ModuleState(_State):
         for group in self.groups:
             entering = group.phase is not Phase.FORWARD
             group.phase = Phase.FORWARD
-            if entering:
-                group.was_unsharded = group.residence is Residence.UNSHARDED
+            if entering and group.residence is not Residence.UNSHARDED:
+                group.gathered_in = self.root.forwards
             group.unshard(group.settings.unshard_async_op)
             group.wait_for_unshard()
             if entering:
@@ -157,6 +157,8 @@ class ModuleState(_State):
         if self.forward_prefetch is not None:
             for state in self.forward_prefetch:
                 for group in state.groups:
+                    if group.residence is not Residence.UNSHARDED:
+                        group.gathered_in = self.root.forwards
                     group.unshard(group.settings.unshard_async_op)
         elif following is not None:
             for group in self.root.groups_with(following):
@@ -186,21 +188,14 @@ class ModuleState(_State):
         """
         if self.phase is not Phase.FORWARD and self.root.forward_root is not self:
             return  # it had not begun, or had ended, or backward computes it again
-        self._give_up()
-        if self.root.forward_root is self:
-            for state in self.root.states:
-                if state.still_to_run:  # a list of which only some modules had run
-                    state._give_up()
+        is_last = self.root.forward_root is self  # no module above can handle the error and go on
+        for state in self.root.states if is_last else [self]:
+            if state is self or state.phase is Phase.FORWARD:
+                state.phase = Phase.IDLE
+                state.still_to_run.clear()
+            self.root.give_up(state.groups)
+        if is_last:
             self.root.leave_forward()
-
-    def _give_up(self) -> None:
-        for group in self.groups:
-            group.phase = Phase.IDLE
-            stopped = in_backward()  # a recomputation that had gone far enough
-            if not stopped and not group.was_unsharded:
-                group.to_sharded()
-        self.phase = Phase.IDLE
-        self.still_to_run.clear()
 
     def _end_groups(self) -> None:
         for group in self.groups:
