@@ -211,10 +211,14 @@ def test_rms_matched_updates_have_the_size_of_adamws(shape) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lr": -1.0}, "lr must not be negative"),
-        ({"lr": math.nan}, "lr must not be negative"),
+        ({"lr": -1.0}, "lr must be non-negative"),
+        ({"lr": math.nan}, "lr must be non-negative"),
+        ({"lr": None}, "lr must be non-negative, got None"),
         ({"momentum": 1.0}, "momentum"),
+        ({"momentum": None}, "momentum must be in"),
+        ({"bucket_numel": None}, "bucket_numel must be positive"),
         ({"ns_steps": 0}, "ns_steps"),
+        ({"ns_coefficients": None}, "ns_coefficients"),
         ({"adjust_lr_fn": "magic"}, "adjust_lr_fn"),
         ({"ns_dtype": torch.float16}, "ns_dtype"),
         ({"buckets_in_flight": 4}, "buckets_in_flight"),
@@ -242,6 +246,8 @@ def test_bad_parameters_name_themselves() -> None:
         Muon([{"params": parameters((4, 4)), "algorithm": "sgd"}])
     with pytest.raises(ValueError, match="empty parameter list"):
         Muon([])
+    with pytest.raises(TypeError, match="pairs of a name and a parameter, got 'w' and int"):
+        Muon([("w", 3)])
     with pytest.raises(TypeError, match="got a set"):
         Muon([{"params": set(parameters((4, 4), (4, 4)))}])
 

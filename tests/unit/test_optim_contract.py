@@ -135,6 +135,10 @@ def test_groups_added_later_and_options_refused(kind):
     optimizer = OPTIMIZERS[kind](model.named_parameters())
     _step(model, optimizer, 0)
     late = nn.Parameter(torch.ones(64, 64))
+    for option, value in {"betas": None, "block_shape": 32, "exclude": [1], "dampening": "a"}.items():
+        if option in optimizer.defaults:
+            with pytest.raises(ValueError, match=f"{option} must be "):
+                OPTIMIZERS[kind](_model().named_parameters(), **{option: value})
     for bad in ({"lr": -1.0}, {"weight_decay": float("nan")}):
         with pytest.raises(ValueError, match=f"{next(iter(bad))} must be non-negative"):
             optimizer.add_param_group({"params": [("late", late)], **bad})

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry, update_entry, update_exact
 from ragged_fsdp.optim.exact_state import ExactStateOptimizer
-from ragged_fsdp.optim.options import ADAM_RANGES, check_options, is_excluded, name_patterns
+from ragged_fsdp.optim.options import ADAM_RANGES, as_tuple, check_options, is_excluded, name_patterns
 from ragged_fsdp.optim.quant import rounding_key, zero_code
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
@@ -182,11 +182,11 @@ class Adam8bit(ExactStateOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": as_tuple(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "maximize": maximize,
-            "block_shape": tuple(block_shape),
+            "block_shape": as_tuple(block_shape),
             "run": run,
             "min_8bit_numel": min_8bit_numel,
             "exclude": name_patterns(exclude),
@@ -211,15 +211,15 @@ class Adam8bit(ExactStateOptimizer):
 
     def _plan_group(self, index: int) -> None:
         group = self.param_groups[index]
-        check_options(group, {**ADAM_RANGES, "min_8bit_numel": "non-negative"})
-        block_grid((1,), tuple(group["block_shape"]), group["run"])  # validates the block shapes
+        check_options(group, {**ADAM_RANGES, "min_8bit_numel": "non-negative", "seed": "an integer"})
+        block_grid((1,), as_tuple(group["block_shape"]), group["run"])  # validates the block shapes
         position = sum(len(g["params"]) for g in self.param_groups[:index])
         named, plans = list(self.named_group_params(index)), {}
         for offset, (name, param) in enumerate(named):
             require_optimisable(name, param)
             blocks = None
             if not is_excluded(name, group) and param.numel() >= max(1, group["min_8bit_numel"]):
-                grid = block_grid(tuple(param.shape), tuple(group["block_shape"]), group["run"])
+                grid = block_grid(tuple(param.shape), as_tuple(group["block_shape"]), group["run"])
                 blocks = require_whole_blocks(name, param, grid)
             plans[param] = _Plan(name, position + offset, blocks)
         self._plans.update(plans)

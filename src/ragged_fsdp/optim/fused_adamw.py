@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ragged_fsdp.optim.exact_state import ExactStateOptimizer
 from ragged_fsdp.optim.fused_runs import GroupRuns, Update
-from ragged_fsdp.optim.options import ADAM_RANGES, check_options, require_option
+from ragged_fsdp.optim.options import ADAM_RANGES, as_tuple, check_options, require_option
 from ragged_fsdp.optim.state import StateForm, form_like, local_of, require_optimisable, state_like
 
 __all__ = ["FusedAdam", "FusedAdamW", "FusedSGD"]
@@ -129,7 +129,7 @@ class FusedAdam(_FlatOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": as_tuple(betas),
             "eps": eps,
             "weight_decay": weight_decay,
             "amsgrad": amsgrad,
@@ -190,7 +190,10 @@ class FusedSGD(_FlatOptimizer):
     """
 
     _saves_step: ClassVar = False
-    _expected: ClassVar = {"lr": "non-negative", "momentum": "non-negative", "weight_decay": "non-negative"}
+    _expected: ClassVar = {
+        **dict.fromkeys(("lr", "momentum", "weight_decay"), "non-negative"),
+        "dampening": "a number",
+    }
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ from ragged_fsdp.optim.newton_schulz import (
     orthogonalize,
     per_iteration,
 )
+from ragged_fsdp.optim.options import check_options, number, require_option
 from ragged_fsdp.optim.state import form_like, require_matching_grad, require_state
 
 __all__ = ["Flattened", "Fused", "Muon"]
@@ -120,7 +121,7 @@ class Muon(Optimizer):
         if ns_dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"ns_dtype must be bfloat16, float32 or float64, got {ns_dtype}.")
         check_backend(ns_backend, compile)
-        if bucket_numel < 1 or buckets_in_flight not in (1, 2, 3):
+        if not number(bucket_numel) >= 1 or buckets_in_flight not in (1, 2, 3):
             raise ValueError(
                 f"bucket_numel must be positive and buckets_in_flight 1, 2 or 3, got {bucket_numel} and "
                 f"{buckets_in_flight}."
@@ -339,7 +340,12 @@ def _named_params(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 def _named(params: Any) -> list[tuple[str | None, Tensor]]:
     items = [params] if isinstance(params, Tensor) else list(params)
-    return [item if isinstance(item, tuple) else (None, item) for item in items]
+    named = [item if isinstance(item, tuple) else (None, item) for item in items]
+    for name, p in named:
+        if not isinstance(p, Tensor) or not isinstance(name, str | None):
+            found = type(p).__name__ if name is None else f"{name!r} and {type(p).__name__}"
+            raise TypeError(f"Muon needs parameters, or pairs of a name and a parameter, got {found}.")
+    return named
 
 
 def _matrices_text(parameter: Tensor, rule: MatrixRule) -> str:
@@ -357,15 +363,10 @@ def _check_group(
     rule_of: Callable[[str | None, Tensor], MatrixRule],
 ) -> None:
     """Bad values raise here, before anything is added, with the name of the parameter."""
-    for key in ("lr", "weight_decay", "eps"):
-        if not float(group[key]) >= 0.0:
-            raise ValueError(f"{key} must not be negative, got {group[key]}.")
+    check_options(group, dict.fromkeys(("lr", "weight_decay", "eps"), "non-negative"))
     if group["algorithm"] == _ADAMW:
-        if len(group["betas"]) != 2 or not all(0.0 <= beta < 1.0 for beta in group["betas"]):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {group['betas']}.")
         return
-    if not 0.0 <= group["momentum"] < 1.0:
-        raise ValueError(f"momentum must be in [0, 1), got {group['momentum']}.")
+    require_option(group, "momentum", 0.0 <= number(group["momentum"]) < 1.0, "in [0, 1)")
     per_iteration(group["ns_coefficients"], group["ns_steps"])
     scale_function(group["adjust_lr_fn"], group["transposed"])
     for name, parameter in members:

@@ -46,14 +46,15 @@ _WORTH_TRITON_FLOPS = 2e11
 
 def per_iteration(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     """One triple (a, b, c) per iteration; a schedule shorter than ``steps`` repeats its last triple."""
-    nested = isinstance(coefficients[0], (tuple, list))
+    listed = isinstance(coefficients, (tuple, list)) and len(coefficients) > 0
+    nested = listed and isinstance(coefficients[0], (tuple, list))
     schedule = cast("tuple[Triple, ...]", coefficients if nested else (coefficients,))
-    if any(len(triple) != 3 for triple in schedule):
+    if not listed or any(len(triple) != 3 for triple in schedule):
         raise ValueError(
             f"ns_coefficients: each iteration needs three numbers (a, b, c), got {coefficients}."
         )
-    if steps < 1:
-        raise ValueError(f"ns_steps must be at least 1, got {steps}.")
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"ns_steps must be an integer of at least 1, got {steps!r}.")
     chosen = (schedule[min(i, len(schedule) - 1)] for i in range(steps))
     return tuple((float(a), float(b), float(c)) for a, b, c in chosen)
 

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-__all__ = ["ADAM_RANGES", "check_options", "is_excluded", "name_patterns", "number", "require_option"]
+__all__ = [
+    "ADAM_RANGES",
+    "as_tuple",
+    "check_options",
+    "is_excluded",
+    "name_patterns",
+    "number",
+    "require_option",
+]
 
 _CHECKS: dict[str, Callable[[float], bool]] = {
     "positive": lambda value: value > 0,
     "non-negative": lambda value: value >= 0,
     "at least 1": lambda value: value >= 1,
+    "a number": lambda value: not math.isnan(value),
+    "an integer": lambda value: value == math.floor(value) if math.isfinite(value) else False,
 }
 
 ADAM_RANGES = {"lr": "non-negative", "eps": "positive", "weight_decay": "non-negative"}
@@ -24,9 +34,14 @@ def check_options(group: dict[str, Any], expected: dict[str, str]) -> None:
     for key, what in expected.items():
         require_option(group, key, _CHECKS[what](number(group[key])), what)
     if "betas" in group:
-        betas = group["betas"]
-        ok = len(betas) == 2 and all(0 <= number(beta) < 1 for beta in betas)
+        betas = as_tuple(group["betas"])
+        ok = isinstance(betas, tuple) and len(betas) == 2 and all(0 <= number(beta) < 1 for beta in betas)
         require_option(group, "betas", ok, "two, in [0, 1)")
+
+
+def as_tuple(value: Any) -> Any:
+    """Several values as a tuple; what is not several stays as it is, for the check that names it."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
 def number(value: Any) -> float:
@@ -45,7 +60,10 @@ def require_option(group: dict[str, Any], key: str, ok: bool, expected: str) -> 
 
 def name_patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
     """Shell patterns of names, of which one may be given alone."""
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    found = (patterns,) if isinstance(patterns, str) else as_tuple(patterns)
+    if not isinstance(found, tuple) or not all(isinstance(pattern, str) for pattern in found):
+        raise ValueError(f"exclude must be patterns of names, got {patterns!r}.")
+    return found
 
 
 def is_excluded(name: str, group: dict[str, Any]) -> bool:

@@ -25,7 +25,7 @@ from ragged_fsdp.optim.adam8bit_reference import (
     to_blocks,
 )
 from ragged_fsdp.optim.exact_state import ExactStateOptimizer
-from ragged_fsdp.optim.options import ADAM_RANGES, check_options, is_excluded, name_patterns
+from ragged_fsdp.optim.options import ADAM_RANGES, as_tuple, check_options, is_excluded, name_patterns
 from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
 from ragged_fsdp.optim.state import (
     StateForm,
@@ -83,10 +83,10 @@ class Shampoo(ExactStateOptimizer):
     ) -> None:
         defaults = {
             "lr": lr,
-            "betas": tuple(betas),
+            "betas": as_tuple(betas),
             "eps": eps,
             "weight_decay": weight_decay,
-            "block_shape": tuple(block_shape),
+            "block_shape": as_tuple(block_shape),
             "root_interval": root_interval,
             "start_step": start_step,
             "exponent": exponent,
@@ -111,7 +111,7 @@ class Shampoo(ExactStateOptimizer):
         names = {}
         for name, param in self.named_group_params(index):
             require_optimisable(name, param)
-            grid = block_grid(tuple(param.shape), tuple(group["block_shape"]))
+            grid = block_grid(tuple(param.shape), as_tuple(group["block_shape"]))
             alone = is_excluded(name, group) or not grid.tiled or param.numel() < group["min_numel"]
             blocks[param] = None if alone else require_whole_blocks(name, param, grid)
             names[param] = name
