@@ -43,13 +43,14 @@ def band_shape(codes: BlockCodes, columns: int) -> tuple[int, int, int]:
 def encode(bands: Tensor, codes: BlockCodes, out: tuple[Tensor, Tensor]) -> None:
     """Codes and fp32 scales of ``bands``, written to ``out``.
 
-    A tile that holds a nan or an infinity gets a scale that is none, and so decodes to no finite value.
+    A tile that holds a nan or an infinity gets a nan as its scale, and so decodes to nans.
     """
     out_codes, out_scales = out
     largest = LARGEST[codes.dtype]
     values = bands.float()
     # by the reciprocal, on every device: dividing by a number of the host, torch itself does so on some
     scales = torch.linalg.vector_norm(values, ord=float("inf"), dim=(-3, -1)) * (1.0 / largest)
+    scales.masked_fill_(scales.isinf(), float("nan"))
     usable = ~(scales <= SMALLEST_SCALE)
     out_scales.copy_(torch.where(usable, scales, 0.0))
     inverse = torch.where(usable, scales.reciprocal(), 0.0)

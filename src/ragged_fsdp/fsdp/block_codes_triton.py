@@ -49,10 +49,9 @@ _FLOAT8_ROUNDER = tl.constexpr(16384.0)  # 2^14: neighbours of it are 2^-9 apart
 
 @triton.jit
 def _value_of_float8(codes):
-    bits = codes.to(tl.int32)
-    moved = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
-    value = moved.to(tl.float32, bitcast=True) * _FLOAT8_REBIAS
-    return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
+    """Exact; a nan becomes a number, but is only found in tiles whose scale is a nan."""
+    sign_and_magnitude = ((codes.to(tl.int32) << 24) >> 4) & -0x78100000  # 0x87F00000
+    return sign_and_magnitude.to(tl.float32, bitcast=True) * _FLOAT8_REBIAS
 
 
 @triton.jit
@@ -142,6 +141,7 @@ def encode_kernel(
         values = tl.load(values_ptr + element + first * columns, mask=mask, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     scale = tl.max(tl.max(largest, axis=1), axis=0).to(tl.float32, bitcast=True) * (1.0 / LIMIT)
+    scale = tl.where(scale == float("inf"), float("nan"), scale)
     unusable = scale <= _SMALLEST
     tl.store(scales_ptr + tile, tl.where(unusable, 0.0, scale))
     inverse = tl.where(unusable, 0.0, tl.div_rn(1.0, scale))
