@@ -111,6 +111,11 @@ def test_setting_a_full_state_dict(rank, broadcast):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
     set_model_state_dict(model, states, options=options)
     assert_same(model, reference)
+    name, weight = next((name, p) for name, p in reference.named_parameters() if p.ndim == 2)
+    swapped = {**reference.state_dict(), name: weight.detach().t().contiguous()}
+    wrong = swapped if rank.rank == 0 or not broadcast else {}
+    with pytest.raises((ValueError, RuntimeError), match=rf"{name}|size of tensor"):
+        set_model_state_dict(model, wrong, options=options)  # also where a rank owns nothing of it
 
 
 @spmd(2)

@@ -27,7 +27,12 @@ def distribute_tensors(
         pair: Any = local_state_dict.get(key)
         ragged = isinstance(pair, tuple) and isinstance(pair[0], DTensor) and is_ragged(pair[0]._spec)
         if ragged:
-            local_state_dict[key] = _filled(*pair)
+            local, full = pair
+            if full.shape != local.shape:  # on every rank: one that owns nothing of it would go on alone
+                raise ValueError(
+                    f"{key}: the state dict has shape {tuple(full.shape)}, expected {tuple(local.shape)}."
+                )
+            local_state_dict[key] = _filled(local, full)
         else:
             others.append(key)
     if others:
