@@ -192,13 +192,18 @@ class QuantizedGroup(ParamGroup):
             self._decode(message)
         return work
 
-    def _encode(self, message: Tensor) -> None:
+    @cached_property
+    def _own_runs(self) -> tuple[_Run, ...]:
         layout, rank = self.message_layout, self.mesh.shard_rank
+        return tuple(layout.run_on(index, rank) for index in range(len(layout.codes)))
+
+    def _encode(self, message: Tensor) -> None:
+        layout = self.message_layout
         encode = (_kernels(self.device.type) or block_codes).encode
-        for index, piece in enumerate(self.main.pieces):
+        for index, (piece, run) in enumerate(zip(self.main.pieces, self._own_runs)):
             if piece.numel():
                 shard = piece.to(self.device, non_blocking=self.pin_memory)
-                out = layout.views(message, index, layout.run_on(index, rank))
+                out = layout.views(message, index, run)
                 encode(shard.view(out[0].shape), layout.codes[index], out)
 
     def _decode(self, message: Tensor) -> None:
