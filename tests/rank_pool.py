@@ -40,7 +40,11 @@ __all__ = ["DEVICE", "Rank", "shutdown_pools", "spmd"]
 
 DEVICE = os.environ.get("RAGGED_FSDP_TEST_DEVICE", "cpu")
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+_PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp"]
+if DEVICE == "cpu":  # not where an import could use CUDA: ranks are forked after it
+    _PRELOAD += ["pytest", "hypothesis", "torch._dynamo", "ragged_fsdp.api", "ragged_fsdp.optim.muon"]
+    _PRELOAD += ["ragged_fsdp.trainer.worker"]
+_CONTEXT.set_forkserver_preload(_PRELOAD)
 _POOLS: dict[int, _Pool] = {}
 _DEFAULT_TIMEOUT_S = 120.0
 _START_TIMEOUT_S = 90.0
