@@ -1,7 +1,7 @@
 """A tiny training through our streams, buffers and kernels, for NVIDIA's compute-sanitizer.
 
-Rank 0 of a few ranks trains two steps with each reduction and optimizer; thresholds are lowered so that
-small shards take the paths of large ones. Three tools look at different things::
+Rank 0 of a few ranks trains two steps with each reduction and optimizer, and with experts gathered as codes;
+thresholds are lowered so that small shards take the paths of large ones. Three tools look at it::
 
     S="compute-sanitizer --error-exitcode 9"
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 $S --tool memcheck python -m benchmarks.step.sanitized
@@ -20,13 +20,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ragged_fsdp import MixedPrecisionPolicy, Rows, Whole, fully_shard
+from ragged_fsdp import BlockCodes, MixedPrecisionPolicy, Rows, Whole, fully_shard
 from ragged_fsdp.fsdp import exchange
-from ragged_fsdp.fsdp.block_codes import decode
+from ragged_fsdp.fsdp.plan import GroupTensors, make_plan
+from ragged_fsdp.fsdp.quantized import MessageLayout
 from ragged_fsdp.optim import AdamW8bit
 from ragged_fsdp.optim.muon_elementwise import Piece, apply_updates, update_momentum
 
@@ -44,6 +46,13 @@ def _policy(_name: str, parameter: torch.Tensor) -> Rows | Whole:
     return Rows(_BLOCK_ROWS) if has_blocks else Whole()
 
 
+_WAYS: dict[str, dict[str, Any]] = {
+    "reduce-scatter": {},
+    "all-to-all": {"reduction": "all_to_all"},
+    "codes": {"gather_policy": lambda _name, p: BlockCodes("int8", (16, 16)) if p.ndim == 3 else None},
+}
+
+
 def _optimizer(name: str, stack: Stack) -> torch.optim.Optimizer:
     if name == "adamw":
         return torch.optim.AdamW(stack.parameters(), fused=torch.cuda.is_available())
@@ -53,13 +62,12 @@ def _optimizer(name: str, stack: Stack) -> torch.optim.Optimizer:
 def train(layers: int, ranks: int, optimizers: list[str], device: torch.device) -> None:
     """Two steps with each reduction and optimizer; raises if a loss is not finite."""
     exchange._PACK_NUMEL = exchange._ROUND_NUMEL = 1
-    case, wire, began = Case("tiny-moe", layers, 64, ranks), Wire(delivery="memcpy"), time.monotonic()
-    join(ranks, wire)
+    case, began = Case("tiny-moe", layers, 64, ranks), time.monotonic()
+    join(ranks, Wire(payload="zeros", delivery="memcpy"))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for reduction in ("reduce_scatter", "all_to_all"):
+    for way, options in _WAYS.items():
         torch.manual_seed(0)
-        options = {"reduction": reduction, "orig_param_policy": _policy}
-        stack = per_layer(case, device, fully_shard, precision, **options).stack
+        stack = per_layer(case, device, fully_shard, precision, orig_param_policy=_policy, **options).stack
         stack.bind(case.tokens, device, torch.bfloat16)
         x = torch.randn(case.batch, case.shape.sequence, case.shape.width, device=device).bfloat16()
         for name in optimizers:
@@ -70,15 +78,14 @@ def train(layers: int, ranks: int, optimizers: list[str], device: torch.device) 
                 optimizer.step()
                 optimizer.zero_grad()
                 value = float(loss.detach())
-                print(
-                    f"{reduction}, {name}: loss {value:.4f}  [{time.monotonic() - began:.0f} s]", flush=True
-                )
+                print(f"{way}, {name}: loss {value:.4f}  [{time.monotonic() - began:.0f} s]", flush=True)
                 if not torch.isfinite(loss.detach()):
-                    raise RuntimeError(f"{reduction}, {name}: expected a finite loss, got {value}")
+                    raise RuntimeError(f"{way}, {name}: expected a finite loss, got {value}")
 
 
 def kernels() -> None:
     """Launch every kernel of this project on small tensors; :mod:`.spin` has those of the benchmark."""
+    from ragged_fsdp.fsdp.block_codes_triton import Decoder, encode
     from ragged_fsdp.optim.newton_schulz_triton import Terms, gram, symmetric_product
 
     device = torch.device("cuda")
@@ -102,10 +109,14 @@ def kernels() -> None:
     gram(matrices, first, traces, tall=False, trace=True)
     gram(matrices.mT.contiguous(), first, traces, tall=True, trace=True)
     symmetric_product(first, first, second, traces, Terms(3.4, -4.8, 2.0, (1, 3, 5)), 1e-7)
-    for kind in (torch.int8, torch.float8_e4m3fn):
-        codes = torch.randint(0, 120, (2, 1, 64, 3, 64), device=device, dtype=torch.uint8).view(kind)
-        out = torch.empty(codes.shape, dtype=torch.bfloat16, device=device)
-        decode(codes, torch.rand(2, 1, 3, device=device), out)
+    for kind in ("int8", "float8_e4m3fn"):
+        codes = BlockCodes(kind, (64, 64))
+        tensors = GroupTensors(["weight"], [(128, 192)], [64 * 192], [torch.float32], None)
+        layout = MessageLayout(make_plan(tensors, 2), (codes,))
+        message = torch.zeros(2, layout.part_bytes, dtype=torch.uint8, device=device)
+        views = layout.views(message, 0, layout.run_on(0, 0))
+        encode(torch.randn(views[0].shape, device=device), codes, views)
+        Decoder(layout, device)(message, matrices.new_empty(layout.plan.layout.buffer_numel))
     torch.cuda.synchronize()
 
 
