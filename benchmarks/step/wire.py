@@ -298,12 +298,13 @@ class WireGroup(dist.ProcessGroup):
         input_splits: Any,
         opts: Any = None,
     ) -> dist.Work:
-        both, ranks = min(output.numel(), source.numel()), self._own_size
-        copies = [Copy(output.view(-1)[:both], source.view(-1)[:both])]
-        if not (output_splits or input_splits):  # the others send what this rank would send itself
-            own = source.view(ranks, -1)[self._own_rank]
-            copies = [Copy(output.view(-1), own, ranks, self._own_rank)]
-        return self._run("all_to_all", max(output.nbytes, source.nbytes), (output, source), copies)
+        if output_splits or input_splits:
+            both = min(output.numel(), source.numel())
+            copy = Copy(output.view(-1)[:both], source.view(-1)[:both])
+        else:  # the others send what this rank would send itself
+            own = source.view(self._own_size, -1)[self._own_rank]
+            copy = Copy(output.view(-1), own, self._own_size, self._own_rank)
+        return self._run("all_to_all", max(output.nbytes, source.nbytes), (output, source), [copy])
 
     def alltoall(self, outputs: list, sources: list, opts: Any = None) -> dist.Work:
         own, rows = sources[self._own_rank].view(-1), _joined(outputs)
