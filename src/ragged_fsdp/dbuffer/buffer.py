@@ -247,7 +247,8 @@ class DBuffer:
 
     def release(self) -> None:
         """Free the storage; views see new bytes after :meth:`materialize`, and must not be read before."""
-        self.wait()
+        if self._pending is not None:
+            self.wait()
         self.storage.release()
 
     @property

@@ -136,13 +136,14 @@ class ExchangeReducer(GradReducer):
         """Keep the gradients; one that comes again is added in the reduction dtype."""
         if not self.written:
             self._begin()
-        params = self.group.params
+        layout, params = self._layout, self.group.params
+        assert layout is not None
         for index, grad in grads:
             inner = grad if params[index].grad_as_is else self._inner(index, grad)
             if index in self.written:
                 kept = self._grads[index]
                 inner = kept.to(self._sum_dtype()).add_(inner)
-            else:
+            elif not layout.same_as_weights:
                 self._check_place(index)
             self._grads[index] = inner
             self.written.add(index)
