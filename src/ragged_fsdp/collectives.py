@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
 
 __all__ = [
@@ -203,7 +204,8 @@ def same_on_all_ranks(value: int, group: dist.ProcessGroup, device: torch.device
     """Whether all ranks of ``group`` passed the same 62-bit ``value``: one 16-byte all-reduce."""
     if group.size() == 1:
         return True
-    largest = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    high, low = largest.tolist()
+    with unset_fake_temporarily():  # memory is estimated with tensors that have no values
+        largest = torch.tensor([value, -value], dtype=torch.int64, device=device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        high, low = largest.tolist()
     return high == -low

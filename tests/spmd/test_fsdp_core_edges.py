@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -176,3 +177,18 @@ def test_an_input_changed_in_place_raises(rank: Rank, inputs: int) -> None:
     tensors = [torch.ones(2, 4, device=rank.device, requires_grad=True) * 1 for _ in range(inputs)]
     with pytest.raises(RuntimeError, match="modified inplace"):
         model(*tensors)
+
+
+@spmd(2)
+def test_tensors_without_values(rank: Rank) -> None:
+    """As tools do that estimate the memory of a model without having it."""
+    mesh = rank.mesh()
+    with FakeTensorMode():
+        net = nn.Sequential(nn.Linear(8, 8, device=rank.device), nn.Linear(8, 4, device=rank.device))
+        for layer in (*net, net):
+            fully_shard(layer, mesh=mesh)
+        optimizer = torch.optim.AdamW(net.parameters())
+        for _ in range(2):
+            net(torch.ones(2, 8, device=rank.device)).sum().backward()
+            optimizer.step()
+        assert all(isinstance(p.grad.to_local(), FakeTensor) for p in net.parameters())
