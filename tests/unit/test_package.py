@@ -70,6 +70,23 @@ def test_a_missing_command_line_package_is_one_line():
     assert result.stderr.strip() == "ragged-fsdp: typer is not installed; pip install 'ragged-fsdp[cli]'"
 
 
+@pytest.mark.parametrize("module", ["typer", "ragged_fsdp.cli.plan"])
+def test_an_interrupt_during_imports_ends_as_any_other(module):
+    program = f"""
+import sys
+from ragged_fsdp.__main__ import main
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+sys.argv = ["ragged-fsdp", "plan", "gpt-oss-120b"]
+main()
+"""
+    result = _run(program=program)
+    assert result.returncode == 130 and not result.stderr, result.stderr
+
+
 def test_a_missing_model_package_is_named_with_its_extra():
     program = (
         "import sys; sys.modules['transformers'] = None; sys.argv = ['ragged-fsdp', 'plan', 'gpt-oss-120b'];"

@@ -226,6 +226,8 @@ def test_advice_takes_replicas_and_memory_into_account(tensors):
         (["{tensors}", "--dtype", "int3"], "dtype must be one of"),
         (["{tensors}", "--experts", "some"], "experts must be published"),
         (["{tensors}", "--order", "bets", "-n", "2"], "order must be one of"),
+        (["{tensors}", "--svg", "x.svg"], "writes the picture of --show"),
+        (["{tensors}", "-n", "4", "--show", "layers.0", "--svg", "no/x.svg"], "No such file or directory"),
         (["{broken}"], "not valid JSON"),
         (["{nameless}"], "entry 0 must be an object with a name"),
         (["{shapeless}"], "w: shape must be a list of sizes"),

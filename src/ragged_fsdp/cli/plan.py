@@ -89,6 +89,8 @@ def plan(
         sizes = _sizes_for(gpus, node) if advise_sizes else parse_sizes(fsdp)
         if show is not None and (len(sizes) > 1 or len(compared) > 1):
             raise ValueError("--show draws one layout: give one --fsdp size and one granularity.")
+        if svg is not None and show is None:
+            raise ValueError(f"--svg {str(svg)!r} writes the picture of --show: name a group there.")
         with status.status(f"reading {model}"):
             shapes = load_shapes(model, experts=experts, ep=ep)
         groups = wrap_groups(shapes.tensors, wrap)
@@ -112,7 +114,7 @@ def _errors_in_one_line(status: Console) -> Iterator[None]:
     """What the user got wrong, without a traceback."""
     try:
         yield
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OSError) as error:
         status.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
