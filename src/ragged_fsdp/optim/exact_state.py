@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragged_fsdp.optim.state import StateForm, require_state
+from ragged_fsdp.optim.state import StateForm, local_of, require_state
 
 __all__ = ["ExactStateOptimizer"]
 
@@ -125,7 +125,7 @@ class ExactStateOptimizer(torch.optim.Optimizer):
             for param, entries in self.state.items():
                 for key, value in entries.items():
                     if isinstance(value, _Untouched):
-                        entries[key] = value.tensor.to(device=param.device)
+                        entries[key] = value.tensor.to(device=local_of(param).device)
             self._require_states()
         except Exception:
             self.state, self.param_groups = before

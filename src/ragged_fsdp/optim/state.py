@@ -132,8 +132,9 @@ def require_state(
         if not isinstance(value, Tensor) or not form.accepts(value):
             found = form_like(value, value.dtype) if isinstance(value, Tensor) else type(value).__name__
             raise RuntimeError(f"{name}: state {key} must be {form}, got {found}.")
-        if value.device != param.device:
-            raise RuntimeError(f"{name}: state {key} must be on {param.device}, got {value.device}.")
+        here, found_on = local_of(param).device, local_of(value).device  # of DTensors kept on the host too
+        if found_on != here:
+            raise RuntimeError(f"{name}: state {key} must be on {here}, got {found_on}.")
 
 
 def require_whole_blocks(name: str, param: Tensor, grid: BlockGrid) -> LocalBlocks:
