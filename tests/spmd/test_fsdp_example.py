@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,8 +38,9 @@ def test_one_line_differs():
 def test_the_ported_script_trains_alike_and_takes_over_a_stock_checkpoint(tmp_path):
     """Stock runs two steps and saves; stock and the port both continue from there."""
     checkpoint = str(tmp_path / "stock")
-    first = _losses(STOCK, "--steps", "2", "--checkpoint", checkpoint)
-    ported = _losses(PORTED, "--steps", "4", "--checkpoint", checkpoint)
-    straight = _losses(PORTED, "--steps", "4")
-    assert list(straight) == [1, 2, 3, 4]
-    assert {**first, **ported} == straight
+    with ThreadPoolExecutor(1) as beside:
+        straight = beside.submit(_losses, PORTED, "--steps", "4")
+        first = _losses(STOCK, "--steps", "2", "--checkpoint", checkpoint)
+        ported = _losses(PORTED, "--steps", "4", "--checkpoint", checkpoint)
+    assert list(straight.result()) == [1, 2, 3, 4]
+    assert {**first, **ported} == straight.result()
