@@ -36,7 +36,7 @@ def test_one_line_differs():
 
 
 def test_the_ported_script_trains_alike_and_takes_over_a_stock_checkpoint(tmp_path):
-    """Stock runs two steps and saves; stock and the port both continue from there."""
+    """Stock runs two steps and saves, the port goes on from there: together the losses of the port alone."""
     checkpoint = str(tmp_path / "stock")
     with ThreadPoolExecutor(1) as beside:
         straight = beside.submit(_losses, PORTED, "--steps", "4")
