@@ -8,6 +8,9 @@ from fsdp_cases import RAGGED, Transformer, build, count, fsdp, fully_shard, rag
 from rank_pool import spmd
 
 GROUPS = 3
+_NAMES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
+if not hasattr(dist, _NAMES[0]):  # before torch 2.13
+    _NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
 @pytest.mark.parametrize(
@@ -153,3 +156,52 @@ def test_a_single_group_for_a_list_of_modules(rank):
     fully_shard(model)
     _, forward = count(lambda: model(tokens(rank, 0)))
     assert forward == {"gather": 2}
+
+
+def _noting(calls, name):
+    """torch's function of that name, which notes that it was called."""
+    original = getattr(dist, name)
+
+    def noted(*args, **kwargs):
+        calls.append(name)
+        return original(*args, **kwargs)
+
+    return noted
+
+
+@ragged_only
+@pytest.mark.parametrize("async_op", [False, True])
+@spmd(2, 3)
+def test_a_collective_is_the_same_whether_it_is_intercepted_or_not(rank, async_op):
+    """Without an interceptor torch's functions are passed by; dtypes that no backend knows go as bytes."""
+    from ragged_fsdp import collectives
+
+    ranks, group = rank.world_size, dist.group.WORLD
+    average = collectives.reduce_op(dist.get_backend() == "nccl")  # gloo has no mean
+
+    def ran(dtype):
+        made = torch.arange(4 * ranks, device=rank.device).add(rank.rank * 100)
+        full, sent = made.to(dtype), made.to(dtype)
+        shard, received = torch.zeros(4, device=rank.device), torch.empty_like(sent)
+        works = [
+            collectives.all_gather_(full, full[rank.rank * 4 :][:4], group, async_op=async_op),
+            collectives.all_to_all(received, sent, group, async_op=async_op),
+            collectives.reduce_scatter(shard, made.float(), group, op=average, async_op=async_op),
+        ]
+        assert all((work is not None) == async_op for work in works)
+        for work in works:
+            if work is not None:
+                work.wait()
+        return full, received, shard
+
+    for dtype in (torch.float32, torch.complex64):
+        direct = ran(dtype)
+        assert direct[0].real[-1] == 4 * ranks - 1 + 100 * (ranks - 1)
+        assert direct[1].real[-1] == rank.rank * 4 + 3 + 100 * (ranks - 1)
+        calls = []
+        with pytest.MonkeyPatch.context() as patch:
+            for name in _NAMES:
+                patch.setattr(dist, name, _noting(calls, name))
+            intercepted = ran(dtype)
+        assert sorted(calls) == sorted(_NAMES)
+        assert all(torch.equal(one, other) for one, other in zip(direct, intercepted))
