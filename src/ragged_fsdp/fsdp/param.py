@@ -28,7 +28,7 @@ from ragged_fsdp.fsdp.managed import MANAGED_ATTRIBUTE, Place, unique_id
 
 __all__ = ["ManagedParam", "check_materialized", "settle_requires_grad"]
 
-# by the id of a registered parameter; whether it is its sharded form now must be asked
+# by the id of the sharded parameter; whether it still is that must be asked
 _OWNERS: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 
 
@@ -95,7 +95,8 @@ class ManagedParam:
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` wherever this parameter is registered."""
         setattr(param, MANAGED_ATTRIBUTE, True)  # a later call on a module below must not take it
-        _OWNERS[id(param)] = self
+        if param is self.sharded:
+            _OWNERS[id(param)] = self
         for place in self.places:
             if self.tables is not None:
                 place.module._parameters[place.attribute] = param
