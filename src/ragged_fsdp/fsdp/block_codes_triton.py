@@ -181,9 +181,8 @@ class Decoder:
 
     def __init__(self, layout: MessageLayout, device: torch.device) -> None:
         self._part_bytes = layout.part_bytes
-        self._launches = [
-            (codes, *_table(layout, codes, device)) for codes in sorted(set(layout.codes), key=repr)
-        ]
+        kinds = {codes for codes, runs in zip(layout.codes, layout.runs) if runs}  # not of empty parameters
+        self._launches = [(codes, *_table(layout, codes, device)) for codes in sorted(kinds, key=repr)]
 
     def __call__(self, message: Tensor, out: Tensor) -> None:
         """Write the values of the whole group to ``out``, its flat buffer."""
