@@ -1,26 +1,52 @@
 """The ported script: one line differs from stock FSDP2's, the losses do not."""
 
+import contextlib
 import difflib
+import io
 import os
 import re
+import runpy
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
+
+from ragged_fsdp.trainer.launch import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STOCK, PORTED = EXAMPLES / "charlm_fsdp2.py", EXAMPLES / "charlm_ragged.py"
 
 
-def _losses(script, *arguments, ranks=2):
-    """Run the script under torchrun; the losses it prints, by step."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def _under_torchrun(script, *arguments):
+    """What the script prints, run as its page says."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
         [*command, str(script), *arguments], env=env, capture_output=True, text=True, timeout=170, check=False
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    return {int(step): loss for step, loss in re.findall(r"step +(\d+)  loss (\S+)", run.stdout)}
+    return run.stdout
+
+
+def _forked(script, *arguments):
+    """The same from processes that have torch loaded: a start under torchrun imports it three times."""
+    return launch("test_fsdp_example:run_on_rank", [str(script), *arguments], processes=2)
+
+
+def run_on_rank(command, pipe):
+    os.environ.update(
+        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", CUDA_VISIBLE_DEVICES=""
+    )
+    torch.set_num_threads(1)
+    sys.argv = command
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(command[0], run_name="__main__")
+    return printed.getvalue()
+
+
+def _losses(printed):
+    return {int(step): loss for step, loss in re.findall(r"step +(\d+)  loss (\S+)", printed)}
 
 
 def test_one_line_differs():
@@ -38,9 +64,8 @@ def test_one_line_differs():
 def test_the_ported_script_trains_alike_and_takes_over_a_stock_checkpoint(tmp_path):
     """Stock runs two steps and saves, the port goes on from there: together the losses of the port alone."""
     checkpoint = str(tmp_path / "stock")
-    with ThreadPoolExecutor(1) as beside:
-        straight = beside.submit(_losses, PORTED, "--steps", "4")
-        first = _losses(STOCK, "--steps", "2", "--checkpoint", checkpoint)
-        ported = _losses(PORTED, "--steps", "4", "--checkpoint", checkpoint)
-    assert list(straight.result()) == [1, 2, 3, 4]
-    assert {**first, **ported} == straight.result()
+    first = _losses(_forked(STOCK, "--steps", "2", "--checkpoint", checkpoint))
+    ported = _losses(_forked(PORTED, "--steps", "4", "--checkpoint", checkpoint))
+    straight = _losses(_under_torchrun(PORTED, "--steps", "4"))
+    assert list(straight) == [1, 2, 3, 4]
+    assert {**first, **ported} == straight
