@@ -71,6 +71,23 @@ def test_requires_grad_changes_between_steps(rank):
         assert_same(model, reference, grads=True)
 
 
+@spmd(2)
+def test_requires_grad_changes_between_forward_and_backward(rank):
+    """As for any parameter: what is frozen when its gradient comes gets none."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    for step in range(2):
+        for module in (model, reference):
+            module.requires_grad_(True)
+            loss = module(tokens(rank, step))
+            module.layers[step].mlp.requires_grad_(False)
+            loss.sum().backward()
+        average_gradients(reference)
+        assert_same(model, reference, grads=True)
+        model.zero_grad()
+        reference.zero_grad()
+
+
 @pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
 @spmd(2)
 def test_requires_grad_changes_within_an_accumulation(rank, reduction):

@@ -271,8 +271,7 @@ class ParamGroup:
     def _finish_gather(self) -> None:
         self._wait_gather()
         self.speculative = self.keep_gathered = False
-        if self.phase is not Phase.PRE_BACKWARD:  # the graph is made: what changed since counts the next time
-            self._follow_requires_grad()
+        self._follow_requires_grad()
         self._register(unsharded=True)
         if self.parking is not None:
             self.parking.clear()
