@@ -59,7 +59,6 @@ SUITE: dict[str, Planned] = {
     "gpt-oss-256": Planned(_GPT_OSS_256, _FEW),
     "host": Planned(_HOST, ("none", *_OURS, "fsdp2"), rounds=8),
     "deepseek-256": Planned(_DEEPSEEK, (*_MOST, "deepspeed")),
-    "deepseek-256-expandable": Planned(replace(_DEEPSEEK, allocator="expandable"), (*_MOST, "deepspeed")),
     "gpt-oss-128": Planned(replace(_GPT_OSS, ranks=128), _FEW),
     "gpt-oss-64-shard1": Planned(
         replace(_GPT_OSS, wires=(400.0,)), ("ours-all-to-all", "fsdp2", "fsdp2-shard1")

@@ -32,3 +32,10 @@ def test_goals_are_compared_with_the_committed_results(tmp_path):
     assert all(row[2:] == ("", "", "") for row in missed[1:])
     above = GOALS[0].cell(GOALS[0].limit + 0.01)
     assert above.startswith("**") and not GOALS[0].cell(GOALS[0].limit).startswith("**")
+
+
+def test_every_result_is_named_on_the_page():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    unnamed = [path.name for path in files if f"results/{path.relative_to(RESULTS)}" not in text]
+    assert files and not unnamed
