@@ -1,4 +1,4 @@
-"""``max_buffers``: a group in several buffers where one would be padded."""
+"""Modules with several groups: ``max_buffers``, and what their reductions wait for."""
 
 import pytest
 import torch
@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_core_cases import assert_same_grads, assert_same_params, clone
-from ragged_fsdp import Rows, fully_shard
+from ragged_fsdp import BlockCodes, Rows, fully_shard
+from ragged_fsdp.fsdp.schedule import CommContext
 from rank_pool import Rank, spmd
 
 
@@ -64,3 +65,36 @@ def test_split_groups_pad_less_and_train_alike(rank: Rank) -> None:
     net[0].set_custom_reduce_scatter(None)  # all groups have one mesh
     with pytest.raises(ValueError, match="max_buffers must be an int >= 1, got 0"):
         fully_shard(nn.Linear(2, 2), max_buffers=0)
+
+
+def codes(name: str, param: nn.Parameter) -> BlockCodes | None:
+    return BlockCodes("int8", (8, 8)) if param.ndim == 2 else None
+
+
+@spmd(1, 3)
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+def test_a_small_group_does_not_wait_for_the_reduction_of_its_module(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, reduction: str
+) -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(3)]
+    net = nn.Sequential(*blocks, nn.Linear(16, 1)).to(rank.device)
+    for block in blocks:
+        fully_shard(block, mesh=rank.mesh(), gather_policy=codes, reduction=reduction)
+    fully_shard(net, mesh=rank.mesh(), reduction=reduction)
+    left = []
+    make_room = CommContext.make_room
+
+    def watched(context: CommContext, companion: bool) -> None:
+        make_room(context, companion)
+        left.append((companion, sorted(entry.owner.companion for entry in context.pending)))
+
+    monkeypatch.setattr(CommContext, "make_room", watched)
+    for _ in range(2):
+        left.clear()
+        x = torch.ones(4, 16, device=rank.device, requires_grad=True)
+        net(x).sum().backward()
+        small = (True, [False, True])  # goes on while the large one of its module is reduced
+        large = (False, [True])
+        assert left == [(False, []), (True, [False]), large, small, large, small, large]
+        assert not net._get_fsdp_state().root.comm.pending

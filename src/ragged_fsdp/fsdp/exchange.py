@@ -151,7 +151,7 @@ class ExchangeReducer(GradReducer):
     def _begin(self) -> None:
         context = self.group.context
         context.finish_of(self)
-        context.make_room()
+        context.make_room(self.companion)
         self._choose_layout()
 
     def _touch_unused(self) -> None:
@@ -192,7 +192,7 @@ class ExchangeReducer(GradReducer):
         shape = (min(2, rounds), self.group.mesh.shard_size, row_numel)
         packed_bytes = 0 if plan is not None else layout.layout.buffer_numel * dtype.itemsize
         nbytes = packed_bytes + math.prod(shape) * dtype.itemsize
-        leased = self._leased = self.group.context.lease(nbytes)
+        leased = self._leased = None if self.companion else self.group.context.lease(nbytes)
         memory = None if leased is None else self._memories.get(leased)
         if memory is not None and memory.layout is layout and memory.received[0].dtype == dtype:
             return memory

@@ -53,6 +53,9 @@ class GradReducer:
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
+        self.companion = False
+        """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
+        place in the arena."""
         self.full: DBuffer | None = None
         """From the first gradient until a reduction takes it over."""
         self.written: set[int] = set()
@@ -147,7 +150,7 @@ class GradReducer:
     def _allocate(self, dtype: torch.dtype) -> DBuffer:
         context = self.group.context
         context.finish_of(self)  # the last reduction of this very buffer
-        context.make_room()
+        context.make_room(self.companion)
         layout = self._choose_layout().layout
         settings = self.group.settings
         allocate = allocator_of(settings.custom_reduce_scatter)
@@ -158,7 +161,7 @@ class GradReducer:
             return self.full
         # without sync the gradients of every group stay, so they need storage of their own
         nbytes = layout.buffer_numel * dtype.itemsize
-        arena = settings.reduce_grads and settings.comm_memory is None
+        arena = settings.reduce_grads and settings.comm_memory is None and not self.companion
         self._leased = context.lease(nbytes) if arena else None
         full = self._fulls.get(self._leased)
         if full is None or full.dtype != dtype or full.layout is not layout:

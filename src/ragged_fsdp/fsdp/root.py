@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["RootContext"]
 
 logger = logging.getLogger("ragged_fsdp")
+_COMPANION_SHARE = 4  # of the gradients of a module's largest group a companion has at most one in so many
 _KEPT_MODULES = 2  # backward starts with one of them gathered and the next one prefetched
 
 
@@ -74,6 +75,8 @@ class RootContext:
         _check_dense(groups)
         for group in groups:
             group.lazy_init()
+        for state in self.states:
+            _find_companions(state.groups)
         needs = [group.grad_buffer_bytes for group in groups]
         self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes(needs))
         gathered = [group.gathered_bytes for group in groups]
@@ -269,6 +272,13 @@ class RootContext:
                 group.reset_iteration()
         self.forward_root = None
         self._backward = None
+
+
+def _find_companions(groups: Sequence[ParamGroup]) -> None:
+    """Mark the small groups of a module, by the memory their reductions need."""
+    needs = [group.grad_buffer_bytes for group in groups]
+    for group, need in zip(groups, needs):
+        group.reducer.companion = 0 < need * _COMPANION_SHARE <= max(needs)
 
 
 def _check_dense(groups: Sequence[ParamGroup]) -> None:

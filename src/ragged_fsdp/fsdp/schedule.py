@@ -25,11 +25,13 @@ from ragged_fsdp.fsdp.watch import CollectiveWatch
 
 if TYPE_CHECKING:
     from ragged_fsdp.fsdp.param_group import ParamGroup
+    from ragged_fsdp.fsdp.reduction import GradReducer
 
 __all__ = ["CommContext", "ForwardOrder", "PendingReduction"]
 
 
 _HERE = nullcontext()
+_PENDING_COMPANIONS = 4  # per gradient buffer; a module has seldom more groups
 
 
 @dataclass
@@ -38,7 +40,7 @@ class PendingReduction:
 
     event: Any
     release: Callable[[], None]
-    owner: Any
+    owner: GradReducer
     held: Any = None
     """Memory that must not go back to the compute stream's pool before ``event``."""
 
@@ -118,12 +120,17 @@ class CommContext:
         """Return storage from :meth:`lease` after the compute stream has waited for its last use."""
         self.arena.give_back(storage)
 
-    def make_room(self) -> None:
-        """Before another gradient buffer is filled: wait for reductions beyond the allowed number."""
-        while len(self.pending) >= self.max_grad_buffers:
+    def make_room(self, companion: bool) -> None:
+        """Before another gradient buffer is filled: wait for reductions beyond the allowed number.
+
+        The small groups of a module are not counted with its large one: computation would wait for the
+        reduction of the one to start that of the other.
+        """
+        most = self.max_grad_buffers * (_PENDING_COMPANIONS if companion else 1)
+        while sum(entry.owner.companion is companion for entry in self.pending) >= most:
             self._finish(self.pending.popleft())
 
-    def finish_of(self, owner: Any) -> None:
+    def finish_of(self, owner: GradReducer) -> None:
         """Wait for the pending reductions of one group."""
         for entry in [p for p in self.pending if p.owner is owner]:
             self.pending.remove(entry)
