@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import triton
+from benchmarks.device_time import device_ms
 
 from ragged_fsdp.fsdp import block_codes, block_codes_triton
 from ragged_fsdp.fsdp.plan import GroupTensors, make_plan
@@ -37,15 +38,7 @@ TILES = {"gpt-oss-120b": [(64, 64), (32, 32), (1, 64)], "llama-3-70b": [(128, 12
 def least_ms(run: Callable[[], Any], launches: int = 5) -> float:
     """Of a launch, after one to compile it."""
     run()
-    times = []
-    for _ in range(launches):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return min(times)
+    return min(device_ms(run) for _ in range(launches))
 
 
 def copy_bytes_per_ms() -> float:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from benchmarks.device_time import device_ms
 
 from .case import Case
 from .measure import Run, host_ms
@@ -24,14 +25,7 @@ def replayed(case: Case, run: Run) -> dict[str, Any]:
         graph, loss = _capture(run)
     except RuntimeError as error:
         return {"graph_error": str(error).splitlines()[0]}
-    times = []
-    for _ in range(case.iterations):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
+    times = [device_ms(graph.replay) for _ in range(case.iterations)]
     trainer = replace(run.trainer, forward_backward=lambda x: graph.replay(), update=None)
     host = [host_ms(replace(run, trainer=trainer)) for _ in range(case.iterations)]
     return {

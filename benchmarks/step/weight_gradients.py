@@ -8,10 +8,10 @@ and the bf16 gradient, and writes twice the bytes. The all-to-all reduction send
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks.device_time import device_ms
 
 from .shapes import Attention, LayerShape
 
@@ -62,17 +62,8 @@ def study(shape: LayerShape, tokens: int, device: torch.device) -> dict[str, Any
     times = {f"{way.__name__}_ms": [] for way in ways}
     for step in range(_WARMUP + _STEPS):  # in turns: the clock follows the temperature
         for way in ways:
-            took = _time_ms(way)
+            took = device_ms(way)
             if step >= _WARMUP:
                 times[f"{way.__name__}_ms"].append(took)
     found = {name: round(statistics.median(values), 3) for name, values in times.items()}
     return {"model": shape.name, "tokens": tokens, **found}
-
-
-def _time_ms(way: Callable[[], None]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    way()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
