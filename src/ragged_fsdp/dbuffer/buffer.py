@@ -417,6 +417,7 @@ class DBuffer:
             raise ValueError(f"DBuffer: out has placements {out.placements}, expected {target}.")
 
     def _check_live(self, what: str, *others: DBuffer) -> None:
+        """Before ``what``: raise unless the bytes exist, and wait for a collective that still has them."""
         for buffer in (self, *others):
             if not buffer.is_materialized:
                 raise RuntimeError(

@@ -75,10 +75,10 @@ class RootContext:
         _check_dense(groups)
         for group in groups:
             group.lazy_init()
+        needs = {group: group.grad_buffer_bytes for group in groups}
+        self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes([*needs.values()]))
         for state in self.states:
-            _find_companions(state.groups)
-        needs = [group.grad_buffer_bytes for group in groups]
-        self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes(needs))
+            _find_companions({group: needs[group] for group in state.groups})
         gathered = [group.gathered_bytes for group in groups]
         self.comm.gather_pool.nbytes = max(self.comm.gather_pool.nbytes, pooled_bytes(gathered))
         self._copies_from_host = any(group.pin_memory for group in groups)
@@ -274,11 +274,10 @@ class RootContext:
         self._backward = None
 
 
-def _find_companions(groups: Sequence[ParamGroup]) -> None:
-    """Mark the small groups of a module, by the memory their reductions need."""
-    needs = [group.grad_buffer_bytes for group in groups]
-    for group, need in zip(groups, needs):
-        group.reducer.companion = 0 < need * _COMPANION_SHARE <= max(needs)
+def _find_companions(needs: dict[ParamGroup, int]) -> None:
+    """Mark the small groups of a module, by the bytes that their reductions need."""
+    for group, need in needs.items():
+        group.reducer.companion = 0 < need * _COMPANION_SHARE <= max(needs.values())
 
 
 def _check_dense(groups: Sequence[ParamGroup]) -> None:
