@@ -22,27 +22,48 @@ from ragged_fsdp.cli.plan_table import advice_table, group_table, summary_table
 
 __all__ = ["command"]
 
-command = typer.Typer(add_completion=False)
+command = typer.Typer(
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _DETAILED_SIZES = 3
 
 Model = Annotated[
-    str, typer.Argument(help=f"{', '.join(NAMED_MODELS)}, a config.json, or a JSON of tensors.")
+    str,
+    typer.Argument(metavar="MODEL", help=f"{', '.join(NAMED_MODELS)}, a config.json, or a JSON of tensors."),
 ]
 Sizes = Annotated[str, typer.Option("--fsdp", "-n", help="FSDP sizes: 64 or 8,16 or FROM:TO:STEP.")]
 Rules = Annotated[
     list[str],
     typer.Option(
-        "--granularity", "-g", help="PATTERN=128rows|1rows, =256elements or =whole; first match wins."
+        "--granularity",
+        "-g",
+        metavar="PATTERN=RULE",
+        help="what stays on one rank: 128rows, 256elements or whole; A|B compares; the first match wins.",
     ),
 ]
-Wraps = Annotated[list[str], typer.Option("--wrap", "-w", help="layers, model, or module patterns.")]
+Wraps = Annotated[
+    list[str],
+    typer.Option(
+        "--wrap",
+        "-w",
+        metavar="NAME",
+        help="what has a buffer of its own: layers, model, or a pattern of module names.",
+    ),
+]
 Experts = Annotated[str, typer.Option(help="published, fused (one tensor per layer) or separate.")]
 Dtype = Annotated[str, typer.Option(help=f"element type of the buffers: {', '.join(_ELEMENT_BYTES)}.")]
+Order = Annotated[str, typer.Option(help="of the tensors in a buffer: best, default, block or numel.")]
+Nearest = Annotated[
+    bool, typer.Option(help="where a rule does not divide a tensor, take the largest block that does.")
+]
 Node = Annotated[int, typer.Option(min=1, help="ranks per node: sizes named in advice are multiples.")]
 Plot = Annotated[Path | None, typer.Option("--plot", help="padding against ranks, svg or png.")]
 Threshold = Annotated[float, typer.Option(min=0, help="warn above this padding, in percent.")]
+Memory = Annotated[float | None, typer.Option(help="GiB per GPU for state and buffers, for --advise.")]
 State = Annotated[float, typer.Option(min=0, help="bytes of training state per parameter, for --advise.")]
 
 
@@ -57,19 +78,19 @@ def plan(
     dtype: Dtype = "bf16",
     unit: Annotated[int, typer.Option(min=1, help="a shard is a multiple of this many elements.")] = 128,
     align: Annotated[int, typer.Option(min=1, help="tensors start at multiples of this many elements.")] = 1,
-    order: Annotated[str, typer.Option(help="best, default, block or numel.")] = "best",
+    order: Order = "best",
     max_buffers: Annotated[int, typer.Option(min=1, help="split a group into up to this many buffers.")] = 1,
-    nearest: Annotated[bool, typer.Option(help="take the largest block that divides a tensor.")] = False,
+    nearest: Nearest = False,
     threshold: Threshold = 3.0,
     node: Node = 8,
     json_output: Annotated[bool, typer.Option("--json", help="print JSON and nothing else.")] = False,
     plot_file: Plot = None,
     show: Annotated[str | None, typer.Option(help="draw the layout of this group at one FSDP size.")] = None,
     svg: Annotated[Path | None, typer.Option(help="write the picture of --show to this file.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="most ranks to draw.")] = 32,
+    rows: Annotated[int, typer.Option(min=1, help="most ranks that --show draws.")] = 32,
     advise_sizes: Annotated[bool, typer.Option("--advise", help="recommend FSDP sizes for --gpus.")] = False,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job, for --advise.")] = 1024,
-    memory: Annotated[float | None, typer.Option(help="GiB per GPU for state and buffers.")] = None,
+    memory: Memory = None,
     state_bytes: State = 16.0,
 ) -> None:
     """Lay a model's parameters out over FSDP ranks and show padding, bounds and buffers.
