@@ -1,4 +1,4 @@
-"""Modules with several groups: ``max_buffers``, and what their reductions wait for."""
+"""Gradient buffers: when they are allocated, ``max_buffers``, and what reductions of a module wait for."""
 
 import pytest
 import torch
@@ -7,6 +7,7 @@ from torch import nn
 
 from fsdp_core_cases import assert_same_grads, assert_same_params, clone
 from ragged_fsdp import BlockCodes, Rows, fully_shard
+from ragged_fsdp.fsdp.arena import Arena
 from ragged_fsdp.fsdp.schedule import CommContext
 from rank_pool import Rank, spmd
 
@@ -98,3 +99,41 @@ def test_a_small_group_does_not_wait_for_the_reduction_of_its_module(
         large = (False, [True])
         assert left == [(False, []), (True, [False]), large, small, large, small, large]
         assert not net._get_fsdp_state().root.comm.pending
+
+
+def _arena(net: nn.Module) -> Arena:
+    return net._get_fsdp_state().root.comm.arena
+
+
+@spmd(1, 2)
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+def test_the_arena_is_allocated_before_the_step_and_only_if_it_will_be_used(
+    rank: Rank, reduction: str
+) -> None:
+    net = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).to(rank.device)
+    for layer in net:
+        fully_shard(layer, mesh=rank.mesh(), reduction=reduction)
+    fully_shard(net, mesh=rank.mesh(), reduction=reduction)
+    held = []
+
+    def look(*_: object) -> None:
+        held.append([storage.is_materialized for storage in _arena(net)._free])
+
+    net[0].register_forward_pre_hook(look)
+    x = torch.ones(2, 32, device=rank.device)
+    with torch.no_grad():
+        net(x)
+    net(x).sum().backward()
+    with torch.no_grad():
+        net(x)
+    net(x).sum().backward()
+    assert held == [[], [True], [False], [True]]
+    assert _arena(net).nbytes and not _arena(net)._lent
+
+    own_memory = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)]).to(rank.device)
+    for layer in own_memory:
+        fully_shard(layer, mesh=rank.mesh())
+    fully_shard(own_memory, mesh=rank.mesh())
+    own_memory.set_requires_gradient_sync(False)
+    own_memory(x).sum().backward()
+    assert not _arena(own_memory)._free

@@ -3,7 +3,9 @@
 A gradient buffer is the largest block of a step and lives in backward only. Given back to the allocator, its
 block is cut up for the activations of the next forward, and the next backward needs a new one: reserved
 memory grows by a whole buffer. The peak of a step is in backward, where the buffer lives anyway, so keeping
-it costs nothing there. A forward without gradients (evaluation, generation) does not need it and frees it.
+it costs nothing there. It is allocated when a forward that will have a backward starts: one that came between
+the gradients of the first backward would divide the memory in which later gradients must find room. A
+forward without gradients (evaluation, generation) does not need it and frees it.
 """
 
 from __future__ import annotations
@@ -39,13 +41,19 @@ class Arena:
         """A storage of at least ``nbytes``; None if it is too large for the arena or ``limit`` are lent."""
         if nbytes > self.nbytes or self._lent >= limit:
             return None
+        self.fill(device, self._lent + 1)
+        self._lent += 1
+        return self._free.pop()
+
+    def fill(self, device: torch.device, limit: int) -> None:
+        """Allocate what is missing of ``limit`` storages."""
         for storage in [s for s in self._free if s.nbytes != self.nbytes]:  # the arena was resized
             storage.release()
             self._free.remove(storage)
-        storage = self._free.pop() if self._free else FlatStorage(self.nbytes, device, allocate=False)
-        storage.materialize()
-        self._lent += 1
-        return storage
+        missing = limit - self._lent - len(self._free)
+        self._free += [FlatStorage(self.nbytes, device, allocate=False) for _ in range(missing)]
+        for storage in self._free:
+            storage.materialize()
 
     def give_back(self, storage: FlatStorage) -> None:
         """The buffer that was lent is not used by any stream any more."""

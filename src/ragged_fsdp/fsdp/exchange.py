@@ -183,6 +183,10 @@ class ExchangeReducer(GradReducer):
         shares = [self._share(plan, rank, pieces, rows) for rank in range(self.group.mesh.shard_size)]
         self._sends = [list(sends) for sends in zip(*shares)]
 
+    @property
+    def leases(self) -> bool:
+        return not self.companion
+
     def _find_memory(self, plan: SendPlan | None) -> _Memory:
         """Memory for this exchange: in the arena, where it was laid out before, or new."""
         layout, dtype = self._layout, self._wire_dtype()
@@ -192,7 +196,7 @@ class ExchangeReducer(GradReducer):
         shape = (min(2, rounds), self.group.mesh.shard_size, row_numel)
         packed_bytes = 0 if plan is not None else layout.layout.buffer_numel * dtype.itemsize
         nbytes = packed_bytes + math.prod(shape) * dtype.itemsize
-        leased = self._leased = None if self.companion else self.group.context.lease(nbytes)
+        leased = self._leased = self.group.context.lease(nbytes) if self.leases else None
         memory = None if leased is None else self._memories.get(leased)
         if memory is not None and memory.layout is layout and memory.received[0].dtype == dtype:
             return memory

@@ -147,6 +147,16 @@ class GradReducer:
         """Bytes this reducer needs beside the gradients, in each reduction."""
         return self.group.plan.layout.buffer_numel * self.group.gradient_dtype.itemsize
 
+    @property
+    def leases(self) -> bool:
+        """Whether its buffer has a place in the arena.
+
+        Without sync the gradients of every group stay, and memory of the user's communication is not ours.
+        """
+        settings = self.group.settings
+        own = settings.comm_memory is not None or allocator_of(settings.custom_reduce_scatter) is not None
+        return settings.reduce_grads and not own and not self.companion
+
     def _allocate(self, dtype: torch.dtype) -> DBuffer:
         context = self.group.context
         context.finish_of(self)  # the last reduction of this very buffer
@@ -159,10 +169,8 @@ class GradReducer:
             self._leased = None
             self.full = self._make_buffer(dtype, Partial(), storage=FlatStorage.over(given))
             return self.full
-        # without sync the gradients of every group stay, so they need storage of their own
         nbytes = layout.buffer_numel * dtype.itemsize
-        arena = settings.reduce_grads and settings.comm_memory is None and not self.companion
-        self._leased = context.lease(nbytes) if arena else None
+        self._leased = context.lease(nbytes) if self.leases else None
         full = self._fulls.get(self._leased)
         if full is None or full.dtype != dtype or full.layout is not layout:
             full = self._make_buffer(dtype, Partial(), allocate=False, storage=self._leased)

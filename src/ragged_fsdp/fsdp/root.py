@@ -131,6 +131,8 @@ class RootContext:
             self.comm.arena.release()
         if in_backward():
             return  # a checkpointed forward is computed again
+        if torch.is_grad_enabled() and any(group.reducer.leases for group in self._owner):
+            self.comm.fill_arena()
         for group in self._owner:
             if group.keep_gathered:  # no backward followed: the parameters may have changed since
                 group.drop_kept()

@@ -116,6 +116,12 @@ class CommContext:
             return None
         return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
 
+    def fill_arena(self) -> None:
+        """Allocate what :meth:`lease` will lend, before the step's other memory."""
+        assert self.device is not None
+        if not is_capturing(self.device):
+            self.arena.fill(self.device, self.max_grad_buffers)
+
     def give_back(self, storage: FlatStorage) -> None:
         """Return storage from :meth:`lease` after the compute stream has waited for its last use."""
         self.arena.give_back(storage)
