@@ -12,16 +12,19 @@ What a collective of buffer ``B`` (the full buffer, all ranks' parts together) c
 collective         wire bytes  ``fake``                    ``channels``, ``memcpy``
 =================  ==========  ==========================  ============================================
 all-gather         B           read and write ``B`` once   the same (a ring forwards what it receives)
-all-to-all         B           none                        read and write ``B`` once
+all-to-all         B           none (see below)            read and write ``B`` once
 reduce-scatter     B           none                        this rank's part is copied; the sum is free
 all-reduce         2 B         none                        none
 others             B           none                        none
 =================  ==========  ==========================  ============================================
 
 ``fake`` is the model of torch's own fake process group: gathers are device copies, everything else
-delivers nothing. ``memcpy`` uses device copies for all, which take the whole device while they run. With
-``channels`` each collective is one kernel of a few thread blocks on a stream of high priority, as NCCL's are
-under FSDP: it runs beside the computation, shares its memory bandwidth, and takes multiprocessors from it.
+delivers nothing. But rows of an all-to-all are delivered where they are small, and large ones once into the
+same memory: what lay there before would become gradients, and weights of NaN were seen to make steps 15 %
+faster, since such products draw less power. ``memcpy`` uses device copies for all, which take the whole
+device while they run. With ``channels`` each collective is one kernel of a few thread blocks on a stream of
+high priority, as NCCL's are under FSDP: it runs beside the computation, shares its memory bandwidth, and
+takes multiprocessors from it.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ PAYLOADS = ("repeat", "distinct", "zeros", "nothing")
 DELIVERIES = ("fake", "channels", "memcpy")
 _POOL_BYTES = 1 << 30
 _INIT_STD = 0.02
+_SMALL_BYTES = 256 << 20  # copied within 0.2 ms
 
 
 class Copy(NamedTuple):
@@ -76,6 +80,8 @@ class Wire:
     calls: Counter[str] = field(default_factory=Counter)
     _stream: torch.Stream | None = None
     _pools: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)
+    """Where large rows were delivered."""
 
     def __post_init__(self) -> None:
         if self.payload not in PAYLOADS:
@@ -127,6 +133,16 @@ class Wire:
         for copy in copies:
             self.make(copy)
         hold_since(hold_ns)
+
+    def worth_making(self, kind: str, copies: Sequence[Copy]) -> Sequence[Copy]:
+        """Those of the copies of a collective that this delivery makes."""
+        if self.delivery != "fake" or kind == "all_gather":
+            return copies
+        if kind != "all_to_all" or self.payload == "nothing":
+            return ()
+        made = [c for c in copies if c.target.nbytes <= _SMALL_BYTES or c.target.data_ptr() not in self._seen]
+        self._seen.update(copy.target.data_ptr() for copy in made)
+        return made
 
     @property
     def fuses(self) -> bool:
@@ -251,12 +267,10 @@ class WireGroup(dist.ProcessGroup):
             for copy in copies:
                 wire.make(copy)
             return _Delivered(None, tensors)
-        if wire.delivery == "fake" and kind != "all_gather":
-            copies = ()
         stream = wire.stream
         stream.wait_stream(torch.accelerator.current_stream(stream.device_index))
         with stream:
-            wire.transfer(copies, nbytes)
+            wire.transfer(wire.worth_making(kind, copies), nbytes)
         return _Delivered(stream.record_event(), tensors, stream.device_index)
 
     def _gathered(self, output: torch.Tensor, part: torch.Tensor) -> Copy:

@@ -18,7 +18,7 @@ from benchmarks.step.layers import Layer, Stack, draw_routing  # noqa: E402
 from benchmarks.step.reduction_error import emulated  # noqa: E402
 from benchmarks.step.runner import run_case  # noqa: E402
 from benchmarks.step.shapes import MODELS, layer_numel  # noqa: E402
-from benchmarks.step.wire import Wire, join  # noqa: E402
+from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
 
 TINY = Case("tiny-moe", layers=2, tokens=64, ranks=8)
 
@@ -34,6 +34,18 @@ def rank_of():
 
     yield make
     dist.destroy_process_group()
+
+
+def test_fake_delivery_writes_large_rows_once(monkeypatch):
+    monkeypatch.setattr("benchmarks.step.wire._SMALL_BYTES", 64)
+    wire, rows = Wire(), torch.zeros(4, 16)
+    large, small = Copy(rows.view(-1), rows[0], 4), Copy(rows[1], rows[0])
+    assert wire.worth_making("all_to_all", [large, small]) == [large, small]
+    assert wire.worth_making("all_to_all", [large, small]) == [small]
+    assert wire.worth_making("all_gather", [large]) == [large]
+    assert not wire.worth_making("reduce_scatter", [small])
+    assert not Wire(payload="nothing").worth_making("all_to_all", [small])
+    assert Wire(delivery="memcpy").worth_making("reduce_scatter", [small]) == [small]
 
 
 @pytest.mark.parametrize("name", MODELS)
