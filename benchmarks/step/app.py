@@ -15,7 +15,13 @@ from .wire import DELIVERIES, PAYLOADS
 
 __all__ = ["app"]
 
-app = typer.Typer(help="Measure ragged_fsdp and its peers.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="Measure ragged_fsdp and its peers.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 _ALL = "none,ours,fsdp2,fsdp1,megatron,deepspeed"
 _CONSOLE = Console(width=170)
 
