@@ -74,7 +74,10 @@ def step(
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
     traces: Annotated[Path | None, typer.Option(help="Keep the profiler's traces in this folder.")] = None,
 ) -> None:
-    """Time and memory of training steps on rank 0 of N, for each implementation in its own process."""
+    """Time and memory of training steps on rank 0 of N.
+
+    Each implementation runs in a process of its own.
+    """
     from .implementations import IMPLEMENTATIONS
     from .report import copy_table, step_table
     from .runner import run_case, save
@@ -118,7 +121,10 @@ def overhead(
     option: Annotated[list[str], typer.Option(help="name=value for our fully_shard; repeatable.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
 ) -> None:
-    """Host time per layer: many small layers, so that the device waits for the host."""
+    """Host time per layer.
+
+    Many small layers, so that the device waits for the host.
+    """
     from .report import overhead_table
     from .runner import save
     from .turns import take_turns
@@ -142,7 +148,10 @@ def real(
     limit: Annotated[float, typer.Option(help="Seconds one run may take.")] = 120.0,
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
 ) -> None:
-    """Train the same model over real collectives under ours, FSDP2 and DDP; losses and memory."""
+    """Train over real collectives: losses and memory.
+
+    The same model under ours, FSDP2 and DDP.
+    """
     from contextlib import nullcontext
 
     from benchmarks.shared_device import shared_device
@@ -175,7 +184,10 @@ def calls(
     implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,ours-all-to-all,fsdp2",
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
 ) -> None:
-    """Python calls per layer and step, counted on the CPU: no device needed, and no noise."""
+    """Python calls per layer, counted on the CPU.
+
+    Needs no device and has no noise.
+    """
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -197,7 +209,10 @@ def weight_gradients(
     tokens: Annotated[int, typer.Option(help="Tokens of this rank.")] = 4096,
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
 ) -> None:
-    """Time of one layer's weight gradients: kept, cast into a gradient buffer, or written into it."""
+    """Time of one layer's weight gradients.
+
+    Kept, cast into a gradient buffer, or written into it.
+    """
     import torch
 
     from .runner import save
@@ -217,7 +232,10 @@ def reduction_error(
     real_ranks: Annotated[int, typer.Option(help="Ranks to run for real over gloo.")] = 4,
     out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
 ) -> None:
-    """Error of reducing bf16 gradients in fp32, in bf16, and by all-to-all with a local fp32 sum."""
+    """Error of the reductions of bf16 gradients.
+
+    In fp32, in bf16, and by all-to-all with a local fp32 sum.
+    """
     from . import reduction_error as study
     from .report import error_table
     from .runner import save
@@ -241,7 +259,10 @@ def suite(
     limit: Annotated[float, typer.Option(help="Seconds one implementation may take.")] = 120.0,
     traces: Annotated[Path | None, typer.Option(help="Keep our traces in this folder.")] = None,
 ) -> None:
-    """Run every case of the committed figures, most telling first; cases the folder has are not repeated."""
+    """Run every case of the committed figures.
+
+    Most telling first; cases the folder has are not repeated.
+    """
     from .suite import SUITE, run_suite
 
     chosen, left_out = (list(filter(None, text.split(","))) for text in (only, skip))
@@ -262,7 +283,10 @@ def segments(
     implementation: Annotated[str, typer.Option(help="Whose memory.")] = "ours-all-to-all",
     out: Annotated[Path | None, typer.Option(help="Write the result here as JSON.")] = None,
 ) -> None:
-    """What torch's allocator reserves in the first steps, and for what: why it is more than is used."""
+    """What torch's allocator reserves memory for.
+
+    In the first steps: why it is more than is used.
+    """
     from .implementations import IMPLEMENTATIONS
     from .report import segment_table
     from .runner import save
@@ -307,7 +331,10 @@ def show(
 def goals(
     folder: Annotated[Path, typer.Argument(help="Folder of result files that 'suite' wrote.")],
 ) -> None:
-    """What was aimed at and what was reached, as a table for a document; bold misses its goal."""
+    """What was aimed at and what was reached.
+
+    A table for a document; bold misses its goal.
+    """
     from .goals import goal_table
     from .report import markdown_table
 
