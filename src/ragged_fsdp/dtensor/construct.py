@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ragged_fsdp.dtensor.geometry import (
@@ -16,6 +16,7 @@ from ragged_fsdp.dtensor.geometry import (
     ragged_mesh_dim,
     ragged_spec,
     replicated,
+    settled_placements,
     unragged,
     with_placements,
 )
@@ -51,7 +52,7 @@ def moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
 
 def settled(tensor: DTensor) -> DTensor:
     """``tensor`` without pending reductions."""
-    return moved(tensor, [Replicate() if p.is_partial() else p for p in tensor.placements])
+    return moved(tensor, settled_placements(tensor.placements))
 
 
 def whole(tensor: DTensor) -> torch.Tensor:

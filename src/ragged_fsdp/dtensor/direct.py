@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from ragged_fsdp.dtensor import (
     broadcast,
@@ -21,7 +22,7 @@ from ragged_fsdp.dtensor import (
 from ragged_fsdp.dtensor.construct import settled
 from ragged_fsdp.dtensor.geometry import is_ragged
 
-__all__ = ["HANDLERS", "run_direct"]
+__all__ = ["HANDLERS", "ragged_operands", "run_direct"]
 
 HANDLERS = {
     **views.HANDLERS,
@@ -43,6 +44,12 @@ def run_direct(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
         return broadcast.run(op, args, kwargs)
     handler = HANDLERS.get(op)
     return NotImplemented if handler is None else handler(op, args, kwargs)
+
+
+def ragged_operands(args: Any, kwargs: Any) -> list[DTensor]:
+    """The ragged tensors among the arguments of a call, in order."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, DTensor) and is_ragged(leaf._spec)]
 
 
 def _settled(op: Any, args: tuple[Any, ...]) -> Iterator[Any]:

@@ -8,17 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from ragged_fsdp.dtensor import pointwise, reductions
-from ragged_fsdp.dtensor.direct import HANDLERS, run_direct
+from ragged_fsdp.dtensor.direct import HANDLERS, ragged_operands, run_direct
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged
 from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, composite_kernel, tracing
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 
-__all__ = ["dispatch", "first_ragged", "look_at", "register_op"]
+__all__ = ["dispatch", "look_at", "register_op"]
 
 _KINDS = (RaggedShard, StridedRaggedShard)
 
@@ -47,12 +45,6 @@ def look_at(op_info: Any) -> tuple[bool, bool]:
     return ragged, several
 
 
-def first_ragged(args: Any, kwargs: Any) -> DTensor:
-    """The first ragged operand."""
-    leaves = pytree.tree_leaves((args, kwargs))
-    return next(leaf for leaf in leaves if isinstance(leaf, DTensor) and is_ragged(leaf._spec))
-
-
 def dispatch(
     propagator: Any,
     op: torch._ops.OpOverload,
@@ -73,7 +65,7 @@ def dispatch(
         result = op.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    raise refusal(op, first_ragged(args, kwargs), "it has no meaning on uneven pieces")
+    raise refusal(op, ragged_operands(args, kwargs)[0], "it has no meaning on uneven pieces")
 
 
 def _rule(propagator: Any, schema: OpSchema) -> OutputSharding | None:

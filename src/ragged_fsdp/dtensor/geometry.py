@@ -16,13 +16,14 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.compile_support import tag_rank
 from ragged_fsdp.dtensor.internals import DTensorSpec, StridedShard, TensorMeta
-from ragged_fsdp.dtensor.intervals import Box, chunk_bounds, flat_boxes, starts_of
+from ragged_fsdp.dtensor.intervals import Box, chunk_of_chunks, flat_boxes, starts_of
 from ragged_fsdp.placement import RaggedShard, checked_shape
 
 __all__ = [
     "RaggedLayout",
     "check_placements",
     "compute_layout",
+    "contiguous_spec",
     "contiguous_stride",
     "is_ragged",
     "outer_index",
@@ -30,6 +31,8 @@ __all__ = [
     "ragged_mesh_dim",
     "ragged_spec",
     "replicated",
+    "settled_placements",
+    "shard_box",
     "unragged",
     "with_placements",
 ]
@@ -129,6 +132,11 @@ def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
     return (Replicate(),) * mesh.ndim
 
 
+def settled_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """The placements with Replicate where a reduction is pending."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
 def contiguous_stride(shape: Sequence[int]) -> Shape:
     """The stride of a contiguous tensor of this shape."""
     stride, step = [], 1
@@ -158,13 +166,20 @@ def ragged_spec(
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected a DeviceMesh, got {mesh!r}.")
     shape = checked_shape(shape)
-    check_placements(shape, tuple(mesh.shape), placements)
-    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+    check_placements(shape, mesh.shape, placements)
     normal = tuple(Shard(p.dim + len(shape)) if isinstance(p, Shard) and p.dim < 0 else p for p in placements)
-    spec = DTensorSpec(mesh, normal, tensor_meta=meta)
+    spec = contiguous_spec(mesh, normal, shape, dtype)
     if is_ragged(spec):
         ragged_layout(spec)
     return spec
+
+
+def contiguous_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """The spec of a contiguous tensor, unchecked."""
+    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), dtype)
+    return DTensorSpec(mesh, placements, tensor_meta=meta)
 
 
 def with_placements(
@@ -183,9 +198,8 @@ def _cached_layout(
 ) -> RaggedLayout:
     """The coordinate counts: meshes of two ranks are equal where one process has been both."""
     tag_rank()
-    mesh_shape = tuple(mesh.size(d) for d in range(mesh.ndim))
-    _check_all_ranks(shape, mesh_shape, placements)
-    return compute_layout(shape, mesh_shape, coordinate, placements)
+    _check_all_ranks(shape, mesh.shape, placements)
+    return compute_layout(shape, mesh.shape, coordinate, placements)
 
 
 @lru_cache(maxsize=8192)
@@ -209,7 +223,7 @@ def compute_layout(
     """The layout on the rank at ``coordinate``; raises where the placements do not fit."""
     mesh_dim = _checked_ragged_dim(shape, mesh_shape, placements)
     ragged: Any = placements[mesh_dim]
-    inner_shape, inner_offset = _inner_tensor(shape, mesh_shape, coordinate, placements)
+    inner_offset, inner_shape = shard_box(shape, mesh_shape, coordinate, placements)
     units = ragged.units_of(outer_index(mesh_shape, coordinate, placements))
     if len(units) != mesh_shape[mesh_dim]:
         raise ValueError(
@@ -263,17 +277,20 @@ def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Place
     return found[0]
 
 
-def _inner_tensor(
-    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+def shard_box(
+    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: Sequence[Placement]
 ) -> tuple[Shape, Shape]:
-    """Shape and global offset of what the Shard placements leave on the rank at ``coordinate``."""
-    sizes, offsets = list(shape), [0] * len(shape)
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            dim = placement.dim % len(shape)
-            begin, end = chunk_bounds(sizes[dim], mesh_shape[mesh_dim], coordinate[mesh_dim])
-            sizes[dim], offsets[dim] = end - begin, offsets[dim] + begin
-    return tuple(sizes), tuple(offsets)
+    """Offsets and sizes of what Shard placements leave on the rank at ``coordinate``.
+
+    Strided ones are applied after the others, from right to left.
+    """
+    plain = [d for d, p in enumerate(placements) if isinstance(p, Shard)]
+    strided = [d for d, p in enumerate(placements) if isinstance(p, StridedShard)]
+    cuts = (
+        (placements[d].dim % len(shape), mesh_shape[d], coordinate[d])  # type: ignore[attr-defined]
+        for d in plain + strided[::-1]
+    )
+    return chunk_of_chunks(shape, cuts)
 
 
 def outer_index(mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> int:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from ragged_fsdp.dtensor.direct import run_direct
+from ragged_fsdp.dtensor.direct import ragged_operands, run_direct
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged
 
@@ -49,7 +48,7 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
     def guarded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ragged = _ragged_operands(args, kwargs)
+        ragged = ragged_operands(args, kwargs)
         if not ragged:
             return handler(op, args, kwargs)
         result = run_direct(op, args, kwargs)
@@ -65,7 +64,7 @@ def _unscaling(handler: Callable[..., Any]) -> Callable[..., Any]:
 
     def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         grads, found_inf, inv_scale = args
-        if not _ragged_operands(args, kwargs):
+        if not ragged_operands(args, kwargs):
             return handler(op, args, kwargs)
         flag = found_inf._local_tensor if isinstance(found_inf, DTensor) else found_inf
         scale = inv_scale._local_tensor if isinstance(inv_scale, DTensor) else inv_scale
@@ -86,8 +85,3 @@ def _sharded_mesh_dims(grads: list[Any]) -> list[tuple[Any, int]]:
                 if not placement.is_replicate():
                     found[grad.device_mesh, mesh_dim] = None
     return list(found)
-
-
-def _ragged_operands(args: Any, kwargs: Any) -> list[DTensor]:
-    leaves = pytree.tree_leaves((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, DTensor) and is_ragged(leaf._spec)]

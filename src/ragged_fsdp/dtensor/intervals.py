@@ -7,10 +7,10 @@ An interval ``[start, stop)`` counts elements of a row-major flattened tensor. A
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
-__all__ = ["Box", "chunk_bounds", "flat_boxes", "overlap", "starts_of"]
+__all__ = ["Box", "chunk_bounds", "chunk_of_chunks", "flat_boxes", "overlap", "starts_of"]
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -29,6 +29,15 @@ def chunk_bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """The part ``[begin, end)`` of a dim of ``size`` that ``Shard`` gives ``rank`` (torch.chunk)."""
     length = -(-size // ranks)
     return min(size, length * rank), min(size, length * (rank + 1))
+
+
+def chunk_of_chunks(shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]) -> Box:
+    """What is left of a tensor when one chunk after the other is taken: (dim, ranks, rank) of each."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for dim, ranks, rank in cuts:
+        begin, end = chunk_bounds(sizes[dim], ranks, rank)
+        offsets[dim], sizes[dim] = offsets[dim] + begin, end - begin
+    return tuple(offsets), tuple(sizes)
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:

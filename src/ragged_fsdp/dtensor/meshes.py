@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from ragged_fsdp.dtensor.construct import whole, wrap_local
-from ragged_fsdp.dtensor.geometry import is_ragged, replicated
-from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta
+from ragged_fsdp.dtensor.geometry import contiguous_spec, is_ragged, replicated
 
 __all__ = ["reduced_scalars"]
 
@@ -31,8 +30,7 @@ def reduced_scalars(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if op is aten.stack.default and all(leaf.numel() == 1 for leaf in leaves):
         mesh = leaves[0].device_mesh
         stacked = op([_number(t) for t in args[0]], *args[1:], **kwargs)
-        meta = TensorMeta(stacked.shape, stacked.stride(), stacked.dtype)
-        return wrap_local(stacked, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta))
+        return wrap_local(stacked, contiguous_spec(mesh, replicated(mesh), stacked.shape, stacked.dtype))
     home = _home(leaves)
     plain = pytree.tree_map(lambda v: _number(v) if _is_foreign_scalar(v, home) else v, (args, kwargs))
     if all(

@@ -19,7 +19,7 @@ import torch.distributed._state_dict_utils as state_dict_module
 import torch.distributed.checkpoint  # names bound there are rebound too
 from torch.distributed.checkpoint import _state_dict_stager, hf_storage
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dtensor import (
     compile_support,
@@ -39,6 +39,7 @@ from ragged_fsdp.dtensor.geometry import (
     ragged_layout,
     ragged_mesh_dim,
     ragged_spec,
+    settled_placements,
     with_placements,
 )
 from ragged_fsdp.dtensor.internals import (
@@ -253,7 +254,7 @@ def _patch_redistribute_backward() -> None:
 
     def backward(ctx: Any, grad_output: DTensor) -> Any:
         if is_ragged(grad_output._spec):
-            settled = tuple(Replicate() if p.is_partial() else p for p in ctx.current_spec.placements)
+            settled = settled_placements(ctx.current_spec.placements)
             ctx.current_spec = with_placements(ctx.current_spec, settled)
         return stock(ctx, grad_output)
 
@@ -340,7 +341,7 @@ def _patch_to_local_backward() -> None:
         involved = is_ragged(spec) or (asked is not None and ragged_mesh_dim(asked) is not None)
         if grad_output is None or not involved:
             return stock(ctx, grad_output)
-        placements = asked or tuple(Replicate() if p.is_partial() else p for p in spec.placements)
+        placements = asked or settled_placements(spec.placements)
         stride = contiguous_stride(spec.shape)
         local = grad_output.contiguous()
         grad = DTensor.from_local(local, spec.mesh, placements, shape=spec.shape, stride=stride)

@@ -14,7 +14,13 @@ import torch
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.geometry import is_ragged, ragged_mesh_dim, replicated, with_placements
+from ragged_fsdp.dtensor.geometry import (
+    is_ragged,
+    ragged_mesh_dim,
+    replicated,
+    settled_placements,
+    with_placements,
+)
 from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
 from ragged_fsdp.placement import RaggedShard
 
@@ -225,7 +231,7 @@ def _settled(schema: Any, lead: DTensorSpec, written: bool) -> DTensorSpec:
         return lead
     if written:
         raise refusal(schema.op, lead, "it would be written before its pending reduction")
-    return with_placements(lead, tuple(Replicate() if p.is_partial() else p for p in lead.placements))
+    return with_placements(lead, settled_placements(lead.placements))
 
 
 def _matched(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:

@@ -19,8 +19,8 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 from ragged_fsdp.dtensor.broadcast import values_for
 from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.geometry import contiguous_stride, is_ragged, ragged_layout
-from ragged_fsdp.dtensor.internals import DTensorSpec, TensorMeta
+from ragged_fsdp.dtensor.geometry import contiguous_spec, is_ragged, ragged_layout
+from ragged_fsdp.dtensor.internals import DTensorSpec
 from ragged_fsdp.placement import RaggedShard
 
 __all__ = [
@@ -96,8 +96,7 @@ def on_whole_rows(op: Any, tensor: DTensor, dim: int, run: Callable[[torch.Tenso
 
     def wrap(local: torch.Tensor) -> DTensor:
         shape = (*tensor.shape[:prefix], *local.shape[1:])
-        meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
-        return wrap_local(local, DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta))
+        return wrap_local(local, contiguous_spec(tensor.device_mesh, tensor.placements, shape, local.dtype))
 
     return tuple(map(wrap, results)) if isinstance(results, (tuple, list)) else wrap(results)
 
@@ -134,8 +133,8 @@ def partial_scalar(tensor: DTensor, local: torch.Tensor, reduce_op: str) -> DTen
     placements = tuple(
         Partial(reduce_op) if isinstance(p, (RaggedShard, Shard)) else p for p in tensor.placements
     )
-    meta = TensorMeta(local.shape, local.stride(), local.dtype)
-    return wrap_local(local, pending(DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)))
+    spec = contiguous_spec(tensor.device_mesh, placements, local.shape, local.dtype)
+    return wrap_local(local, pending(spec))
 
 
 def _reduced_shape(shape: tuple[int, ...], reduced: list[int], keepdim: bool) -> tuple[int, ...]:
@@ -161,6 +160,5 @@ def _wrapped(
             return Shard(placement.dim - (0 if keepdim else sum(d < placement.dim for d in reduced)))
         return placement
 
-    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), local.dtype)
     placements = tuple(after(p) for p in tensor.placements)
-    return wrap_local(local, pending(DTensorSpec(tensor.device_mesh, placements, tensor_meta=meta)))
+    return wrap_local(local, pending(contiguous_spec(tensor.device_mesh, placements, shape, local.dtype)))

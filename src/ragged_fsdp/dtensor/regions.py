@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ragged_fsdp.dtensor.geometry import compute_layout, ragged_mesh_dim
 from ragged_fsdp.dtensor.internals import DTensorSpec, StridedShard
-from ragged_fsdp.dtensor.intervals import chunk_bounds
+from ragged_fsdp.dtensor.intervals import chunk_of_chunks
 from ragged_fsdp.dtensor.routes import HopKind, Region, Route, plan_route
 from ragged_fsdp.placement import RaggedShard
 
@@ -42,12 +42,8 @@ class Division:
 
     def box_at(self, coordinate: Shape) -> tuple[Shape, Shape]:
         """Offsets and sizes of what the Shard placements leave on the rank at ``coordinate``."""
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
-        for dim, mesh_dims in self.cut_order:
-            for mesh_dim in mesh_dims:
-                begin, end = chunk_bounds(sizes[dim], self.mesh_shape[mesh_dim], coordinate[mesh_dim])
-                offsets[dim], sizes[dim] = offsets[dim] + begin, end - begin
-        return tuple(offsets), tuple(sizes)
+        cuts = ((dim, d) for dim, mesh_dims in self.cut_order for d in mesh_dims)
+        return chunk_of_chunks(self.shape, ((dim, self.mesh_shape[d], coordinate[d]) for dim, d in cuts))
 
     def local_shape(self, coordinate: Shape) -> Shape:
         """The shape of the local tensor of the rank at ``coordinate``."""
@@ -82,7 +78,7 @@ def division_of(spec: DTensorSpec) -> Division | None:
     """The division of a spec; None where a rank's part is not one box (a strided shard by itself)."""
     meta: Any = spec.tensor_meta
     shape = tuple(int(size) for size in meta.shape)
-    mesh_shape = tuple(spec.mesh.size(mesh_dim) for mesh_dim in range(spec.mesh.ndim))
+    mesh_shape = spec.mesh.shape
     order: Any = spec.shard_order
     strided = any(isinstance(p, StridedShard) for p in spec.placements)
     if strided:

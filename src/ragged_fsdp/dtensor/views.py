@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.geometry import RaggedLayout, contiguous_stride, ragged_layout
+from ragged_fsdp.dtensor.geometry import RaggedLayout, contiguous_spec, ragged_layout
 from ragged_fsdp.dtensor.internals import (
     DTensorSpec,
     TensorMeta,
@@ -131,8 +131,7 @@ def ragged_like(model: DTensor, flat: torch.Tensor, shape: Shape, counts: Sequen
     placements = tuple(
         RaggedShard(dims, units) if isinstance(p, RaggedShard) else p for p in model.placements
     )
-    meta = TensorMeta(torch.Size(shape), contiguous_stride(shape), flat.dtype)
-    spec = DTensorSpec(model.device_mesh, placements, tensor_meta=meta)
+    spec = contiguous_spec(model.device_mesh, placements, shape, flat.dtype)
     return wrap_local(flat.view(ragged_layout(spec).local_shape), spec)
 
 

@@ -268,11 +268,11 @@ class Adam8bit(ExactStateOptimizer):
     def _new_slot(self, param: Tensor, counters: StepCounters) -> _Slot:
         self._noted = None
         plan, state = self._plans[param], self.state[param]
-        if not state:
-            counters.adopt(param, state)
+        is_new = not state
+        counters.adopt(param, state)
+        if is_new:
             state.update(_new_state(param, plan.blocks))
         expected = _EXACT if plan.blocks is None else _QUANTISED
-        counters.adopt(param, state)
         moments, weight = tuple(local_of(state[key]) for key in expected), local_of(param)
         entry = None
         if plan.blocks is not None:

@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ragged_fsdp.dtensor.geometry import settled_placements
 from ragged_fsdp.optim.options import number
+from ragged_fsdp.optim.state import local_of
 
 __all__ = ["clip_grad_norm_"]
 
@@ -76,7 +78,7 @@ def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     grads = [_summed(param.grad) for param in params if param.grad is not None]
     wide = any(grad.dtype == torch.float64 for grad in grads)
-    device = next((_local(tensor).device for tensor in [*grads, *params]), torch.device("cpu"))
+    device = next((local_of(tensor).device for tensor in [*grads, *params]), torch.device("cpu"))
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {None: []}
     cut: dict[DeviceMesh | None, set[int]] = defaultdict(set)
     for tensor in [*(param for param in params if param.requires_grad), *grads]:
@@ -89,22 +91,18 @@ def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
             by_mesh[mesh].append(grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for mesh, of_mesh in by_mesh.items():
-        counted = [_local(grad) for grad in of_mesh if _counts_here(grad, cut[mesh])]
+        counted = [local_of(grad) for grad in of_mesh if _counts_here(grad, cut[mesh])]
         value = _all_reduced(_power_sum(counted, norm_type, device), mesh, sorted(cut[mesh]), norm_type)
         total = torch.maximum(total, value) if math.isinf(norm_type) else total + value
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
     return norm.to(torch.float64 if wide else torch.float32)
 
 
-def _local(grad: Tensor) -> Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
-
-
 def _summed(grad: Tensor) -> Tensor:
     """The gradient; of a Partial one, a copy with its parts added up, which alone has a norm."""
     if not isinstance(grad, DTensor) or not any(p.is_partial() for p in grad.placements):
         return grad
-    return grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+    return grad.redistribute(placements=settled_placements(grad.placements))
 
 
 def _cut_dims(grad: Tensor) -> list[int]:
@@ -167,7 +165,7 @@ def _groups(mesh: DeviceMesh | None, dims: Sequence[int]) -> list[dist.ProcessGr
 
 def _scale(grads: Sequence[Tensor], factor: Tensor) -> None:
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in map(_local, grads):
+    for grad in map(local_of, grads):
         alike.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), tensors in alike.items():
         torch._foreach_mul_(tensors, factor.to(device))

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ragged_fsdp.optim.matrices import Flattened, Fused, MatrixRule, slabs_of
-from ragged_fsdp.optim.muon_adamw import adamw_step, local_of
+from ragged_fsdp.optim.muon_adamw import adamw_step
 from ragged_fsdp.optim.muon_exchange import FamilyStep, LocalState
 from ragged_fsdp.optim.muon_groups import Binder, BoundExchange, Member
 from ragged_fsdp.optim.muon_rules import is_hidden_matrix, scale_function
@@ -37,7 +37,7 @@ from ragged_fsdp.optim.newton_schulz import (
     per_iteration,
 )
 from ragged_fsdp.optim.options import check_options, number, require_option
-from ragged_fsdp.optim.state import form_like, require_matching_grad, require_state
+from ragged_fsdp.optim.state import form_like, local_of, require_matching_grad, require_state
 
 __all__ = ["Flattened", "Fused", "Muon"]
 
@@ -197,9 +197,9 @@ class Muon(Optimizer):
             prepared.append((bound, states, families))
         others = [group for group in self.param_groups if group["algorithm"] == _ADAMW]
         for group in others:
-            for name, p in _named_params(group):
+            for name, p in _members_of(group):
                 if p.grad is not None:
-                    require_matching_grad(name, p)
+                    require_matching_grad(_label(name, p), p)
         for group in others:
             adamw_step(group, self.state)
         for bound, states, families in prepared:
@@ -215,8 +215,7 @@ class Muon(Optimizer):
         }
         lines = []
         for group in self.param_groups:
-            names = group.get("param_names", [None] * len(group["params"]))
-            for name, p in zip(names, group["params"]):
+            for name, p in _members_of(group):
                 line = f"{name or '(unnamed)'}  {tuple(p.shape)}  {group['algorithm']}"
                 if group["algorithm"] == _MUON:
                     line += f"  {_matrices_text(p, self._rule_of(name, p))}"
@@ -231,11 +230,10 @@ class Muon(Optimizer):
         try:
             super().load_state_dict(state_dict)
             for group in self.param_groups:
-                for name, p in _named_params(group):
+                for name, p in _members_of(group):
                     if state := self.state.get(p):
-                        require_state(
-                            name, p, state, dict.fromkeys(_STATE_KEYS[group["algorithm"]], form_like(p))
-                        )
+                        expected = dict.fromkeys(_STATE_KEYS[group["algorithm"]], form_like(p))
+                        require_state(_label(name, p), p, state, expected)
         except Exception:
             self.state, self.param_groups = before
             raise
@@ -279,10 +277,8 @@ class Muon(Optimizer):
         members: list[Member] = []
         for family, (group, params) in enumerate(zip(groups, chosen)):
             wanted = set(map(id, params))
-            names = group.get("param_names", [None] * len(group["params"]))
-            for name, p in zip(names, group["params"]):
-                if id(p) in wanted:
-                    members.append((name, p, self._rule_of(name, p), family))
+            pairs = [pair for pair in _members_of(group) if id(pair[1]) in wanted]
+            members += [(name, p, self._rule_of(name, p), family) for name, p in pairs]
         return members
 
     def _local_state(self, name: str, parameter: Tensor) -> LocalState:
@@ -290,17 +286,9 @@ class Muon(Optimizer):
         if gradient is None:
             local = local_of(parameter)
             return LocalState(local, None, local)
-        if gradient.layout is not torch.strided or not gradient.is_floating_point():
-            raise ValueError(
-                f"{name}: Muon needs dense real gradients, got {gradient.layout}, {gradient.dtype}."
-            )
-        if isinstance(parameter, DTensor) and (
-            not isinstance(gradient, DTensor) or gradient.placements != parameter.placements
-        ):
-            found = gradient.placements if isinstance(gradient, DTensor) else "a plain tensor"
-            raise ValueError(
-                f"{name}: the gradient must be placed like the parameter {parameter.placements}, got {found}."
-            )
+        require_matching_grad(name, parameter)
+        if not gradient.is_floating_point():
+            raise ValueError(f"{name}: Muon needs real gradients, got {gradient.dtype}.")
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -331,11 +319,14 @@ def _is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
 
 
-def _named_params(group: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a group with what an error calls them."""
-    names = group.get("param_names", [None] * len(group["params"]))
-    for name, p in zip(names, group["params"]):
-        yield name or f"parameter of shape {tuple(p.shape)}", p
+def _members_of(group: dict[str, Any]) -> Iterator[tuple[str | None, Tensor]]:
+    """The parameters of a group with their names, if they came with names."""
+    return zip(group.get("param_names", [None] * len(group["params"])), group["params"])
+
+
+def _label(name: str | None, parameter: Tensor) -> str:
+    """What an error calls a parameter."""
+    return name or f"parameter of shape {tuple(parameter.shape)}"
 
 
 def _named(params: Any) -> list[tuple[str | None, Tensor]]:
@@ -370,7 +361,7 @@ def _check_group(
     per_iteration(group["ns_coefficients"], group["ns_steps"])
     scale_function(group["adjust_lr_fn"], group["transposed"])
     for name, parameter in members:
-        label = name or f"parameter of shape {tuple(parameter.shape)}"
+        label = _label(name, parameter)
         if not parameter.is_floating_point():
             raise ValueError(f"{label}: Muon needs floating point parameters, got {parameter.dtype}.")
         if parameter.ndim < 2:

@@ -6,15 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-__all__ = ["adamw_step", "local_of"]
+from ragged_fsdp.optim.state import local_of
 
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The memory of this rank."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+__all__ = ["adamw_step"]
 
 
 def adamw_step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> None:

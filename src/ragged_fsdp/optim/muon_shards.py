@@ -32,16 +32,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ragged_fsdp.dtensor.geometry import RaggedLayout, compute_layout, ragged_mesh_dim
+from ragged_fsdp.dtensor.geometry import RaggedLayout, compute_layout, ragged_mesh_dim, shard_box
 from ragged_fsdp.dtensor.internals import StridedShard
-from ragged_fsdp.dtensor.intervals import chunk_bounds
+from ragged_fsdp.dtensor.intervals import Box
 from ragged_fsdp.optim.matrices import Flattened, MatrixRule, matrix_shape
 from ragged_fsdp.optim.muon_plan import Holding, ParameterLayout
 from ragged_fsdp.placement import RaggedShard
 
 __all__ = ["Spread", "exchange_group", "parameter_layout", "spread_of"]
 
-Box = tuple[list[int], list[int]]  # offsets, sizes
 Triple = tuple[int, int, int]
 
 
@@ -135,11 +134,9 @@ def _shards(
     """
     mesh = spread.mesh
     assert mesh is not None
-    mesh_shape = tuple(mesh.size(d) for d in range(mesh.ndim))
-    local_dims = [
-        d for d in range(mesh.ndim) if d not in spread.mesh_dims and isinstance(placements[d], Shard)
-    ]
-    inner = _box(shape, mesh_shape, spread.coordinate, placements, local_dims)
+    mesh_shape = mesh.shape
+    local = [Replicate() if d in spread.mesh_dims else p for d, p in enumerate(placements)]
+    inner = shard_box(shape, mesh_shape, spread.coordinate, local)
     coordinates = _coordinates(spread, mesh_shape)
     holdings = _holdings(shape, mesh_shape, coordinates, placements, rule, inner)
     replicas = []
@@ -149,7 +146,7 @@ def _shards(
             if isinstance(placements[d], Replicate):
                 replica = replica * mesh_shape[d] + coordinate[d]
         replicas.append(replica)
-    return tuple(inner[1]), tuple(holdings), tuple(replicas)
+    return inner[1], tuple(holdings), tuple(replicas)
 
 
 def _exchange_dims(
@@ -182,24 +179,6 @@ def _coordinates(spread: Spread, mesh_shape: tuple[int, ...]) -> list[tuple[int,
     return [coordinate for _, coordinate in sorted(zip(ranks, itertools.product(*ranges)))]
 
 
-def _box(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    placements: tuple[Placement, ...],
-    mesh_dims: Sequence[int],
-) -> Box:
-    """The part of the tensor that the Shard placements of these mesh dims leave at ``coordinate``."""
-    offsets, sizes = [0] * len(shape), list(shape)
-    strided = [d for d in mesh_dims if isinstance(placements[d], StridedShard)]
-    plain = [d for d in mesh_dims if isinstance(placements[d], Shard) and d not in strided]
-    for d in plain + strided[::-1]:  # a strided shard is applied after the shards to its right
-        dim = placements[d].dim % len(shape)
-        begin, end = chunk_bounds(sizes[dim], mesh_shape[d], coordinate[d])
-        offsets[dim], sizes[dim] = offsets[dim] + begin, end - begin
-    return offsets, sizes
-
-
 def _holdings(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
@@ -212,11 +191,11 @@ def _holdings(
 
     def matrix_box(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[Triple, Triple]:
         relative = [offset - base for offset, base in zip(offsets, inner[0])]
-        return _matrix_box(tuple(inner[1]), relative, list(sizes), rule)
+        return _matrix_box(inner[1], relative, sizes, rule)
 
     ragged_dim = ragged_mesh_dim(placements)
     if ragged_dim is None:
-        boxes = [_box(shape, mesh_shape, c, placements, range(len(mesh_shape))) for c in coordinates]
+        boxes = [shard_box(shape, mesh_shape, c, placements) for c in coordinates]
         return [Holding(*matrix_box(*box), 0, math.prod(box[1])) for box in boxes]
     cut: dict[tuple[int, ...], tuple[RaggedLayout, tuple[Triple, Triple]]] = {}
     holdings = []
@@ -233,7 +212,7 @@ def _holdings(
 
 
 def _matrix_box(
-    shape: tuple[int, ...], offsets: list[int], sizes: list[int], rule: MatrixRule
+    shape: tuple[int, ...], offsets: Sequence[int], sizes: Sequence[int], rule: MatrixRule
 ) -> tuple[Triple, Triple]:
     """A box of the parameter as a box of (batches, rows, columns); other cuts have no such form."""
     first, last = (1, len(shape)) if isinstance(rule, Flattened) else (1, len(shape) - 2)

@@ -28,7 +28,7 @@ from functools import lru_cache
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
 
-from ragged_fsdp.dtensor.geometry import outer_index
+from ragged_fsdp.dtensor.geometry import outer_index, shard_box
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
 
@@ -173,7 +173,7 @@ def whole_blocks(grid: BlockGrid) -> LocalBlocks:
 def _blocks_at(
     grid: BlockGrid, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> LocalBlocks | None:
-    offset, size = inner_box(grid.shape, mesh_shape, coordinate, placements)
+    offset, size = shard_box(grid.shape, mesh_shape, coordinate, placements)
     start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, placements)
     return _blocks_of(grid, offset, size, start, stop)
 
@@ -203,22 +203,6 @@ def _blocks_of(grid: BlockGrid, offset: Shape, size: Shape, start: int, stop: in
     inner_rows = math.prod(size[1:-1]) if len(size) > 2 else grid.rows
     row_base = outer * matrix_rows + offset[-2]
     return LocalBlocks(grid, stop - start, cols, start // cols, row_base, inner_rows, matrix_rows, left)
-
-
-def inner_box(
-    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
-) -> tuple[Shape, Shape]:
-    """Offset and size of what Shard and strided Shard placements leave on the rank at ``coordinate``."""
-    offset, size = [0] * len(shape), list(shape)
-    in_order = [d for d, p in enumerate(placements) if isinstance(p, Shard)]
-    strided = [d for d, p in enumerate(placements) if isinstance(p, _StridedShard)]  # applied right to left
-    for mesh_dim in [*in_order, *reversed(strided)]:
-        dim = placements[mesh_dim].dim
-        chunk = -(-size[dim] // mesh_shape[mesh_dim])
-        begin = min(chunk * coordinate[mesh_dim], size[dim])
-        offset[dim] += begin
-        size[dim] = min(chunk, size[dim] - begin)
-    return tuple(offset), tuple(size)
 
 
 def ragged_interval(
@@ -273,7 +257,7 @@ def _same_place(
         for p in candidate:
             if isinstance(p, RaggedShard) and not _divides(p, shape, mesh_shape, coordinate, candidate):
                 return False
-        offset, size = inner_box(shape, mesh_shape, coordinate, candidate)
+        offset, size = shard_box(shape, mesh_shape, coordinate, candidate)
         start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, candidate)
         if part is None or stop - start != part.grid_rows * part.grid_cols:
             return False
@@ -285,7 +269,7 @@ def _same_place(
 def _divides(
     ragged: RaggedShard, shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> bool:
-    rows = math.prod(inner_box(shape, mesh_shape, coordinate, placements)[1][:-1])
+    rows = math.prod(shard_box(shape, mesh_shape, coordinate, placements)[1][:-1])
     units = ragged.units_of(outer_index(mesh_shape, coordinate, placements))
     return not rows or (sum(units) > 0 and rows % sum(units) == 0)
 

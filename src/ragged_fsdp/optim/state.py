@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dtensor import is_ragged, ragged_layout, ragged_spec, wrap_local
+from ragged_fsdp.dtensor.geometry import shard_box
 from ragged_fsdp.optim.quant_grid import (
     BlockGrid,
     LocalBlocks,
     blocks_placements,
-    inner_box,
     locate_blocks,
     whole_blocks,
 )
@@ -48,12 +48,6 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def mesh_shape_of(tensor: DTensor) -> tuple[int, ...]:
-    """Ranks along each dim of the tensor's mesh."""
-    mesh = tensor.device_mesh
-    return tuple(mesh.size(dim) for dim in range(mesh.ndim))
-
-
 def state_like(param: Tensor, local: Tensor) -> Tensor:
     """``local``, one value per element of the parameter's local part, laid out like the parameter."""
     return _wrap(param, local, tuple(param.shape), getattr(param, "placements", ()))
@@ -64,7 +58,7 @@ def state_over_blocks(param: Tensor, grid: BlockGrid, local: Tensor) -> Tensor:
     rest = tuple(local.shape[1:])
     if not isinstance(param, DTensor):
         return local.view(*grid.grid_shape, *rest)
-    placements = blocks_placements(grid, mesh_shape_of(param), param.placements)
+    placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
     if placements is None:
         raise ValueError(
             f"blocks of a parameter of shape {grid.shape} under {param.placements} have no layout."
@@ -80,7 +74,7 @@ def _wrap(param: Tensor, local: Tensor, shape: tuple[int, ...], placements: Sequ
         local_shape = ragged_layout(spec).local_shape
     else:
         coordinate = tuple(param.device_mesh.get_coordinate() or ())
-        local_shape = inner_box(shape, mesh_shape_of(param), coordinate, spec.placements)[1]
+        local_shape = shard_box(shape, param.device_mesh.shape, coordinate, spec.placements)[1]
     return wrap_local(local.view(local_shape), spec)
 
 
@@ -112,7 +106,7 @@ def form_over_blocks(
     """Of state with ``rest`` values per block."""
     placements = None
     if isinstance(param, DTensor):
-        placements = blocks_placements(grid, mesh_shape_of(param), param.placements)
+        placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
     return StateForm((*grid.grid_shape, *rest), placements, dtype)
 
 
@@ -141,7 +135,7 @@ def require_whole_blocks(name: str, param: Tensor, grid: BlockGrid) -> LocalBloc
     """The blocks on this rank; raises alike on every rank if the sharding cuts one anywhere."""
     if not isinstance(param, DTensor):
         return whole_blocks(grid)
-    mesh_shape = mesh_shape_of(param)
+    mesh_shape = param.device_mesh.shape
     parts = locate_blocks(grid, mesh_shape, param.placements)
     block = f"{grid.block_rows} x {grid.block_cols} blocks" if grid.tiled else f"runs of {grid.cols} elements"
     if None in parts:
@@ -178,7 +172,7 @@ def require_optimisable(name: str, param: Tensor) -> None:
 def require_matching_grad(name: str, param: Tensor) -> None:
     """Raise unless the gradient lies where the parameter does: then it can be used part by part."""
     grad = param.grad
-    if grad is None or grad.is_sparse:
+    if grad is None or grad.layout is not torch.strided:
         raise RuntimeError(
             f"{name}: expected a dense gradient, got {'none' if grad is None else 'a sparse one'}."
         )
