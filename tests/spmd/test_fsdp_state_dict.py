@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -116,6 +117,33 @@ def test_setting_a_full_state_dict(rank, broadcast):
     wrong = swapped if rank.rank == 0 or not broadcast else {}
     with pytest.raises((ValueError, RuntimeError), match=rf"{name}|size of tensor"):
         set_model_state_dict(model, wrong, options=options)  # also where a rank owns nothing of it
+
+
+@ragged_only
+@spmd(4)
+def test_full_state_dicts_that_differ_between_ranks_are_refused_by_all(rank):
+    """torch would broadcast one tensor into the memory of another: the process ends, or reads garbage."""
+    mesh = rank.mesh(2, 2, names=("replicate", "shard"))
+    model, reference = build(lambda: nn.Linear(6, 10), rank.device)
+    fully_shard(model, mesh=mesh)
+    good = {name: value.clone() for name, value in reference.state_dict().items()}
+    weight, bias = good.values()
+    cases = {
+        "shape": {"weight": weight[:3].clone(), "bias": bias},
+        "dtype": {"weight": weight.double(), "bias": bias},
+        "missing": {"bias": bias},
+        "order": {"bias": bias, "weight": weight},
+    }
+    for case, other in cases.items():
+        for culprit in range(rank.world_size):  # also one that only some of the ranks meet along a mesh dim
+            options = StateDictOptions(full_state_dict=True, strict=case != "missing")
+            states = dict(other if rank.rank == culprit else good)
+            with pytest.raises(ValueError, match=r"rank \d has 'weight \(10, 6\)|rank \d has 'bias"):
+                set_model_state_dict(model, states, options=options)
+    everywhere = {"weight": weight[:3].clone(), "bias": bias}
+    with pytest.raises(ValueError, match=r"weight: the state dict has shape \(3, 6\), expected \(10, 6\)"):
+        set_model_state_dict(model, everywhere, options=StateDictOptions(full_state_dict=True))
+    assert_same(model, reference)
 
 
 @spmd(2)

@@ -160,6 +160,12 @@ TOUCHED = (
         ("local_state_dict", "keys", "device", "pg"),
         "loading full state dicts and broadcast from rank 0",
     ),
+    Touched(
+        state_dict_module,
+        "_distribute_state_dict",
+        ("full_state_dict", "local_state_dict", "device", "pg"),
+        "full state dicts that differ between ranks: an error on all, instead of the end of the process",
+    ),
 )
 
 _installed = False
@@ -183,6 +189,7 @@ def install() -> None:
     dcp.install()
     pickling.install()
     _rebind(state_dict.stock_distribute_tensors, state_dict.distribute_tensors)
+    _rebind(state_dict.stock_distribute_state_dict, state_dict.distribute_state_dict)
     compile_support.register_placements()
     _installed = True
 

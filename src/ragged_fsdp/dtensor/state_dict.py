@@ -2,20 +2,96 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._state_dict_utils as state_dict_module
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.geometry import is_ragged, ragged_spec, replicated, with_placements
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
 
-__all__ = ["distribute_tensors", "stock_distribute_tensors"]
+__all__ = [
+    "distribute_state_dict",
+    "distribute_tensors",
+    "stock_distribute_state_dict",
+    "stock_distribute_tensors",
+]
 
-# Captured before patches.py replaces the name.
+# Captured before patches.py replaces the names.
 stock_distribute_tensors: Any = state_dict_module._distribute_tensors
+stock_distribute_state_dict: Any = state_dict_module._distribute_state_dict
+
+
+def distribute_state_dict(
+    full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], device: torch.device, pg: Any = None
+) -> None:
+    """Load a full state dict that every rank has; torch broadcasts each tensor from the first rank.
+
+    The ranks first compare what they have: a broadcast between tensors of different sizes or dtypes ends the
+    process, leaves garbage, or leaves other ranks waiting.
+    """
+    said: dict[DeviceMesh, list[str]] = {}
+    for target in local_state_dict.values():
+        if isinstance(target, DTensor) and is_ragged(target._spec):
+            said.setdefault(target.device_mesh, [])
+    pairs = [(key, value, local_state_dict.get(key)) for key, value in full_state_dict.items()]
+    for key, value, target in pairs:
+        if isinstance(target, DTensor) and target.device_mesh in said and torch.is_tensor(value):
+            said[target.device_mesh].append(f"{key} {tuple(value.shape)} {value.dtype}")
+    for mesh, lines in said.items():
+        _check_same(mesh, lines)
+    for key, value, target in pairs:
+        if isinstance(target, DTensor) and is_ragged(target._spec) and torch.is_tensor(value):
+            _check_shape(key, value, target)
+    stock_distribute_state_dict(full_state_dict, local_state_dict, device, pg)
+
+
+def _check_same(mesh: DeviceMesh, lines: Sequence[str]) -> None:
+    """Raise on every rank of ``mesh``, naming the first difference, unless all have the same ``lines``.
+
+    A rank that learns of a difference along one dim passes it on along the next.
+    """
+    heard: str | None = None
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        said: list[Any] = [None] * group.size()
+        if len(said) == 1:
+            continue
+        dist.all_gather_object(said, (heard, digest), group=group)
+        heard = next((message for message, _ in said if message is not None), None)
+        if heard is None and len({other for _, other in said}) > 1:
+            texts: list[Any] = [None] * group.size()
+            dist.all_gather_object(texts, list(lines), group=group)
+            heard = _first_difference(texts, dist.get_process_group_ranks(group))
+    if heard is not None:
+        raise ValueError(heard)
+
+
+def _first_difference(texts: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
+    for rank, lines in zip(ranks, texts):
+        for index in range(max(len(lines), len(texts[0]))):
+            ours, theirs = (t[index] if index < len(t) else "nothing" for t in (texts[0], lines))
+            if ours != theirs:
+                return (
+                    "the ranks do not load the same full state dict, in the same order; "
+                    f"rank {ranks[0]} has '{ours}', rank {rank} has '{theirs}'."
+                )
+    return "the ranks do not load the same full state dict."
+
+
+def _check_shape(key: str, full: torch.Tensor, local: DTensor) -> None:
+    """Raise alike on every rank: one that owns nothing of the tensor would go on alone."""
+    if full.shape != local.shape:
+        raise ValueError(
+            f"{key}: the state dict has shape {tuple(full.shape)}, expected {tuple(local.shape)}."
+        )
 
 
 def distribute_tensors(
@@ -28,10 +104,7 @@ def distribute_tensors(
         ragged = isinstance(pair, tuple) and isinstance(pair[0], DTensor) and is_ragged(pair[0]._spec)
         if ragged:
             local, full = pair
-            if full.shape != local.shape:  # on every rank: one that owns nothing of it would go on alone
-                raise ValueError(
-                    f"{key}: the state dict has shape {tuple(full.shape)}, expected {tuple(local.shape)}."
-                )
+            _check_shape(key, full, local)
             local_state_dict[key] = _filled(local, full)
         else:
             others.append(key)
