@@ -16,14 +16,14 @@ LLAMA = {
     "vocab_size": "257",  # tp = 2 does not divide it
 }
 SPLITS = {
-    "tp2": {"tp": 2},
+    "tp2": {"tp": 2, "reduction": "all_to_all"},
     "tp4-fsdp1": {"tp": 4, "model_set": {"heads": "4", "kv_heads": "4"}},
     "tp2-hsdp": {"tp": 2, "replicas": 2, "accumulate": 2, "granularity": {"*.experts.*": "rows:8"}},
     "tp2-tied": {"tp": 2, "model_set": {**MODEL, "tied_embeddings": "true"}, "activation_checkpointing": 1},
     "tp2-fsdp2": {"tp": 2, "sharding": "fsdp2"},
     "ep2": {"ep": 2, "granularity": {"*.experts.*": "rows:8"}},
     "ep4-fsdp1": {"ep": 4, "activation_checkpointing": 1},
-    "ep2-hsdp": {"ep": 2, "replicas": 2, "accumulate": 2},
+    "ep2-hsdp": {"ep": 2, "replicas": 2, "accumulate": 2, "reduction": "all_to_all"},
     "ep2-fsdp2": {"ep": 2, "sharding": "fsdp2"},
     "llama-tp2": {"tp": 2, "model": "LlamaConfig", "model_set": LLAMA},
 }

@@ -71,6 +71,7 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"sharding": "none"}, 2, "for one process"),
         ({"sharding": "ddp", "replicas": 2}, 2, "replicas = 2 needs sharding"),
         ({"replicas": 3}, 4, "does not divide the 4 processes"),
+        ({"sharding": "fsdp2", "reduction": "all_to_all"}, 2, "reduction = all_to_all needs sharding"),
         ({"sharding": "fsdp2", "granularity": {"*": "rows"}}, 2, "granularity needs sharding = ragged"),
         ({"granularity": {"*": "colums:2"}}, 2, "'colums:2': expected 32rows or rows:32"),
         ({"granularity": {"*.experts.*": "rows:7"}}, 2, "gate_up_proj: granularity Rows(count=7) of"),

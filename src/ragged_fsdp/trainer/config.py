@@ -139,6 +139,12 @@ class ShardingConfig:
         "weights gathered and computed with as 8-bit codes and a scale per tile, by parameter name: "
         "--gather-codes '*.experts.*=int8:32x32' (or float8_e4m3fn)",
     )
+    reduction: str = _option(
+        "reduce_scatter",
+        "reduce_scatter: gradients are added on the wire; all_to_all: they travel as they were computed (in "
+        "bf16 half the bytes) and are added in fp32 on arrival",
+        choices=("reduce_scatter", "all_to_all"),
+    )
     reshard_after_forward: bool = _option(True, "free the gathered parameters between forward and backward")
     precision: str = _option(
         "auto",

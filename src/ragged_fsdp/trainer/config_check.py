@@ -34,7 +34,9 @@ def check(config: TrainConfig, world_size: int) -> None:
 
 
 def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
-    """Rules by parameter name, which only our ``fully_shard`` knows."""
+    """What only our ``fully_shard`` knows: rules by parameter name, and another reduction."""
+    if config.reduction != "reduce_scatter" and config.sharding != "ragged":
+        raise ConfigError(f"reduction = {config.reduction} needs sharding = ragged, not {config.sharding}")
     for setting in ("granularity", "gather_codes"):
         rules = getattr(config, setting)
         if rules and config.sharding != "ragged":

@@ -105,6 +105,7 @@ def shard(
 
         extra["orig_param_policy"] = _policy(model, "granularity", config.granularity, default)
         extra["gather_policy"] = _policy(model, "gather_codes", config.gather_codes)
+        extra["reduction"] = config.reduction
     else:
         from torch.distributed.fsdp import fully_shard
     if ranks.split is not None:
@@ -112,7 +113,8 @@ def shard(
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     common = {"mp_policy": _mixed_precision(resolved_precision(config, ranks.device)), **extra}
     layers = transformer_layers(model)
-    in_layers = {"reshard_after_forward": config.reshard_after_forward, **common}
+    # None, not True: the layers that backward begins with may then stay gathered
+    in_layers = {"reshard_after_forward": None if config.reshard_after_forward else False, **common}
     for inside, options in (*((layer, in_layers) for layer in layers), (model, common)):
         if ranks.split is not None and (parts := _split_parts(inside, skip=layers)):
             _apply(fully_shard, parts, mesh=ranks.split.outer, **options)
