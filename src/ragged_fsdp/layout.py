@@ -56,11 +56,6 @@ class TensorSpec:
                 "use a divisor or pad the parameter."
             )
 
-    @property
-    def block_count(self) -> int:
-        """Blocks in the tensor."""
-        return self.numel // self.block_numel
-
 
 @dataclass(frozen=True)
 class LocalRange:

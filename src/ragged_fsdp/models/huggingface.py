@@ -24,17 +24,13 @@ def find_hugging_face(name: str, changes: Mapping[str, str], *, random_weights: 
     config = _config(name, folder, changes)
     config.use_cache = False  # training never continues a sequence
 
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-
     text = config.get_text_config()
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     has_weights = folder is not None and any(folder.glob("*.safetensors"))
     return ModelSource(
         name=name,
-        build=build,
+        build=lambda: _on_meta(config),
         init_with=_init_with,
         vocab_size=text.vocab_size,
         layers=text.num_hidden_layers,
@@ -105,6 +101,9 @@ def _init_with(model: nn.Module) -> InitModule:
 
 def model_from_settings(settings: dict[str, Any]) -> nn.Module:
     """A model on the meta device from the values of its ``config.json``."""
-    config = AutoConfig.for_model(**settings)
+    return _on_meta(AutoConfig.for_model(**settings))
+
+
+def _on_meta(config: PretrainedConfig) -> nn.Module:
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

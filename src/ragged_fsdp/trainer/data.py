@@ -83,16 +83,17 @@ def open_tokens(config: DataConfig) -> Tokens:
     sources = config.data
     if not sources:
         raise ConfigError("data: at least one source is needed, such as 'stdlib' or a glob of text files")
-    alone = [s for s in sources if s.endswith((".bin", ".npy")) or (Path(s) / "dataset_info.json").exists()]
-    if alone and len(sources) > 1:
+    token_files = [Path(s) for s in sources if s.endswith((".bin", ".npy"))]
+    datasets = [Path(s) for s in sources if (Path(s) / "dataset_info.json").exists()]
+    if (alone := [*token_files, *datasets]) and len(sources) > 1:
         raise ConfigError(
             f"data: {alone[0]} holds tokens or a dataset, so it must be the only source of {len(sources)}"
         )
-    first = Path(sources[0])
-    if len(sources) == 1 and first.suffix in (".bin", ".npy"):
-        flat = _token_file(first, config.token_dtype)
-    elif len(sources) == 1 and first.is_dir() and (first / "dataset_info.json").exists():
-        flat = _cached(_dataset_key(first, config), _dataset_documents(first, config, tokenizer), tokenizer)
+    if token_files:
+        flat = _token_file(token_files[0], config.token_dtype)
+    elif datasets:
+        key, documents = _dataset_key(datasets[0], config), _dataset_documents(datasets[0], config, tokenizer)
+        flat = _cached(key, documents, tokenizer)
     else:
         files = _text_files(sources)
         flat = _cached(_files_key(files, config.tokenizer), _encoded(files, tokenizer), tokenizer)

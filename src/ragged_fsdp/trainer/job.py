@@ -1,5 +1,6 @@
 """A training run as one rank lives it: set up, resume, loop, finish."""
 
+import math
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -208,7 +209,7 @@ class TrainingJob:
         self._pending = None
         loss, grad_norm = float(result.loss), float(result.grad_norm)
         self._counters.train_loss = loss
-        if not (abs(loss) < float("inf") and abs(grad_norm) < float("inf")):  # also true for nan
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}; lower lr or set clip"
             )

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -50,7 +50,7 @@ class _Rank:
     trace: str | None = None
     refusal: str | None = None
     failed_at: float | None = None
-    ended: bool = field(default=False)
+    ended: bool = False
 
 
 def launch(target: str, argument: Any, processes: int) -> Any:
