@@ -8,6 +8,8 @@ _HOMES = {
     "AdamW8bit": "ragged_fsdp.optim.adam8bit",
     "Muon": "ragged_fsdp.optim.muon",
     "Shampoo": "ragged_fsdp.optim.shampoo",
+    "Flattened": "ragged_fsdp.optim.matrices",
+    "Fused": "ragged_fsdp.optim.matrices",
     "block_policy": "ragged_fsdp.optim.quant_grid",
     "FusedAdam": "ragged_fsdp.optim.fused_adamw",
     "FusedAdamW": "ragged_fsdp.optim.fused_adamw",

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ragged_fsdp.optim.matrices import Flattened, Fused, MatrixRule, slabs_of
+from ragged_fsdp.optim.matrices import MatrixRule, slabs_of
 from ragged_fsdp.optim.muon_adamw import adamw_step
 from ragged_fsdp.optim.muon_exchange import FamilyStep, LocalState
 from ragged_fsdp.optim.muon_groups import Binder, BoundExchange, Member
@@ -39,7 +39,7 @@ from ragged_fsdp.optim.newton_schulz import (
 from ragged_fsdp.optim.options import check_options, number, require_option
 from ragged_fsdp.optim.state import form_like, local_of, require_matching_grad, require_state
 
-__all__ = ["Flattened", "Fused", "Muon"]
+__all__ = ["Muon"]
 
 _LOG = logging.getLogger(__name__)
 _MUON, _ADAMW = "muon", "adamw"
