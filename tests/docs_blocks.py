@@ -1,12 +1,25 @@
 """Code blocks of the documents: where they are, what a reader is assumed to have, what a command names."""
 
+import importlib.util
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = ["DOCUMENTS", "ROOT", "at_hand", "blocks", "check_command", "known_flags", "on_this_machine"]
+__all__ = [
+    "DOCUMENTS",
+    "PICTURES",
+    "ROOT",
+    "at_hand",
+    "blocks",
+    "check_command",
+    "known_flags",
+    "on_this_machine",
+    "picture_script",
+]
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [
@@ -17,6 +30,7 @@ DOCUMENTS = [
         *sorted((ROOT / "examples").glob("*.md")),
     ]
 ]
+PICTURES = ROOT / "docs" / "pictures"
 _FENCE = re.compile(r"^```(\S*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _GPUS = re.compile(r'init_device_mesh\("cuda", \((\d+),\)\)')
 
@@ -32,6 +46,15 @@ def blocks(document: str, language: str) -> Iterator[tuple[int, str]]:
     for match in _FENCE.finditer(text):
         if match.group(1) == language:
             yield text[: match.start()].count("\n") + 2, match.group(2)
+
+
+def picture_script(name: str) -> ModuleType:
+    """A script that draws pictures of the documents, as a module."""
+    spec = importlib.util.spec_from_file_location(name, PICTURES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 def check_command(line: str) -> None:

@@ -43,6 +43,12 @@ def test_files_exist(document):
             assert _exists(span), f"{document}: {span}"
 
 
+def test_the_design_names_every_file_of_the_runtime():
+    page = (ROOT / "docs" / "design.md").read_text()
+    files = {path.name for path in (ROOT / "src" / "ragged_fsdp" / "fsdp").glob("*.py")} - {"__init__.py"}
+    assert not {name for name in files if f"`fsdp/{name}`" not in page}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_modules_and_attributes_exist(document):
     for span in _spans(document):

@@ -1,31 +1,19 @@
 """docs/raggedshard.md is true: pictures, transition table, names."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import ragged_fsdp.dtensor
+from docs_blocks import PICTURES, ROOT, picture_script
 from ragged_fsdp import placement
 
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "raggedshard.md").read_text()
-
-
-def _pictures():
-    spec = importlib.util.spec_from_file_location("ragged_layouts", DOCS / "pictures" / "ragged_layouts.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+PAGE = (ROOT / "docs" / "raggedshard.md").read_text()
 
 
 def test_the_pictures_are_those_of_the_code():
-    module = _pictures()
+    module = picture_script("ragged_layouts")
     for name, panels in module.PICTURES.items():
-        assert (DOCS / "pictures" / name).read_text() == module.draw(panels), (
-            f"run docs/pictures/{module.__name__}.py"
-        )
+        assert (PICTURES / name).read_text() == module.draw(panels), f"run docs/pictures/{module.__name__}.py"
         assert f"pictures/{name}" in PAGE
     rows = module.owners(module.PICTURES["ragged-granularity.svg"][0])
     assert [rows[row, 0] for row in range(6)] == [[0], [2], [2], [2], [3], [3]]
