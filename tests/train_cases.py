@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from ragged_fsdp.trainer.config_file import from_values
-from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.start import start
 from rank_pool import DEVICE
 
-__all__ = ["losses", "settings", "tensors", "train", "train_on_pool"]
+__all__ = ["settings", "tensors", "train", "train_on_pool"]
 
 
 def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -65,8 +64,3 @@ def tensors(checkpoint: Path) -> dict[str, Any]:
 
     reader = CheckpointReader(checkpoint)
     return {t.name: reader.load(t) for t in reader.tensors() if not t.name.startswith("rng")}
-
-
-def losses(run_dir: Path) -> dict[int, float]:
-    """Training loss by step."""
-    return {row["step"]: row["loss"] for row in read_metrics(run_dir) if row["kind"] == "train"}

@@ -14,7 +14,7 @@ from typing import Any
 
 from ragged_fsdp.cli.demo import SETTINGS
 from ragged_fsdp.trainer.config_file import from_values
-from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
 from ragged_fsdp.trainer.start import start
 
 HERE = Path(__file__).parent
@@ -45,11 +45,10 @@ def main() -> None:
                 codes = dict.fromkeys(MATRICES, text) if text else {}
                 changes = {"run_dir": str(run), "gather_codes": codes, "seed": seed}
                 start(from_values(SETTINGS, common, changes))
-                rows = read_metrics(run)
-                curve = {row["step"]: row["loss"] for row in rows if row["kind"] == "eval"}
+                curve = losses_by_step(run, "eval")
                 report["validation_loss"].setdefault(name, []).append(curve)
                 print(name, seed, curve[SETTINGS["steps"]], flush=True)
-        began = next(row for row in rows if row["kind"] == "start")
+        began = next(row for row in read_metrics(run) if row["kind"] == "start")
         report["system"] = {"torch": began["torch"], "device": began["device"]}
     options.out.write_text(json.dumps(report, indent=1) + "\n")
 

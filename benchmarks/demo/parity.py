@@ -16,7 +16,7 @@ from typing import Any
 
 from ragged_fsdp.cli.demo import SETTINGS
 from ragged_fsdp.trainer.config_file import from_values
-from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
 from ragged_fsdp.trainer.start import start
 
 HERE = Path(__file__).parent
@@ -69,9 +69,10 @@ def summarize(runs: Path, out: Path) -> None:
     for precision in PRECISIONS:
         of_precision = {}
         for name in VARIANTS:
-            rows = read_metrics(run_folder(runs, precision, name))
+            folder = run_folder(runs, precision, name)
+            rows = read_metrics(folder)
             if any(row["kind"] == "end" and row["status"] == "finished" for row in rows):
-                of_precision[name] = (curve_of(rows, "train"), curve_of(rows, "eval"))
+                of_precision[name] = (losses_by_step(folder), losses_by_step(folder, "eval"))
                 began = next(row for row in rows if row["kind"] == "start")
                 report["system"] = {"torch": began["torch"], "device": began["device"]}
         if of_precision:
@@ -83,10 +84,6 @@ def summarize(runs: Path, out: Path) -> None:
     for precision, of_precision in curves.items():
         largest = report[precision]["largest_difference"]
         print(f"{precision}: {len(of_precision)} variants, largest differences {largest}")
-
-
-def curve_of(rows: list[dict[str, Any]], kind: str) -> Curve:
-    return {row["step"]: row["loss"] for row in rows if row["kind"] == kind}
 
 
 def results_of(curves: dict[str, tuple[Curve, Curve]]) -> dict[str, Any]:

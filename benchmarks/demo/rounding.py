@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ragged_fsdp.trainer.config_file import from_values
-from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
 from ragged_fsdp.trainer.start import start
 
 HERE = Path(__file__).parent
@@ -35,7 +35,7 @@ def curve(run_dir: Path, sharding: str, precision: str) -> dict[int, float]:
     """Training loss by step of a new run."""
     changes = {"run_dir": str(run_dir), "sharding": sharding, "precision": precision}
     start(from_values(SETTINGS, changes))
-    return {row["step"]: row["loss"] for row in read_metrics(run_dir) if row["kind"] == "train"}
+    return losses_by_step(run_dir)
 
 
 def compare(runs: dict[str, dict[int, float]]) -> dict[str, Any]:

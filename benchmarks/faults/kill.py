@@ -24,7 +24,7 @@ import torch
 from ragged_fsdp.checkpoint.contents import CheckpointReader
 from ragged_fsdp.trainer.config_file import from_values
 from ragged_fsdp.trainer.launch import RankFailure
-from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.metrics import losses_by_step
 from ragged_fsdp.trainer.start import start
 
 HERE = Path(__file__).parent
@@ -66,7 +66,7 @@ class Killer(threading.Thread):
         return saving if self._moment == "save" else True
 
     def _step(self) -> int:
-        return max((row["step"] for row in read_metrics(self._run_dir) if row["kind"] == "train"), default=0)
+        return max(losses_by_step(self._run_dir), default=0)
 
     def _ranks(self) -> list[int]:
         """The processes that our fork server made: those whose parent's parent is this process."""
@@ -124,10 +124,7 @@ def main() -> None:
         quiet, broken = Path(folder) / "quiet", Path(folder) / "broken"
         start(from_values(settings, {"run_dir": str(quiet)}))
         story = disturbed(settings, broken, options.kills, random.Random(options.seed))
-        losses = [
-            {row["step"]: row["loss"] for row in read_metrics(run) if row["kind"] == "train"}
-            for run in (quiet, broken)
-        ]
+        losses = [losses_by_step(run) for run in (quiet, broken)]
         states = [tensors(run, options.steps) for run in (quiet, broken)]
     same_state = states[0].keys() == states[1].keys() and all(
         torch.equal(states[0][name], states[1][name]) for name in states[0]

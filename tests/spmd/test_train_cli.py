@@ -21,7 +21,8 @@ from safetensors.torch import load_file
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.cli.main import main
 from ragged_fsdp.trainer.config import TrainConfig
-from train_cases import losses, settings, train
+from ragged_fsdp.trainer.metrics import losses_by_step
+from train_cases import settings, train
 
 
 @pytest.fixture(scope="module")
@@ -173,13 +174,15 @@ def test_slurm_runs_the_same_command_and_its_warning_saves(tmp_path):
     try:
         ranks = _srun(_train_command(run_dir, steps=100_000, timeout=20.0), _free_job())
         deadline = time.monotonic() + 120
-        while len(losses(run_dir)) < 2 and time.monotonic() < deadline:
+        while len(losses_by_step(run_dir)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         ranks[1].send_signal(signal.SIGUSR1)
         said = [rank.communicate(timeout=60)[0] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [130, 130], said
         (stopped,) = CheckpointStore(run_dir / "checkpoints").steps()
-        assert stopped == max(losses(run_dir)) and f"checkpoint {run_dir}" in said[0] and said[1] == ""
+        assert (
+            stopped == max(losses_by_step(run_dir)) and f"checkpoint {run_dir}" in said[0] and said[1] == ""
+        )
     finally:
         for rank in ranks:
             rank.kill()

@@ -3,8 +3,9 @@
 import torch
 from safetensors.torch import load_file
 
+from ragged_fsdp.trainer.metrics import losses_by_step
 from rank_pool import spmd
-from train_cases import losses, tensors, train_on_pool
+from train_cases import tensors, train_on_pool
 
 MODEL = {"kv_heads": "2"}
 LLAMA = {
@@ -44,9 +45,9 @@ def test_a_split_run_has_the_curve_of_a_plain_one(rank):
         if key not in plain:
             folder = rank.shared_dir / f"plain-{len(plain)}"
             train_on_pool(folder, **common)
-            plain[key] = losses(folder)
+            plain[key] = losses_by_step(folder)
         train_on_pool(rank.shared_dir / case, **{**common, **changes})
-        _assert_close(losses(rank.shared_dir / case), plain[key], 2e-5, case)
+        _assert_close(losses_by_step(rank.shared_dir / case), plain[key], 2e-5, case)
 
 
 @spmd(4, timeout=400)
@@ -67,7 +68,7 @@ def test_matrix_and_block_optimizers_under_splits(rank):
             folder = rank.shared_dir / f"{optimizer}-{index}"
             train_on_pool(folder, **common, **split)
             case = f"{optimizer} {split}"
-            _assert_close(losses(folder), losses(rank.shared_dir / optimizer), 2e-3, case)
+            _assert_close(losses_by_step(folder), losses_by_step(rank.shared_dir / optimizer), 2e-3, case)
 
 
 @spmd(4, timeout=400)
@@ -84,8 +85,8 @@ def test_checkpoints_move_between_splits_and_are_exported(rank):
         train_on_pool(moved, **common, **changes)
     straight = rank.shared_dir / "straight"
     train_on_pool(straight, tp=2, **common)
-    _assert_close(losses(moved), losses(plain), 1e-4, "moved")
-    assert losses(same) == losses(straight)
+    _assert_close(losses_by_step(moved), losses_by_step(plain), 1e-4, "moved")
+    assert losses_by_step(same) == losses_by_step(straight)
     first, second = (tensors(run / "checkpoints/step-00000008") for run in (same, straight))
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     if rank.rank == 0:

@@ -17,10 +17,10 @@ from ragged_fsdp.checkpoint.dcp import Saver, first_good_step, shared_damage
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
-from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
 from ragged_fsdp.trainer.run_folder import RunLock
 from rank_pool import DEVICE, spmd
-from train_cases import losses, settings, tensors, train
+from train_cases import settings, tensors, train
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def reference(tmp_path_factory):
 
 
 def _assert_same_curve(path: Path, reference: Path, tolerance: float = 2e-4) -> None:
-    got, expected = losses(path), losses(reference)
+    got, expected = losses_by_step(path), losses_by_step(reference)
     assert got.keys() == expected.keys()
     assert all(abs(got[step] - expected[step]) < tolerance for step in got), (got, expected)
 
@@ -66,8 +66,8 @@ def test_resuming_is_bit_for_bit(tmp_path, optimizer):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     train(straight, checkpoint_every=5, keep_last=0, **common)
     again = train(resumed, resume=str(straight / "checkpoints/step-00000005"), **common)
-    assert again["status"] == "finished" and list(losses(resumed)) == [6, 7, 8]
-    assert losses(resumed).items() <= losses(straight).items()
+    assert again["status"] == "finished" and list(losses_by_step(resumed)) == [6, 7, 8]
+    assert losses_by_step(resumed).items() <= losses_by_step(straight).items()
     first, second = (tensors(run / "checkpoints/step-00000008") for run in (straight, resumed))
     assert first.keys() == second.keys() and any(name.startswith("optim.state") for name in first)
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -177,7 +177,7 @@ def _when(condition, action) -> threading.Thread:
 
 
 def _steps_done(path: Path) -> int:
-    return max((row["step"] for row in read_metrics(path) if row["kind"] == "train"), default=0)
+    return max(losses_by_step(path), default=0)
 
 
 @pytest.mark.parametrize("moment", ["step", "save"])

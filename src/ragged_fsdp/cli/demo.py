@@ -103,12 +103,11 @@ def _summarize(
     last: dict[str, Any],
     processes: tuple[int, int],
 ) -> None:
-    from ragged_fsdp.trainer.metrics import read_metrics
+    from ragged_fsdp.trainer.metrics import losses_by_step
 
-    rows = read_metrics(out / "run")
-    losses = {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
-    evals = [(row["step"], row["loss"]) for row in rows if row["kind"] == "eval"]
-    curve = "  ".join(f"{step}: {loss:.3f}" for step, loss in evals)
+    losses = losses_by_step(out / "run")
+    evals = losses_by_step(out / "run", "eval")
+    curve = "  ".join(f"{step}: {loss:.3f}" for step, loss in evals.items())
     console.print(f"validation loss    {curve}", soft_wrap=True)
     console.print(
         f"across the resume  step {stop_at} on {processes[0]} processes: {losses[stop_at]:.3f}; "

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["MetricsWriter", "read_metrics"]
+__all__ = ["MetricsWriter", "losses_by_step", "read_metrics"]
 
 
 class MetricsWriter:
@@ -52,6 +52,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             continue
     return rows
+
+
+def losses_by_step(run_dir: Path, kind: str = "train") -> dict[int, float]:
+    """The training or validation losses (``eval``) of a run."""
+    return {row["step"]: row["loss"] for row in read_metrics(run_dir) if row["kind"] == kind}
 
 
 def _drop_after(path: Path, step: int) -> None:
