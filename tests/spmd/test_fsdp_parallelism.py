@@ -161,6 +161,12 @@ def test_parameters_of_one_module_on_two_meshes(rank):
         mesh = pair if parameter.ndim == 3 else whole
         return ShardPlacementResult(placement=Shard(0), mesh_info=infos[mesh])
 
+    if RAGGED:  # a difference that only the ranks of one pair see is heard by all four
+        differs, _ = build(_ExpertLayer, rank.device)
+        differs.experts = nn.Parameter(differs.experts[: 4 - (rank.rank == 3)].detach())
+        with pytest.raises(ValueError, match=r"rank 2 has 'experts \(4, .*rank 3 has 'experts \(3, "):
+            fully_shard(differs, mesh=whole, shard_placement_fn=place)
+        assert not isinstance(differs.dense.weight, DTensor)
     fully_shard(model, mesh=whole, shard_placement_fn=place)
     assert model.experts.device_mesh.size() == 2
     assert model.dense.weight.device_mesh.size() == 4

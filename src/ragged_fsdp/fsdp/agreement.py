@@ -49,24 +49,32 @@ class Agreement:
     def reach(self, said: Sequence[tuple[ParallelMesh, str]], name: str) -> None:
         """Raise on every rank, naming the first difference or failure, unless all ranks say the same.
 
-        ``said`` has a text for each mesh, this call's first: all its ranks hear of a difference there, and
-        none goes on to the next.
+        ``said`` has a text for each mesh. This call's own is first: all its ranks hear of a difference or a
+        failure there, and none goes on to the next. Where there are others it is also the last, so that all
+        its ranks hear what some of them heard in a mesh of fewer ranks.
         """
         self._is_open = False
-        for mesh, text in said:
-            heard = self._compare(mesh, name, text)
-            if heard is not None:
-                raise heard
+        (own, text), *others = said
+        heard = self._compare(own, name, text)
+        if heard is None:
+            for mesh, text in others:
+                heard = self._compare(mesh, name, text, heard=heard)
+        if heard is not None:
+            raise heard
 
     def _compare(
-        self, mesh: ParallelMesh, name: str, text: str, failure: str | None = None
+        self,
+        mesh: ParallelMesh,
+        name: str,
+        text: str,
+        failure: str | None = None,
+        heard: Exception | None = None,
     ) -> Exception | None:
-        """What all ranks of ``mesh`` should raise, if anything.
+        """What all ranks of ``mesh`` should raise, if anything; ``heard`` is what this rank knows of already.
 
         A rank that learns of a difference in one process group still takes part in the comparison of the
         next, and passes it on: with replicas not all ranks are in the group that differs.
         """
-        heard: Exception | None = None
         for group in (mesh.shard_group, mesh.replicate_group):
             if group is None:
                 continue

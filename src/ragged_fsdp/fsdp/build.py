@@ -259,17 +259,21 @@ class GroupBuilder:
         return groups
 
     def words(self, managed: Managed, planned: Sequence[Planned]) -> list[tuple[ParallelMesh, str]]:
-        """What the ranks of each mesh must agree on; of the call's own mesh also if it has no group."""
-        said: dict[Any, tuple[ParallelMesh, list[str]]] = {
-            self.mesh.key(): (self.mesh, [self.options.description])
-        }
+        """What the ranks of each mesh must agree on; of the call's own mesh also if it has no group.
+
+        Where parameters may have another mesh, the call's own comes again at the end, with nothing to say.
+        """
+        may_leave = self.options.shard_placement_fn is not None
+        own = [self.options.description, f"shard_placement_fn={'given' if may_leave else None}"]
+        said: dict[Any, tuple[ParallelMesh, list[str]]] = {self.mesh.key(): (self.mesh, own)}
         for part, mesh, plan in planned:
             lines = said.setdefault(mesh.key(), (mesh, []))[1]
             lines.append(plan.description)
             lines += [
                 f"{managed.names[i]} {choice.codes}" for i in part if (choice := self._choices[i]).codes
             ]
-        return [(mesh, "\n".join(lines)) for mesh, lines in said.values()]
+        words = [(mesh, "\n".join(lines)) for mesh, lines in said.values()]
+        return [*words, (self.mesh, "")] if may_leave else words
 
     def _split(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> list[list[int]]:
         """The members of each buffer: one buffer for all unless ``max_buffers`` allows more and they pay."""
