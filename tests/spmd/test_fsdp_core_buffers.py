@@ -99,6 +99,11 @@ def test_a_small_group_does_not_wait_for_the_reduction_of_its_module(
         large = (False, [True])
         assert left == [(False, []), (True, [False]), large, small, large, small, large]
         assert not net._get_fsdp_state().root.comm.pending
+    one = nn.Sequential(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))).to(rank.device)
+    fully_shard(one[0], mesh=rank.mesh(), gather_policy=codes, reduction=reduction)
+    fully_shard(one, mesh=rank.mesh(), reduction=reduction)
+    one(torch.ones(4, 16, device=rank.device)).sum().backward()
+    assert not _arena(one).nbytes  # nobody would take it: a small group does not, the large one is alone
 
 
 def _arena(net: nn.Module) -> Arena:

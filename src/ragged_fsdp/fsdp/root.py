@@ -76,9 +76,10 @@ class RootContext:
         for group in groups:
             group.lazy_init()
         needs = {group: group.grad_buffer_bytes for group in groups}
-        self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes([*needs.values()]))
         for state in self.states:
             _find_companions({group: needs[group] for group in state.groups})
+        lent = [need for group, need in needs.items() if not group.reducer.companion]
+        self.comm.arena.nbytes = max(self.comm.arena.nbytes, arena_bytes(lent))
         gathered = [group.gathered_bytes for group in groups]
         self.comm.gather_pool.nbytes = max(self.comm.gather_pool.nbytes, pooled_bytes(gathered))
         self._copies_from_host = any(group.pin_memory for group in groups)
