@@ -190,9 +190,18 @@ def _compare(name: str, ours: Tensor, theirs: Tensor, tolerance: float) -> None:
         assert relative_error(ours, theirs) <= tolerance, f"{name}: {relative_error(ours, theirs):.2e}"
 
 
-def tolerance_for(world_size: int) -> float:
-    """Sums of at most two values do not depend on the order; more do."""
-    return 0.0 if world_size <= 2 else 1e-6
+def assert_steps_agree(
+    model: nn.Module,
+    reference: nn.Module,
+    rank: Any,
+    steps: int = 2,
+    tolerance: float = 1e-6,
+    wrapper: str = "",
+) -> None:
+    """Gradients of some steps equal those of the reference on the tokens of all ranks."""
+    for step in range(steps):
+        backward_both(model, reference, tokens(rank, step))
+        assert_same(model, reference, tolerance=tolerance, grads=True, wrapper=wrapper)
 
 
 class _Counter(TorchDispatchMode):

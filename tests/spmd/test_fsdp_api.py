@@ -17,6 +17,7 @@ from fsdp_cases import (
     Transformer,
     assert_same,
     average_gradients,
+    backward_both,
     build,
     fsdp,
     fully_shard,
@@ -173,9 +174,7 @@ def test_modules_without_parameters(rank):
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    for module in (model, reference):
-        module(rows(rank, 0)).sum().backward()
-    average_gradients(reference)
+    backward_both(model, reference, rows(rank, 0))
     assert_same(model, reference, grads=True)
 
 
@@ -211,9 +210,7 @@ def test_zero_element_parameters(rank):
 
     model, reference = build(Hollow, rank.device)
     fully_shard(model)
-    for module in (model, reference):
-        module(rows(rank, 0)).sum().backward()
-    average_gradients(reference)
+    backward_both(model, reference, rows(rank, 0))
     for name in ("up.weight", "down.bias"):
         assert torch.equal(model.get_parameter(name).grad.full_tensor(), reference.get_parameter(name).grad)
     assert model.nothing.shape == (0, DIM)
@@ -232,9 +229,7 @@ def test_a_shared_module_is_sharded_once(rank):
 
     model, reference = build(Shared, rank.device)
     fully_shard(model)
-    for module in (model, reference):
-        module(rows(rank, 0)).sum().backward()
-    average_gradients(reference)
+    backward_both(model, reference, rows(rank, 0))
     assert_same(model, reference, tolerance=1e-6, grads=True)
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fsdp_cases import (
     Transformer,
     assert_same,
-    average_gradients,
+    assert_steps_agree,
     backward_both,
     build,
     count,
@@ -52,15 +52,6 @@ OPTIONS = {
 }
 
 
-def _check(model, reference, rank, steps=2):
-    for step in range(steps):
-        for module in (model, reference):
-            module.zero_grad()
-            module(tokens(rank, step)).backward()
-        average_gradients(reference)
-        assert_same(model, reference, tolerance=1e-6, grads=True)
-
-
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", list(OPTIONS))
 @spmd(2)
@@ -68,7 +59,7 @@ def test_checkpoint_function(rank, kind, reshard):
     model, reference = build(_Recomputed, rank.device)
     model.options = reference.options = OPTIONS[kind]
     shard_blocks(model, reshard_after_forward=reshard)
-    _check(model, reference, rank)
+    assert_steps_agree(model, reference, rank)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -79,7 +70,7 @@ def test_composable_checkpoint(rank, reshard):
         composable_checkpoint(layer)
         fully_shard(layer, reshard_after_forward=reshard)
     fully_shard(model)
-    _check(model, reference, rank)
+    assert_steps_agree(model, reference, rank)
 
 
 @pytest.mark.parametrize("impl", [CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT])

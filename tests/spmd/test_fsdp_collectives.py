@@ -13,6 +13,12 @@ if not hasattr(dist, _NAMES[0]):  # before torch 2.13
     _NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 
 
+def _collectives_of_a_step(model, rank, step=0):
+    """By kind, in forward and in backward."""
+    loss, forward = count(lambda: model(tokens(rank, step)))
+    return forward, count(loss.backward)[1]
+
+
 @pytest.mark.parametrize(
     ("reshard", "backward_gathers"),
     [(True, 3), (False, 0), (None, 2), (2, 3)],
@@ -23,8 +29,7 @@ def test_one_collective_per_group(rank, reshard, backward_gathers):
     model, _ = build(Transformer, rank.device)
     shard_blocks(model, reshard_after_forward=reshard)
     for step in range(2):
-        loss, forward = count(lambda step=step: model(tokens(rank, step)))
-        _, backward = count(loss.backward)
+        forward, backward = _collectives_of_a_step(model, rank, step)
         assert forward == {"gather": GROUPS}
         # where the choice is ours, the two groups backward starts with stay gathered from the second step on
         spared = 2 if RAGGED and reshard is None and step else 0
@@ -36,8 +41,7 @@ def test_one_collective_per_group(rank, reshard, backward_gathers):
 def test_hsdp_adds_one_all_reduce_per_group(rank):
     model, _ = build(Transformer, rank.device)
     shard_blocks(model, mesh=rank.mesh(2, 2, names=("r", "s")))
-    loss, forward = count(lambda: model(tokens(rank, 0)))
-    _, backward = count(loss.backward)
+    forward, backward = _collectives_of_a_step(model, rank)
     assert forward == {"gather": GROUPS}
     assert backward == {"gather": GROUPS - 1, "reduce_scatter": GROUPS, "all_reduce": GROUPS}
 
@@ -46,8 +50,7 @@ def test_hsdp_adds_one_all_reduce_per_group(rank):
 def test_world_size_one_communicates_nothing(rank):
     model, _ = build(Transformer, rank.device)
     shard_blocks(model)
-    loss, forward = count(lambda: model(tokens(rank, 0)))
-    _, backward = count(loss.backward)
+    forward, backward = _collectives_of_a_step(model, rank)
     assert forward == backward == {}
 
 
@@ -55,8 +58,7 @@ def test_world_size_one_communicates_nothing(rank):
 def test_shard_size_one_only_all_reduces(rank):
     model, _ = build(Transformer, rank.device)
     shard_blocks(model, mesh=rank.mesh(2, 1, names=("r", "s")))
-    loss, forward = count(lambda: model(tokens(rank, 0)))
-    _, backward = count(loss.backward)
+    forward, backward = _collectives_of_a_step(model, rank)
     assert forward == {}
     assert backward == {"all_reduce": GROUPS}
 

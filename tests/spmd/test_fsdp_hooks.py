@@ -11,6 +11,7 @@ from fsdp_cases import (
     Transformer,
     assert_same,
     average_gradients,
+    backward_both,
     build,
     fully_shard,
     rows,
@@ -32,9 +33,7 @@ def test_post_accumulate_hooks_run_once_with_the_reduced_gradient(rank):
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(hook)
-    for module in (model, reference):
-        module(tokens(rank, 0)).backward()
-    average_gradients(reference)
+    backward_both(model, reference, tokens(rank, 0))
     assert list(seen.values()) == [1] * len(list(reference.parameters()))
     assert_same(model, reference, grads=True)
 

@@ -11,7 +11,9 @@ from fsdp_cases import (
     FeedForward,
     Transformer,
     assert_same,
+    assert_steps_agree,
     average_gradients,
+    backward_both,
     build,
     count,
     fsdp,
@@ -22,15 +24,6 @@ from fsdp_cases import (
     tokens,
 )
 from rank_pool import spmd
-
-
-def _check(model, reference, rank, steps=2):
-    for step in range(steps):
-        for module in (model, reference):
-            module.zero_grad()
-            module(tokens(rank, step)).backward()
-        average_gradients(reference)
-        assert_same(model, reference, tolerance=1e-6, grads=True)
 
 
 @spmd(2)
@@ -48,7 +41,7 @@ def test_unshard_and_reshard_by_hand(rank):
     assert layer.unshard() is None
     _, seen = count(lambda: model(tokens(rank, 0)))
     assert seen == {"gather": 2}  # the first layer is there already
-    _check(model, reference, rank)
+    assert_steps_agree(model, reference, rank)
 
 
 @spmd(1)
@@ -90,7 +83,7 @@ def test_explicit_prefetch_even_if_wrong(rank, wrong):
     else:
         first.set_modules_to_forward_prefetch([second, third])
         third.set_modules_to_backward_prefetch([second, first])
-    _check(model, reference, rank, steps=3)
+    assert_steps_agree(model, reference, rank, steps=3)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +107,7 @@ def test_setters_that_change_no_number(rank, method, arguments):
     if not hasattr(model, method):
         pytest.skip(f"this torch has no {method}")
     getattr(model, method)(*arguments)
-    _check(model, reference, rank)
+    assert_steps_agree(model, reference, rank)
 
 
 @pytest.mark.parametrize("factor", [1.0, 6.0])
@@ -127,9 +120,7 @@ def test_gradient_divide_factor_of_one_module(rank, factor):
             module.set_force_sum_reduction_for_comms(True)
     layer = model.layers[1]
     (getattr(layer, "set_gradient_divide_factor", None) or layer.set_reduce_scatter_divide_factor)(factor)
-    for module in (model, reference):
-        module(tokens(rank, 0)).backward()
-    average_gradients(reference)
+    backward_both(model, reference, tokens(rank, 0))
     for parameter in reference.layers[1].parameters():
         parameter.grad.mul_(rank.world_size / factor)
     assert_same(model, reference, tolerance=1e-6, grads=True)
