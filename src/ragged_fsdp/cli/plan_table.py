@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ragged_fsdp.cli.plan_advice import Candidate
-from ragged_fsdp.cli.plan_report import ModelPlan
+from ragged_fsdp.cli.plan_report import GroupPlan, ModelPlan
 
 __all__ = ["advice_table", "bytes_text", "group_table", "summary_table"]
 
@@ -33,6 +33,10 @@ def _percent(ratio: float, threshold: float) -> str:
     return f"[yellow]{text}[/]" if ratio > threshold else text
 
 
+def _optimal(plan: GroupPlan | ModelPlan) -> str:
+    return "proven" if plan.proven else f"within {plan.padding_ratio - plan.bound_ratio:.3%}"
+
+
 def group_table(plan: ModelPlan, threshold: float) -> Table:
     """One row per group at one FSDP size, and the total."""
     table = Table(title=f"{plan.ranks} ranks", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -51,7 +55,7 @@ def group_table(plan: ModelPlan, threshold: float) -> Table:
             _percent(group.padding_ratio, threshold),
             f"{group.bound_ratio:.3%}",
             bytes_text(group.alignment_bytes),
-            "proven" if group.proven else f"within {group.padding_ratio - group.bound_ratio:.3%}",
+            _optimal(group),
         )
     table.add_section()
     table.add_row(
@@ -64,7 +68,7 @@ def group_table(plan: ModelPlan, threshold: float) -> Table:
         _percent(plan.padding_ratio, threshold),
         f"{plan.bound_ratio:.3%}",
         "",
-        "proven" if plan.proven else f"within {plan.padding_ratio - plan.bound_ratio:.3%}",
+        _optimal(plan),
         style="bold",
     )
     return table
@@ -86,7 +90,7 @@ def summary_table(plans: Sequence[ModelPlan], threshold: float) -> Table:
             f"{plan.bound_ratio:.3%}",
             bytes_text(plan.bytes_per_rank),
             bytes_text(plan.largest_buffer_bytes),
-            "proven" if plan.proven else f"within {plan.padding_ratio - plan.bound_ratio:.3%}",
+            _optimal(plan),
             named,
         )
     return table

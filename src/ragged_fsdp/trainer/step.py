@@ -74,8 +74,7 @@ def summed_losses(model: ShardedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def clip_gradients(model: ShardedModel, limit: float) -> Tensor:
     """The norm of all gradients together; they are scaled down to ``limit`` if it is larger (0: never)."""
-    parameters = [p for p in model.module.parameters() if p.grad is not None]
-    return clip_grad_norm_(parameters, limit or float("inf"))
+    return clip_grad_norm_(model.module.parameters(), limit or float("inf"))
 
 
 @torch.no_grad()
