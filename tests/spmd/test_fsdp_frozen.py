@@ -13,6 +13,7 @@ from fsdp_cases import (
     build,
     count,
     fully_shard,
+    ragged_only,
     rows,
     shard_blocks,
     tokens,
@@ -69,6 +70,42 @@ def test_requires_grad_changes_between_steps(rank):
             module.zero_grad()
         _step(model, reference, rank, step)
         assert_same(model, reference, grads=True)
+
+
+class _TwoDtypes(nn.Module):
+    """A base and an adapter, of which one trains at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(DIM, DIM).to(torch.bfloat16))
+        self.adapter = nn.Parameter(torch.randn(DIM, DIM))
+
+    def forward(self, x):
+        return x @ self.base.float() + x @ self.adapter
+
+
+@ragged_only
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+@spmd(1, 2)
+def test_gradients_have_the_dtype_of_what_trains_now(rank, reduction, unused):
+    """Frozen when it first ran, or beside parameters of another dtype that trained then."""
+    model, reference = build(_TwoDtypes, rank.device)
+    model.requires_grad_(False)
+    fully_shard(model, reduction=reduction)
+    model.set_reduce_scatter_unused_params(unused)
+    model(rows(rank, 0))
+    for step, name in enumerate(("base", "adapter", "base")):
+        for module in (model, reference):
+            for own, parameter in module.named_parameters():
+                parameter.requires_grad_(own == name)
+                parameter.grad = None
+        x = rows(rank, step)
+        model(x).square().sum().backward()
+        reference(x).square().sum().backward()
+        average_gradients(reference)
+        assert model.get_parameter(name).grad.dtype == reference.get_parameter(name).dtype
+        assert_same(model, reference, tolerance=1e-2 if name == "base" else 1e-6, grads=True)
 
 
 @spmd(2)

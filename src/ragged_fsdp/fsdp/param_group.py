@@ -133,12 +133,17 @@ class ParamGroup:
     def _choose_dtypes(self) -> None:
         param_dtype, reduce_dtype = self.mp_policy.param_dtype, self.mp_policy.reduce_dtype
         self.reduce_dtype = None if reduce_dtype == param_dtype else reduce_dtype
-        trainable = {p.dtype for p in self.params if p.sharded.requires_grad}
+        self.follow_trainable()
+        self._prepare_weight(param_dtype)
+
+    def follow_trainable(self) -> None:
+        """Choose the dtypes of gradients; again when other parameters train than before."""
+        trainable = {p.dtype for p in self.params if p.trains}
         if len(trainable) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {trainable}")
         self.trainable_dtype = next(iter(trainable), torch.float32)
-        self.gradient_dtype = self.reduce_dtype or gathered_dtype(self.trainable_dtype, param_dtype)
-        self._prepare_weight(param_dtype)
+        wire_dtype = gathered_dtype(self.trainable_dtype, self.mp_policy.param_dtype)
+        self.gradient_dtype = self.reduce_dtype or wire_dtype
 
     def _prepare_weight(self, param_dtype: torch.dtype | None) -> None:
         """Make the gathered buffer, without memory; again if the dtypes changed."""

@@ -188,6 +188,7 @@ class GradReducer:
         if self._layout is not self._layouts[trainable]:
             if self.partial is not None:
                 self._raise_changed(self.group.label)
+            self.group.follow_trainable()
             self._layout = self._layouts[trainable]
             self._places = self._find_places(self._layout)
             self._main_kind = None
@@ -376,6 +377,7 @@ class GradReducer:
         if not unused:
             return
         if self.full is None:
+            self._choose_layout()  # other parameters may train than before
             self._allocate(self.group.gradient_dtype)
         missing = set(unused)
         self._zero(missing)
