@@ -9,7 +9,8 @@ know (float8, complex, ...) travel as bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ __all__ = [
     "all_reduce_",
     "all_to_all",
     "all_to_all_pieces",
+    "explain",
     "explain_failure",
-    "launching",
     "reduce_op",
     "reduce_scatter",
     "same_on_all_ranks",
@@ -49,14 +50,10 @@ class _Collective:
     """One of torch's functions, and the method of a process group in which it ends."""
 
     def __init__(self, new_name: str, name: str, method: str, options: type, ops: Sequence[Any]) -> None:
-        self._name, self._method = (new_name, new_name) if _RENAMED else (name, method)
-        self._stock = getattr(dist, self._name)
+        self.name, self._method = (new_name, new_name) if _RENAMED else (name, method)
+        self.stock = getattr(dist, self.name)
+        """torch's function; what stands under its name now may be another one."""
         self._options = {(op, later): _options(options, op, later) for op in ops for later in (False, True)}
-
-    def interceptor(self) -> Callable[..., Any] | None:
-        """What stands in place of torch's function, if anything does."""
-        function = getattr(dist, self._name)
-        return None if function is self._stock else function
 
     def launch(
         self, group: dist.ProcessGroup, *args: Any, async_op: bool, op: Any = None
@@ -103,8 +100,7 @@ def all_gather_(
         full, slot = full.view(torch.uint8), slot.view(torch.uint8)
     if comm is not None:
         return comm(output_tensor=full, input_tensor=slot, group=group, async_op=async_op)
-    function = _GATHER.interceptor()
-    if function is not None:
+    if (function := getattr(dist, _GATHER.name)) is not _GATHER.stock:
         return function(full, slot, group=group, async_op=async_op)
     return _GATHER.launch(group, full, slot, async_op=async_op)
 
@@ -121,8 +117,7 @@ def reduce_scatter(
     """Reduce ``full`` over the ranks and keep this rank's part in ``shard``, which may lie in ``full``."""
     if comm is not None:
         return comm(output_tensor=shard, input_tensor=full, group=group, op=op, async_op=async_op)
-    function = _SCATTER.interceptor()
-    if function is not None:
+    if (function := getattr(dist, _SCATTER.name)) is not _SCATTER.stock:
         return function(output=shard, input=full, group=group, op=op, async_op=async_op)
     return _SCATTER.launch(group, shard, full, op=op, async_op=async_op)
 
@@ -140,8 +135,7 @@ def all_to_all(
     """Send the r-th equal part of ``sent`` to rank r; ``received`` holds one part from each rank."""
     if sent.dtype not in _WIRE_DTYPES:
         received, sent = received.view(torch.uint8), sent.view(torch.uint8)
-    function = _EXCHANGE.interceptor()
-    if function is not None:
+    if (function := getattr(dist, _EXCHANGE.name)) is not _EXCHANGE.stock:
         return function(received, sent, group=group, async_op=async_op)
     return _EXCHANGE.launch(group, received, sent, [], [], async_op=async_op)
 
@@ -162,42 +156,22 @@ def reduce_op(average: bool) -> Any:
     return dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
 
 
-class explain_failure:
+def explain(error: RuntimeError, phase: str, name: str, group: dist.ProcessGroup) -> None:
     """Add group, phase and rank to an error raised by a collective, such as a timeout."""
-
-    __slots__ = ("group", "name", "phase")
-
-    def __init__(self, phase: str, name: str, group: dist.ProcessGroup) -> None:
-        self.phase, self.name, self.group = phase, name, group
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, RuntimeError):
-            error.add_note(
-                f"ragged_fsdp: {self.phase} of group '{self.name}' failed on rank {dist.get_rank()} "
-                f"(rank {self.group.rank()} of {self.group.size()} of '{self.group.group_name}')."
-            )
+    error.add_note(
+        f"ragged_fsdp: {phase} of group '{name}' failed on rank {dist.get_rank()} "
+        f"(rank {group.rank()} of {group.size()} of '{group.group_name}')."
+    )
 
 
-class launching(explain_failure):
-    """The same around the launch of a collective, which is a named range in a profiler that is running."""
-
-    __slots__ = ("_range",)
-
-    def __enter__(self) -> None:
-        self._range = None
-        if torch.autograd._profiler_enabled():
-            kind = self.phase.replace("-", "_")
-            self._range = torch.profiler.record_function(f"FSDP::{kind} ({self.name})")
-            self._range.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if self._range is not None:
-            self._range.__exit__(kind, error, traceback)
-        if error is not None:
-            super().__exit__(kind, error, traceback)
+@contextmanager
+def explain_failure(phase: str, name: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """The same for whatever runs within it."""
+    try:
+        yield
+    except RuntimeError as error:
+        explain(error, phase, name, group)
+        raise
 
 
 def same_on_all_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -> bool:

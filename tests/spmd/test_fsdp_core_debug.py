@@ -183,14 +183,29 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("ragged_fsdp").addHandler(handler)
-    done, stuck = (SimpleNamespace(query=lambda answer=answer: answer) for answer in (True, False))
-    for phase, name, event in (
-        ("all-gather", "layers.0", done),
-        ("all-gather", "layers.1", stuck),
-        ("reduction of the gradients", "layers.2", stuck),
-        ("all-gather", "layers.3", None),
-    ):
-        watch.note(phase, SimpleNamespace(label=name, device=torch.device("cpu")), pg, event)
+
+    class Event:
+        """Is done where its stream is."""
+
+        def __init__(self, device: torch.device) -> None:
+            assert device == cpu
+
+        def record(self, stream: bool) -> None:
+            self.query = lambda: stream
+
+    cpu, done, stuck = torch.device("cpu"), True, False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Event", Event)
+        patch.setattr("ragged_fsdp.fsdp.watch._REMEMBERED", 3)
+        for phase, name, stream in (
+            ("all-gather", "forgotten", stuck),
+            ("all-gather", "forgotten too", stuck),
+            ("all-gather", "layers.0", done),
+            ("all-gather", "layers.1", stuck),
+            ("reduction of the gradients", "layers.2", stuck),
+            ("all-gather", "layers.3", stuck),
+        ):
+            watch.record(phase, SimpleNamespace(label=name, device=cpu), pg, stream)
     now = time.monotonic()
     timeout_s = 100  # the pool's
     watch.report(now + 0.4 * timeout_s)

@@ -126,5 +126,5 @@ def test_memory_of_gradients_is_dropped_and_bad_values_raise(rank: Rank) -> None
     net(torch.randn(4, 7, device=rank.device)).sum().backward()
     (group,) = net._get_fsdp_state().groups if hasattr(net, "_get_fsdp_state") else net.fsdp_groups()
     reducer = group.reducer
-    assert not reducer.written and not reducer._grads and not reducer._sends and not reducer._received
+    assert not reducer.written and not reducer._grads and not reducer._sends and reducer._memory is None
     assert not group.context.pending

@@ -10,19 +10,18 @@ through the flat tensor (the all-gather) does not look like an in-place change o
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ragged_fsdp.dtensor.geometry import contiguous_stride
 
-__all__ = ["FlatStorage", "current_stream", "debug_enabled"]
+__all__ = ["FlatStorage", "debug_enabled", "stream_getter"]
 
 _POISON_BYTE = 0xFF  # every float dtype reads a run of these as NaN
-# what torch.accelerator.current_stream calls once it has an index; it is asked a dozen times per layer
-_stream_of_index = torch._C._accelerator_getStream
 
 
 def debug_enabled() -> bool:
@@ -30,12 +29,19 @@ def debug_enabled() -> bool:
     return os.environ.get("RAGGED_FSDP_DEBUG", "0") not in ("", "0")
 
 
-def current_stream(device: torch.device) -> Any:
-    """The stream on which work for ``device`` is launched now; None where there are no streams."""
+@functools.cache
+def stream_getter(device: torch.device) -> Callable[[], Any]:
+    """A function: on which stream is work for ``device`` launched now? None where there are no streams."""
     if device.type in ("cpu", "meta"):
-        return None
-    index = device.index
-    return torch.accelerator.current_stream() if index is None else _stream_of_index(index)
+        return _no_stream
+    if device.index is None:
+        return torch.accelerator.current_stream
+    # what that calls once it has an index: streams are asked for a dozen times per layer
+    return functools.partial(torch._C._accelerator_getStream, device.index)
+
+
+def _no_stream() -> None:
+    return None
 
 
 class FlatStorage:
@@ -63,7 +69,7 @@ class FlatStorage:
         else:
             buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self.untyped = buffer.untyped_storage()
-        self.stream = current_stream(device)
+        self.stream = stream_getter(device)()
         self.is_borrowed = False
 
     @classmethod
@@ -84,7 +90,7 @@ class FlatStorage:
         """The memory of a tensor that fills its storage and was just allocated on the current stream."""
         made = object.__new__(cls)
         made.untyped, made.nbytes, made.device = tensor.untyped_storage(), tensor.nbytes, tensor.device
-        made.debug, made.is_borrowed, made.stream = debug, False, current_stream(tensor.device)
+        made.debug, made.is_borrowed, made.stream = debug, False, stream_getter(tensor.device)()
         return made
 
     @property
@@ -96,7 +102,7 @@ class FlatStorage:
         """Bring the bytes back, uninitialised, on the current stream; nothing to do if they exist."""
         if self.is_materialized:
             return
-        self.stream = current_stream(self.device)
+        self.stream = stream_getter(self.device)()
         self.untyped.resize_(self.nbytes)
         if self.debug:
             self.poison()
@@ -107,7 +113,7 @@ class FlatStorage:
             return
         if self.debug:
             self.poison()
-        now = current_stream(self.device)
+        now = stream_getter(self.device)()
         if now != self.stream:  # the allocator orders reuse behind the stream of the allocation only
             self.stream.wait_stream(now)
         self.untyped.resize_(0)

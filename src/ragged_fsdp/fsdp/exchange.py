@@ -22,7 +22,7 @@ a pass over them costs the device; so are those of backends that cannot send a l
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ from torch.distributed.tensor import Partial
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.grad_layout import GradLayout
-from ragged_fsdp.fsdp.plan import gathered_dtype
 from ragged_fsdp.fsdp.reduction import GradReducer
 from ragged_fsdp.fsdp.scaling import Scaling
 
@@ -108,10 +107,26 @@ def plan_sends(layout: GradLayout, ranks: int, *, rounds: int = 1) -> SendPlan:
     )
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """All of an exchange that follows from the layout of its gradients."""
+
+    layout: GradLayout
+    sends: SendPlan | None
+    """How the gradients are cut; None if they are packed as a whole."""
+    extent: tuple[int, int]
+    """Where in this rank's shard the elements it gets start, and how many they are."""
+    packed_numel: int
+    """Of what is sent, if it is packed as a whole."""
+    rows_shape: tuple[int, int, int]
+    """Rounds under way together, ranks, elements from each rank in one round."""
+    rows_numel: int
+
+
 class _Memory(NamedTuple):
     """Where an exchange lies; made once for each storage it is in."""
 
-    layout: GradLayout
+    plan: _Plan
     packed: DBuffer | None
     """What is sent, if it is packed as a whole."""
     received: list[torch.Tensor]
@@ -125,9 +140,10 @@ class ExchangeReducer(GradReducer):
         super().__init__(group)
         self._grads: dict[int, torch.Tensor] = {}
         self._sends: list[list[torch.Tensor]] = []
-        """Per round, what each rank is sent; a single tensor if everything is packed."""
-        self._received: list[torch.Tensor] = []
-        self._plans: dict[int, SendPlan | None] = {}
+        """Per round, what each rank is sent; nothing if everything is packed."""
+        self._memory: _Memory | None = None
+        """Of the exchange that is being launched."""
+        self._plans: dict[int, _Plan] = {}
         self._memories: dict[FlatStorage, _Memory] = {}
 
     # -- collecting ------------------------------------------------------------------------------
@@ -160,79 +176,94 @@ class ExchangeReducer(GradReducer):
         params = enumerate(self.group.params)
         self.written |= {i for i, p in params if p.unsharded is not None and p.sharded.requires_grad}
 
-    # -- reducing --------------------------------------------------------------------------------
+    # -- planning --------------------------------------------------------------------------------
 
-    def _wire_dtype(self) -> torch.dtype:
-        return gathered_dtype(self.group.trainable_dtype, self.group.mp_policy.param_dtype)
+    def buffer_bytes(self) -> int:
+        """Bytes of what is packed as a whole and of the rows that arrive in the rounds under way together."""
+        layout, ranks = self._choose_layout().layout, self.group.mesh.shard_size
+        rounds = self._rounds(layout.shard_numel)
+        numel = min(2, rounds) * ranks * rounds_of(layout.shard_numel, rounds)[0]
+        if packs_all(self.group.device, layout.shard_numel):
+            numel = 2 * layout.buffer_numel
+        return numel * self.group.wire_dtype.itemsize
 
-    def _sum_dtype(self) -> torch.dtype:
-        return self.group.reduce_dtype or self._wire_dtype()
-
-    def _make_ready(self) -> None:
-        """Cut or pack the gradients into what each rank gets, and find room for what this rank gets."""
-        plan = self._send_plan()
-        memory = self._find_memory(plan)
-        self._received = memory.received
+    def _plan_of(self, layout: GradLayout) -> _Plan:
+        """The exchange of gradients in ``layout``, planned once."""
+        plan = self._plans.get(id(layout))  # layouts are kept by the base class, so ids stay theirs
         if plan is None:
-            assert memory.packed is not None
-            self._pack_all(memory.packed)
-            self._sends = [[memory.packed.flat]]
-            return
-        pieces = [self._cut(index, sizes) for index, sizes in enumerate(plan.cuts)]
-        rows = self._pack(plan, pieces)
-        shares = [self._share(plan, rank, pieces, rows) for rank in range(self.group.mesh.shard_size)]
-        self._sends = [list(sends) for sends in zip(*shares)]
+            plan = self._plans[id(layout)] = self._make_plan(layout)
+        return plan
+
+    def _make_plan(self, layout: GradLayout) -> _Plan:
+        mesh, device, shard_numel = self.group.mesh, self.group.device, layout.layout.shard_numel
+        if packs_all(device, shard_numel):
+            shape = (1, mesh.shard_size, rounds_of(shard_numel, 1)[0])
+            return _Plan(layout, None, (0, shard_numel), layout.layout.buffer_numel, shape, math.prod(shape))
+        sends = plan_sends(layout, mesh.shard_size, rounds=self._rounds(shard_numel))
+        extent = sends.extents[mesh.shard_rank]
+        shape = (min(2, sends.rounds), mesh.shard_size, rounds_of(extent[1], sends.rounds)[0])
+        return _Plan(layout, sends, extent, 0, shape, math.prod(shape))
+
+    def _rounds(self, shard_numel: int) -> int:
+        most = 1 if self.group.device.type == "cpu" else _ROUNDS
+        return max(1, min(most, shard_numel // _ROUND_NUMEL))
+
+    # -- reducing --------------------------------------------------------------------------------
 
     @property
     def leases(self) -> bool:
         return not self.companion
 
-    def _find_memory(self, plan: SendPlan | None) -> _Memory:
+    def _sum_dtype(self) -> torch.dtype:
+        return self.group.gradient_dtype
+
+    def _make_ready(self) -> None:
+        """Cut or pack the gradients into what each rank gets, and find room for what this rank gets."""
+        assert self._layout is not None
+        memory = self._memory = self._find_memory(self._plan_of(self._layout))
+        sends = memory.plan.sends
+        if sends is None:
+            assert memory.packed is not None
+            self._pack_all(memory.packed)
+            return
+        pieces = [self._cut(index, sizes) for index, sizes in enumerate(sends.cuts)]
+        rows = self._pack(sends, pieces)
+        shares = [self._share(sends, rank, pieces, rows) for rank in range(self.group.mesh.shard_size)]
+        self._sends = [list(sent) for sent in zip(*shares)]
+
+    def _find_memory(self, plan: _Plan) -> _Memory:
         """Memory for this exchange: in the arena, where it was laid out before, or new."""
-        layout, dtype = self._layout, self._wire_dtype()
-        assert layout is not None
-        rounds = 1 if plan is None else plan.rounds
-        row_numel = rounds_of(self._extent(plan)[1], rounds)[0]
-        shape = (min(2, rounds), self.group.mesh.shard_size, row_numel)
-        packed_bytes = 0 if plan is not None else layout.layout.buffer_numel * dtype.itemsize
-        nbytes = packed_bytes + math.prod(shape) * dtype.itemsize
+        dtype = self.group.wire_dtype
+        packed_bytes = plan.packed_numel * dtype.itemsize
+        nbytes = packed_bytes + plan.rows_numel * dtype.itemsize
         leased = self._leased = self.group.context.lease(nbytes) if self.leases else None
         memory = None if leased is None else self._memories.get(leased)
-        if memory is not None and memory.layout is layout and memory.received[0].dtype == dtype:
+        if memory is not None and memory.plan is plan and memory.received[0].dtype == dtype:
             return memory
         storage = leased or FlatStorage(nbytes, self.group.device)
-        packed = self._make_buffer(dtype, Partial(), storage=storage) if plan is None else None
-        memory = _Memory(layout, packed, list(storage.tensor(packed_bytes, shape, dtype).unbind()))
+        packed = self._make_buffer(dtype, Partial(), storage=storage) if plan.sends is None else None
+        received = storage.tensor(packed_bytes, plan.rows_shape, dtype)
+        memory = _Memory(plan, packed, list(received.unbind()))
         if leased is not None:
             self._memories[leased] = memory
         return memory
-
-    def _extent(self, plan: SendPlan | None) -> tuple[int, int]:
-        """Where in this rank's shard the elements it gets start, and how many they are."""
-        assert self._layout is not None
-        return (
-            (0, self._layout.layout.shard_numel) if plan is None else plan.extents[self.group.mesh.shard_rank]
-        )
 
     def _pack_all(self, packed: DBuffer) -> None:
         """All shards as rows of one tensor, in one pass; the gradients are not needed after it."""
         layout, grads = self._layout, self._grads
         assert layout is not None
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
-        for index, grad in grads.items():
-            layout.pair(packed.tensors, index, grad, targets, sources)
         if len(grads) < len(layout.segments):
             absent = [s.index for i, own in enumerate(layout.segments) if i not in grads for s in own]
             if absent:
                 torch._foreach_zero_([packed.tensors[i] for i in absent])
+        targets, sources = layout.pairs(packed.tensors, grads)
         if targets:
             torch._foreach_copy_(targets, sources)
         self._grads = {}
 
     def _pack(self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         """The shards that several tensors share, one row each; padding is zero."""
-        rows = torch.empty(0, dtype=self._wire_dtype(), device=self.group.device)
+        rows = torch.empty(0, dtype=self.group.wire_dtype, device=self.group.device)
         if not plan.packed:
             return rows
         assert self._layout is not None
@@ -257,79 +288,70 @@ class ExchangeReducer(GradReducer):
             return rows[row].split_with_sizes(rounds_of(rows.shape[1], plan.rounds))
         return [rows.view(-1)[:0]] * plan.rounds
 
-    def buffer_bytes(self) -> int:
-        """Bytes of what is packed as a whole and of the rows that arrive in the rounds under way together."""
-        layout, ranks = self._choose_layout().layout, self.group.mesh.shard_size
-        rounds = self._rounds(layout.shard_numel)
-        numel = min(2, rounds) * ranks * rounds_of(layout.shard_numel, rounds)[0]
-        if packs_all(self.group.device, layout.shard_numel):
-            numel = 2 * layout.buffer_numel
-        return numel * self._wire_dtype().itemsize
-
-    def _rounds(self, shard_numel: int) -> int:
-        most = 1 if self.group.device.type == "cpu" else _ROUNDS
-        return max(1, min(most, shard_numel // _ROUND_NUMEL))
-
-    def _send_plan(self) -> SendPlan | None:
-        """How the gradients are cut; None if they are packed as a whole."""
-        layout = self._layout
-        assert layout is not None
-        if id(layout) not in self._plans:  # layouts are kept by the base class, so ids stay theirs
-            shard_numel, ranks = layout.layout.shard_numel, self.group.mesh.shard_size
-            packed = packs_all(self.group.device, shard_numel)
-            plan = None if packed else plan_sends(layout, ranks, rounds=self._rounds(shard_numel))
-            self._plans[id(layout)] = plan
-        return self._plans[id(layout)]
-
     def _cut(self, index: int, sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
         """One gradient as consecutive flat pieces; zeros if there is none."""
         if not sizes:
             return ()
         grad = self._grads.get(index)
         if grad is None:
-            flat = torch.zeros(sum(sizes), dtype=self._wire_dtype(), device=self.group.device)
+            flat = torch.zeros(sum(sizes), dtype=self.group.wire_dtype, device=self.group.device)
         else:
-            flat = grad.to(self._wire_dtype()).contiguous().view(-1)
+            flat = grad.to(self.group.wire_dtype).contiguous().view(-1)
         return torch.split_with_sizes(flat, sizes)
 
     def _target(self, main: DBuffer, direct: bool) -> torch.Tensor:
         return main.flat if direct else torch.empty_like(main.flat, dtype=self._sum_dtype())
 
     def _scatter(self, reduced: torch.Tensor, how: Scaling) -> None:
-        """Exchange and add, round by round: while a round is added the next one is on the wire."""
-        group = self.group
+        group, memory = self.group, self._memory
+        assert memory is not None
         if group.settings.custom_reduce_scatter is not None:
             raise ValueError(
                 f"{group.label}: a custom reduce-scatter has no use with reduction='all_to_all'."
             )
-        start, numel = self._extent(self._send_plan())
-        outs: Sequence[torch.Tensor] = (reduced,)
+        divisor = (group.mesh.shard_size if how.average else 1) * (how.before or 1.0)
+        pg = group.mesh.reduce_group or group.mesh.shard_group
+        exchange = self._exchange_rounds if memory.packed is None else self._exchange_packed
+        group.launch("all-to-all", pg, exchange, memory, reduced, divisor, pg)
+
+    @staticmethod
+    def _exchange_packed(memory: _Memory, reduced: torch.Tensor, divisor: float, pg: Any) -> None:
+        """Exchange and add in one round."""
+        assert memory.packed is not None
+        sent, rows = memory.packed.flat, memory.received[0]
+        if rows.shape[0] == 1:
+            rows = sent.view(1, -1)
+        else:
+            collectives.all_to_all(rows, sent, pg)
+        _sum_rows(rows, reduced, divisor)
+
+    def _exchange_rounds(self, memory: _Memory, reduced: torch.Tensor, divisor: float, pg: Any) -> None:
+        """Exchange and add, round by round: while a round is added the next one is on the wire."""
+        start, numel = memory.plan.extent
+        rounds, alive = len(self._sends), len(memory.received)
         if numel < reduced.numel():
             reduced[:start].zero_()
             reduced[start + numel :].zero_()
-        if numel < reduced.numel() or len(self._sends) > 1:
-            outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, len(self._sends)))
-        divisor = (group.mesh.shard_size if how.average else 1) * (how.before or 1.0)
-        pg = group.mesh.reduce_group or group.mesh.shard_group
-        with group.launching("all-to-all", pg):
-            running: list[tuple[Any, torch.Tensor]] = []
-            for index, out in enumerate(outs):
-                if len(running) == len(self._received):
-                    self._add_up(*running.pop(0), outs[index - len(self._received)], divisor)
-                running.append(self._exchange(index, out.numel(), pg))
-            for out, (work, rows) in zip(outs[len(outs) - len(running) :], running):
-                self._add_up(work, rows, out, divisor)
+        outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, rounds))
+        running: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
+        for index, out in enumerate(outs):
+            if len(running) == alive:
+                self._add_up(*running.popleft(), divisor)
+            rows = memory.received[index % alive]
+            running.append((*self._exchange(self._sends[index], rows, out.numel(), pg), out))
+        for work, rows, out in running:
+            self._add_up(work, rows, out, divisor)
 
-    def _exchange(self, index: int, numel: int, pg: Any) -> tuple[Any, torch.Tensor]:
+    @staticmethod
+    def _exchange(
+        sent: list[torch.Tensor], rows: torch.Tensor, numel: int, pg: Any
+    ) -> tuple[Any, torch.Tensor]:
         """Start one round; the rows it brings."""
-        sends, rows = self._sends[index], self._received[index % len(self._received)]
-        if self.group.mesh.shard_size == 1:
-            return None, sends[0].view(1, -1)
+        if len(sent) == 1:
+            return None, sent[0].view(1, -1)
         if numel != rows.shape[1]:
             rows = rows.view(-1)[: rows.shape[0] * numel].view(rows.shape[0], numel)
-        if len(sends) == 1:
-            return collectives.all_to_all(rows, sends[0], pg, async_op=False), rows  # there is no other round
-        return collectives.all_to_all_pieces(list(rows.unbind()), sends, pg, async_op=True), rows
+        return collectives.all_to_all_pieces(list(rows.unbind()), sent, pg, async_op=True), rows
 
     @staticmethod
     def _add_up(work: Any, rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
@@ -338,9 +360,9 @@ class ExchangeReducer(GradReducer):
         _sum_rows(rows, out, divisor)
 
     def _releaser(self, main: DBuffer) -> Any:
-        held: list[Any] = [main, self._sends, self._received, self._grads]
+        held: list[Any] = [main, self._sends, self._memory, self._grads]
         leased, context = self._leased, self.group.context
-        self._sends, self._received, self._grads, self._leased = [], [], {}, None
+        self._sends, self._memory, self._grads, self._leased = [], None, {}, None
 
         def release() -> None:
             held.clear()
@@ -352,7 +374,7 @@ class ExchangeReducer(GradReducer):
     def discard(self) -> None:
         """Drop collected gradients and partial sums."""
         super().discard()
-        self._sends, self._received, self._grads = [], [], {}
+        self._sends, self._memory, self._grads = [], None, {}
 
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:

@@ -14,7 +14,7 @@ the tensor usually stays one segment. A tensor in several segments is written wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,16 +53,17 @@ class GradLayout:
                 return segment.index, part
         return None
 
-    def pair(self, slots: Sequence[Any], index: int, grad: Any, targets: list, sources: list) -> None:
-        """Append the ``slots`` of the gradient of parameter ``index``, and what goes into each."""
+    def pairs(self, slots: Sequence[Any], grads: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
+        """The ``slots`` of the gradients of parameters, and what goes into each."""
         if self.same_as_weights:
-            targets.append(slots[index])
-            sources.append(grad)
-            return
-        flat = grad.reshape(-1)
-        for segment in self.segments[index]:
-            targets.append(slots[segment.index])
-            sources.append(flat[segment.tensor_start : segment.tensor_start + segment.numel])
+            return [slots[index] for index in grads], list(grads.values())
+        targets, sources = [], []
+        for index, grad in grads.items():
+            flat = grad.reshape(-1)
+            for segment in self.segments[index]:
+                targets.append(slots[segment.index])
+                sources.append(flat[segment.tensor_start : segment.tensor_start + segment.numel])
+        return targets, sources
 
 
 def grad_layout(plan: GroupPlan, trainable: Sequence[bool]) -> GradLayout:

@@ -105,9 +105,8 @@ class PackedGroup(ParamGroup):
         group, message = self.mesh.shard_group, self._message
         if group.size() == 1 or message is None:
             return None
-        with self.launching("all-gather", group):
-            comm = self.settings.custom_all_gather
-            return collectives.all_gather_(message, slot, group, async_op=async_op, comm=comm)
+        launch, comm = collectives.all_gather_, self.settings.custom_all_gather
+        return self.launch("all-gather", group, launch, message, slot, group, async_op=async_op, comm=comm)
 
     def _wait_gather(self) -> None:
         super()._wait_gather()

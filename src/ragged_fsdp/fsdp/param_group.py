@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -142,8 +141,9 @@ class ParamGroup:
         if len(trainable) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {trainable}")
         self.trainable_dtype = next(iter(trainable), torch.float32)
-        wire_dtype = gathered_dtype(self.trainable_dtype, self.mp_policy.param_dtype)
-        self.gradient_dtype = self.reduce_dtype or wire_dtype
+        self.wire_dtype = gathered_dtype(self.trainable_dtype, self.mp_policy.param_dtype)
+        """Of the gradients, as autograd produces them."""
+        self.gradient_dtype = self.reduce_dtype or self.wire_dtype
 
     def _prepare_weight(self, param_dtype: torch.dtype | None) -> None:
         """Make the gathered buffer, without memory; again if the dtypes changed."""
@@ -218,9 +218,10 @@ class ParamGroup:
         source = self._gather_source()
         with self.context.on_stream("gather"):
             self._gather_work = self._gather(source, async_op)
-            self._gather_done = self.context.record()
-        if self.mesh.shard_size > 1:
-            self.context.watch.note("all-gather", self, self.mesh.shard_group, self._gather_done)
+            if self.mesh.shard_size > 1:
+                self._gather_done = self.context.record_launch("all-gather", self, self.mesh.shard_group)
+            else:
+                self._gather_done = self.context.record()
         self._move(Residence.GATHERING)
 
     def _gather_source(self) -> Any:
@@ -255,10 +256,8 @@ class ParamGroup:
         if self._staging is not None:
             full = self._staging
             slot = full.narrow(0, group.rank() * slot.numel(), slot.numel()).copy_(slot)
-        with self.launching("all-gather", group):
-            return collectives.all_gather_(
-                full, slot, group, async_op=async_op, comm=self.settings.custom_all_gather
-            )
+        launch, comm = collectives.all_gather_, self.settings.custom_all_gather
+        return self.launch("all-gather", group, launch, full, slot, group, async_op=async_op, comm=comm)
 
     def wait_for_unshard(self) -> None:
         """Let the current stream see the gathered parameters and register them."""
@@ -425,11 +424,19 @@ class ParamGroup:
         self.phase = Phase.IDLE
         self.to_sharded()
 
-    def launching(self, phase: str, pg: Any) -> AbstractContextManager:
-        """Around the launch of a collective of this group."""
+    def launch(self, phase: str, pg: Any, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call ``collective`` for this group: an error says where, a profiler that runs shows its name."""
+        kind = phase.replace("-", "_")
         if self.context.order_check is not None:
-            self.context.order_check.note(phase.replace("-", "_"), self)
-        return collectives.launching(phase, self.label, pg)
+            self.context.order_check.note(kind, self)
+        try:
+            if not torch.autograd._profiler_enabled():
+                return collective(*args, **options)
+            with torch.profiler.record_function(f"FSDP::{kind} ({self.label})"):
+                return collective(*args, **options)
+        except RuntimeError as error:
+            collectives.explain(error, phase, self.label, pg)
+            raise
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.label}, {len(self.params)} parameters, {self.residence.name})"

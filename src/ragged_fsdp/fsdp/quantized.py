@@ -179,15 +179,17 @@ class QuantizedGroup(ParamGroup):
         self._encode(message)
         work = None
         if group.size() > 1:
-            with self.launching("all-gather", group):
-                work = collectives.all_gather_(
-                    message.view(-1),
-                    message[group.rank()],
-                    group,
-                    # a device's gather stream waits for it anyway, and then decodes beside the computation
-                    async_op=async_op and self.device.type == "cpu",
-                    comm=self.settings.custom_all_gather,
-                )
+            work = self.launch(
+                "all-gather",
+                group,
+                collectives.all_gather_,
+                message.view(-1),
+                message[group.rank()],
+                group,
+                # a device's gather stream waits for it anyway, and then decodes beside the computation
+                async_op=async_op and self.device.type == "cpu",
+                comm=self.settings.custom_all_gather,
+            )
         if work is None:
             self._decode(message)
         return work

@@ -40,6 +40,8 @@ def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
     Casts stay with the foreach: its kernel is half again as fast as ``copy_``'s.
     """
+    if not targets:
+        return
     dtype = targets[0].dtype
     alone = [i for i, s in enumerate(sources) if s.dtype == dtype and s.numel() >= _ALONE_NUMEL]
     for index in reversed(alone):
@@ -85,8 +87,8 @@ class GradReducer:
         full = self._buffer(grads)
         layout, params, written = self._layout, self.group.params, self.written
         assert layout is not None
-        fresh: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        again: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        fresh: dict[int, torch.Tensor] = {}
+        again: dict[int, torch.Tensor] = {}
         for index, grad in grads:
             inner = grad if params[index].grad_as_is else self._inner(index, grad)
             if inner.dtype != full.dtype and self.group.reduce_dtype is None:
@@ -96,12 +98,12 @@ class GradReducer:
                 )
             if not layout.same_as_weights:
                 self._check_place(index)
-            layout.pair(full.tensors, index, inner, *(again if index in written else fresh))
-            written.add(index)
-        if fresh[0]:
-            _copy_all(*fresh)
-        if again[0]:
-            torch._foreach_add_(*again)
+            (again if index in written else fresh)[index] = inner
+        written.update(fresh)
+        _copy_all(*layout.pairs(full.tensors, fresh))
+        targets, sources = layout.pairs(full.tensors, again)
+        if targets:
+            torch._foreach_add_(targets, sources)
 
     def _check_place(self, index: int) -> None:
         """Raise on the gradient of a parameter that was frozen when its group's gradients were laid out."""
@@ -238,20 +240,25 @@ class GradReducer:
             self._scatter(reduced, how)
             if mesh.replicate_group is None and settings.all_reduce_hook is None:
                 added_to = self._finish(main, reduced, how)
-                done = context.record()
+                done = self._record()
             elif self._all_reduce_later(reduced):
-                done = context.record()
+                done = self._record()
             else:  # beside the next reduce-scatter: all-reduces use another part of the network
                 with context.on_stream("all_reduce", settings.all_reduce_hook_stream):
                     self._all_reduce(reduced, how)
                     added_to = self._finish(main, reduced, how)
-                    done = context.record()
-        if ranks > 1:
-            pg = (mesh.shard_size == 1 and mesh.replicate_group) or mesh.shard_group
-            context.watch.note("reduction of the gradients", self.group, pg, done)
+                    done = self._record()
         release = self._releaser(main)
         self.written.clear()
         context.pending.append(PendingReduction(done, release, self, (reduced, added_to)))
+
+    def _record(self) -> Any:
+        """An event behind the reduction; None without streams."""
+        context, mesh = self.group.context, self.group.mesh
+        if mesh.shard_size * mesh.replicate_size == 1:
+            return context.record()
+        pg = mesh.shard_group if mesh.shard_size > 1 else mesh.replicate_group
+        return context.record_launch("reduction of the gradients", self.group, pg)
 
     def _make_main(self, dtype: torch.dtype) -> DBuffer:
         """A new buffer for the reduced shard: the user may keep the gradients, so it is never reused."""
@@ -283,9 +290,9 @@ class GradReducer:
             full.flat.div_(how.before)
         if group.mesh.shard_size > 1:
             pg = group.mesh.reduce_group or group.mesh.shard_group
-            with group.launching("reduce-scatter", pg):
-                op, comm = collectives.reduce_op(how.average), group.settings.custom_reduce_scatter
-                collectives.reduce_scatter(reduced, full.flat, pg, op=op, comm=comm)
+            op, comm = collectives.reduce_op(how.average), group.settings.custom_reduce_scatter
+            launch = collectives.reduce_scatter
+            group.launch("reduce-scatter", pg, launch, reduced, full.flat, pg, op=op, comm=comm)
         elif reduced.data_ptr() != full.slot.data_ptr():
             reduced.copy_(full.slot)
 
@@ -305,8 +312,8 @@ class GradReducer:
         """Reduce the shard over the replicas, then call the user's hook."""
         group, pg = self.group, self.group.mesh.replicate_group
         if pg is not None and group.mesh.replicate_size > 1:
-            with group.launching("all-reduce", pg):
-                collectives.all_reduce_(reduced, pg, op=collectives.reduce_op(how.average))
+            op = collectives.reduce_op(how.average)
+            group.launch("all-reduce", pg, collectives.all_reduce_, reduced, pg, op=op)
         if group.settings.all_reduce_hook is not None:
             group.settings.all_reduce_hook(reduced)
 

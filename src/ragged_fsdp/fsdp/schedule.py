@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
-from ragged_fsdp.dbuffer.storage import current_stream
+from ragged_fsdp.dbuffer.storage import stream_getter
 from ragged_fsdp.fsdp.arena import Arena
 from ragged_fsdp.fsdp.debug import OrderCheck, StreamOwners
 from ragged_fsdp.fsdp.gather_pool import GatherPool, is_capturing
@@ -51,6 +51,8 @@ class CommContext:
     def __init__(self) -> None:
         self.device: torch.device | None = None
         self.device_module: Any = None
+        self.current_stream: Callable[[], Any] = stream_getter(torch.device("cpu"))
+        """The stream on which hooks launch; None without streams."""
         self._so_far: Any = None
         """An event for what a stream waits for at once, recorded again each time."""
         self.streams: dict[str, Any] = {}
@@ -60,7 +62,7 @@ class CommContext:
         self.arena = Arena()
         self.gather_pool = GatherPool()
         self.order_check = OrderCheck() if debug_enabled() else None
-        self.owners = StreamOwners(self.current_stream) if debug_enabled() else None
+        self.owners = StreamOwners(lambda: self.current_stream()) if debug_enabled() else None
         self.watch = CollectiveWatch()
 
     def use_device(self, device: torch.device) -> None:
@@ -73,13 +75,10 @@ class CommContext:
         self.device_module = torch.get_device_module(device)
         if device.index is None:
             self.device = torch.device(device.type, self.device_module.current_device())
+        self.current_stream = stream_getter(self.device)
         self._so_far = torch.Event(device)
         for name in ("gather", "reduce", "all_reduce"):
             self.streams[name] = self.device_module.Stream(device=device, priority=-1)
-
-    def current_stream(self) -> Any:
-        """The stream on which hooks launch; None without streams."""
-        return None if self.device is None else current_stream(self.device)
 
     def on_stream(self, name: str, stream: Any = None) -> AbstractContextManager:
         """Run on a communication stream, behind everything launched so far on the current one."""
@@ -95,6 +94,12 @@ class CommContext:
     def record(self) -> Any:
         """An event behind the current stream's work; None without streams."""
         return None if self.device_module is None else self.current_stream().record_event()
+
+    def record_launch(self, phase: str, group: ParamGroup, pg: Any) -> Any:
+        """The same behind a collective of ``group``, which is watched from now on."""
+        if self.device_module is None:
+            return None
+        return self.watch.record(phase, group, pg, self.current_stream())
 
     def wait(self, event: Any) -> None:
         """Let the current stream wait for ``event``."""

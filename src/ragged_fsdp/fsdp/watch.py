@@ -17,7 +17,8 @@ import time
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,16 +35,16 @@ _LOOKS_PER_TIMEOUT = 8
 _LONGEST_PAUSE_S = 30.0
 
 
-class Launch(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Launch:
     """One collective on its way."""
 
     phase: str
     group_name: str
     pg: dist.ProcessGroup
     event: Any
-    """Behind it on its stream; has ``query()``."""
+    """Behind it on its stream; has ``query()``. A later launch will use it again."""
     started_s: float
-    timeout_s: float
 
 
 class CollectiveWatch:
@@ -52,32 +53,45 @@ class CollectiveWatch:
     def __init__(self) -> None:
         self._launched: dict[str, deque[Launch]] = {}
         self._timeouts_s: dict[dist.ProcessGroup, float] = {}
-        self._last_reported: Launch | None = None
+        self._last_reported: tuple[Launch, float] | None = None
         self._device: torch.device | None = None
         self._rank = 0
 
-    def note(self, phase: str, group: ParamGroup, pg: dist.ProcessGroup, event: Any) -> None:
-        """A collective of ``group`` was launched in front of ``event``; without streams (None) it is done."""
-        if event is None:
-            return
+    def record(self, phase: str, group: ParamGroup, pg: dist.ProcessGroup, stream: Any) -> Any:
+        """An event behind the collective of ``group`` that was launched on ``stream`` just now.
+
+        It is remembered until many more have been launched.
+        """
         if pg not in self._timeouts_s:
             self._timeouts_s[pg] = _timeout_s(pg, group.device)
             self._device, self._rank = group.device, dist.get_rank()
             _THREAD.add(self, self._timeouts_s[pg])
-        timeout_s = self._timeouts_s[pg]
         launched = self._launched.get(phase)
         if launched is None:
-            launched = self._launched[phase] = deque(maxlen=_REMEMBERED)
-        launched.append(Launch(phase, group.label, pg, event, time.monotonic(), timeout_s))
+            launched = self._launched[phase] = deque()
+        if len(launched) < _REMEMBERED:
+            launch = Launch(phase, group.label, pg, torch.Event(group.device), time.monotonic())
+        else:
+            launch = launched.popleft()
+            launch.group_name, launch.pg = group.label, pg
+            launch.started_s = time.monotonic()  # before the event, see ``late``
+        launch.event.record(stream)
+        launched.append(launch)
+        return launch.event
 
     def late(self, now_s: float) -> Launch | None:
         """The oldest launch that runs for more than half of its timeout."""
         found = []
         for launched in list(self._launched.values()):
-            old = [entry for entry in list(launched) if now_s - entry.started_s > entry.timeout_s / 2]
+            old = [launch for launch in list(launched) if self._is_old(launch, now_s)]
             if old and _runs(old[-1]):
-                found.append(next(entry for entry in old if _runs(entry)))
-        return min(found, key=lambda entry: entry.started_s, default=None)
+                found += [launch for launch in old if _runs(launch)][:1]
+        # again: an event that runs may have been taken for a new launch since
+        old = [launch for launch in found if self._is_old(launch, now_s)]
+        return min(old, key=lambda launch: launch.started_s, default=None)
+
+    def _is_old(self, launch: Launch, now_s: float) -> bool:
+        return now_s - launch.started_s > self._timeouts_s[launch.pg] / 2
 
     def _on_device(self) -> AbstractContextManager:
         """A thread starts on device 0, and asking an event there would take memory on it for every rank."""
@@ -88,29 +102,29 @@ class CollectiveWatch:
     def report(self, now_s: float) -> None:
         """Log a late launch, once."""
         with self._on_device():
-            entry = self.late(now_s)
-        if entry is None or entry is self._last_reported:
+            launch = self.late(now_s)
+        if launch is None or self._last_reported == (launch, launch.started_s):
             return
-        self._last_reported = entry
+        self._last_reported = launch, launch.started_s
         logger.error(
             "rank %d: %s of group '%s' (rank %d of %d of process group '%s') was launched %.0f s ago and "
             "has not finished; the process group gives up after %.0f s. Look at ranks that report another "
             "collective or none.",
             self._rank,
-            entry.phase,
-            entry.group_name,
-            entry.pg.rank(),
-            entry.pg.size(),
-            entry.pg.group_name,
-            now_s - entry.started_s,
-            entry.timeout_s,
+            launch.phase,
+            launch.group_name,
+            launch.pg.rank(),
+            launch.pg.size(),
+            launch.pg.group_name,
+            now_s - launch.started_s,
+            self._timeouts_s[launch.pg],
         )
 
 
-def _runs(entry: Launch) -> bool:
+def _runs(launch: Launch) -> bool:
     """Whether it has not finished; what a CUDA graph captured did not run at all and cannot be asked."""
     try:
-        return not entry.event.query()
+        return not launch.event.query()
     except RuntimeError:
         return False
 
