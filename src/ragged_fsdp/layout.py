@@ -188,12 +188,16 @@ class GroupLayout:
 
     def local_units(self, index: int) -> tuple[int, ...]:
         """Blocks of tensor ``index`` on each rank; they sum to its block count."""
-        spec, start = self.specs[index], self.offsets[index]
+        spec, start, shard = self.specs[index], self.offsets[index], self.shard_numel
         if not spec.numel:
             return (0,) * self.ranks
-        first, last = start // self.shard_numel, (start + spec.numel - 1) // self.shard_numel
-        inside = [self.local_range(index, rank).numel // spec.block_numel for rank in range(first, last + 1)]
-        return (0,) * first + tuple(inside) + (0,) * (self.ranks - last - 1)
+        end = start + spec.numel
+        first, last = start // shard, (end - 1) // shard
+        inside = [spec.numel]
+        if first < last:  # a head, whole shards, a tail
+            inside = [(first + 1) * shard - start, *[shard] * (last - first - 1), end - last * shard]
+        blocks = (numel // spec.block_numel for numel in inside)
+        return (*(0,) * first, *blocks, *(0,) * (self.ranks - last - 1))
 
     def runs(self) -> list[tuple[int, int, int | None]]:
         """The buffer in order as ``(start, end, tensor index)``; padding has index None."""

@@ -14,7 +14,7 @@ leave (the *inner* tensor), so an interval never mixes with their cuts::
         row 5   | d d d d |
 
 Transitions along one mesh dim, the other placements fixed (N elements in the inner tensor, m ranks,
-n and n' what a rank holds before and after, "bytes" what a rank receives):
+n and n' what a rank holds before and after):
 
     ===================  ===================  ==================================  ====================
     from                 to                   operation                           elements received
@@ -279,11 +279,10 @@ def placement_from_layout(
         raise ValueError(
             f"{spec.name}: shape {shape} has {math.prod(shape)} elements, layout has {spec.numel}."
         )
-    counts = tuple(layout.local_range(index, rank).numel for rank in range(layout.ranks))
     kind = StridedRaggedShard if strided else RaggedShard
-    if not sum(counts):  # an empty tensor lies nowhere; any units describe it
-        counts = (1,) * layout.ranks
-    return kind(ragged_dims(shape, math.gcd(spec.block_numel, *counts)), counts)
+    if not spec.numel:  # an empty tensor lies nowhere; any units describe it
+        return kind(ragged_dims(shape, 1), (1,) * layout.ranks)
+    return kind(ragged_dims(shape, spec.block_numel), layout.local_units(index))
 
 
 def _block_shape_numel(shape: tuple[int, ...], block: tuple[int, ...]) -> int:

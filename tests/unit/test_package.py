@@ -48,7 +48,7 @@ def test_every_import_of_the_package_is_declared():
     assert not missing, missing
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("plan", "--help"), ("--version",)])
+@pytest.mark.parametrize("arguments", [("--help",), ("plan", "-h"), ("--version",)])
 def test_command_line_answers(arguments):
     result = _run("-m", "ragged_fsdp", *arguments)
     assert result.returncode == 0, result.stderr
