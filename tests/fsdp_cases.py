@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 IMPL_NAME = os.environ.get("FSDP_IMPL", "ragged_fsdp")
@@ -119,6 +120,18 @@ def shard_blocks(model: nn.Module, **kwargs: Any) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, **kwargs)
     return fully_shard(model, **kwargs)
+
+
+def linear_on_a_full_mesh(rank: Any, **options: Any) -> tuple[nn.Module, nn.Module, DeviceMesh]:
+    """A tensor-parallel layer on a 2 x 2 mesh, sharded over its ``dp``; the reference; the mesh."""
+    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
+        pytest.skip("this torch has no DataParallelMeshDims")
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    model, reference = build(lambda: nn.Linear(DIM, 8, bias=False), rank.device)
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
+    mesh = model.weight.device_mesh  # torch may have cached an equal one, and compares by identity
+    fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="dp"), **options)
+    return model, reference, mesh
 
 
 def tokens(rank: Any, step: int, batch: int = 2) -> Tensor:

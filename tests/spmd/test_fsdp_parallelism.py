@@ -1,5 +1,7 @@
 """Parameters that are DTensors already: tensor, expert and 3-D parallelism."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +9,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_cases import DIM, RAGGED, FeedForward, build, fsdp, full, fully_shard, relative_error, rows
+from fsdp_cases import (
+    DIM,
+    RAGGED,
+    FeedForward,
+    average_gradients,
+    build,
+    fsdp,
+    full,
+    fully_shard,
+    linear_on_a_full_mesh,
+    relative_error,
+    rows,
+)
 from rank_pool import spmd
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -24,21 +38,8 @@ class _Stack(nn.Module):
         return x
 
 
-def _average(model, group):
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad.div_(dist.get_world_size(group))
-
-
-class _DataRank:
-    """The coordinate along data parallelism: ranks of one TP group see the same batch."""
-
-    def __init__(self, rank, index):
-        self.rank, self.device = index, rank.device
-
-
 def _check(model, reference, rank, dp_group, dp_index, tolerance=1e-6):
-    data = _DataRank(rank, dp_index)
+    data = dataclasses.replace(rank, rank=dp_index)
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     for step in range(3):
@@ -46,7 +47,7 @@ def _check(model, reference, rank, dp_group, dp_index, tolerance=1e-6):
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
         loss.backward()
         expected.backward()
-        _average(reference, dp_group)
+        average_gradients(reference, dp_group)
         for (name, p), q in zip(model.named_parameters(), reference.parameters()):
             assert p.grad.placements == p.placements, name
             assert relative_error(full(p.grad), q.grad) < tolerance, f"{name}.grad at step {step}"
@@ -94,10 +95,10 @@ def test_clipping_with_tensor_parallelism(rank):
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], PLAN)
     fully_shard(model, mesh=mesh["dp"])
-    data = _DataRank(rank, mesh["dp"].get_local_rank())
+    data = dataclasses.replace(rank, rank=mesh["dp"].get_local_rank())
     for module in (model, reference):
         module(rows(data, 0)).square().sum().backward()
-    _average(reference, mesh["dp"].get_group())
+    average_gradients(reference, mesh["dp"].get_group())
     norm = torch.nn.utils.clip_grad_norm_(
         [p for p in model.parameters() if p.grad.device_mesh.ndim == 2], 1e9
     )
@@ -137,10 +138,10 @@ def test_expert_parallelism(rank):
     assert model.experts.device_mesh.mesh_dim_names == ("dp", "ep")
     assert model.experts.shape == reference.experts.shape
     assert torch.equal(full(model.experts), reference.experts.detach())
-    data = _DataRank(rank, mesh["dp"].get_local_rank())
+    data = dataclasses.replace(rank, rank=mesh["dp"].get_local_rank())
     for module in (model, reference):
         module(rows(data, 0)).square().sum().backward()
-    _average(reference, mesh["dp"].get_group())
+    average_gradients(reference, mesh["dp"].get_group())
     assert relative_error(full(model.experts.grad), reference.experts.grad) < 1e-6
 
 
@@ -182,21 +183,14 @@ def test_parameters_of_one_module_on_two_meshes(rank):
 @spmd(4)
 def test_data_parallel_dims_of_a_full_mesh(rank):
     """``dp_mesh_dims``: parameters live on the whole mesh, FSDP takes its named dims."""
-    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-        pytest.skip("this torch has no DataParallelMeshDims")
-    mesh = rank.mesh(2, 2, names=("dp", "tp"))
-    model, reference = build(lambda: nn.Linear(DIM, 8, bias=False), rank.device)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
-    mesh = model.weight.device_mesh  # torch may have cached an equal one, and compares by identity
-    dims = fsdp.DataParallelMeshDims(shard="dp")
-    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    model, reference, mesh = linear_on_a_full_mesh(rank)
     assert model.weight.device_mesh.mesh_dim_names == ("dp", "tp")
-    data = _DataRank(rank, mesh["dp"].get_local_rank())
+    data = dataclasses.replace(rank, rank=mesh["dp"].get_local_rank())
     x = distribute_tensor(rows(data, 0), mesh["tp"], [Replicate()])
     x = DTensor.from_local(x.to_local(), mesh, [Replicate(), Replicate()], run_check=False)
     model(x).square().sum().backward()
     reference(rows(data, 0)).square().sum().backward()
-    _average(reference, mesh["dp"].get_group())
+    average_gradients(reference, mesh["dp"].get_group())
     assert relative_error(full(model.weight.grad), reference.weight.grad) < 1e-6
     with pytest.raises(ValueError, match=r"not found in mesh\.mesh_dim_names"):
         fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="nope"))

@@ -20,6 +20,7 @@ from fsdp_cases import (
     fsdp,
     full,
     fully_shard,
+    linear_on_a_full_mesh,
     ragged_only,
     relative_error,
     rows,
@@ -171,14 +172,7 @@ def test_beside_tensor_parallelism(rank, dim, hidden):
 @pytest.mark.parametrize("dim", [0, 1])
 @spmd(4)
 def test_data_parallel_dims_of_a_full_mesh(rank, dim):
-    if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-        pytest.skip("this torch has no DataParallelMeshDims")
-    mesh = rank.mesh(2, 2, names=("dp", "tp"))
-    model, reference = build(lambda: nn.Linear(DIM, 8, bias=False), rank.device)
-    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Replicate(), Shard(0)]))
-    mesh = model.weight.device_mesh  # torch may have cached an equal one, and compares by identity
-    dims = fsdp.DataParallelMeshDims(shard="dp")
-    fully_shard(model, mesh=mesh, dp_mesh_dims=dims, shard_placement_fn=lambda p: Shard(dim))
+    model, reference, _ = linear_on_a_full_mesh(rank, shard_placement_fn=lambda p: Shard(dim))
     assert model.weight.placements[0].dim == dim and model.weight.placements[1] == Shard(0)
     assert torch.equal(full(model.weight), reference.weight.detach())
 
