@@ -24,6 +24,7 @@ from fsdp_cases import (
     shard_blocks,
     tokens,
 )
+from ragged_fsdp import BlockCodes
 from rank_pool import DEVICE, spmd
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs RAGGED_FSDP_TEST_DEVICE=cuda")
@@ -85,11 +86,11 @@ class _Wide(nn.Module):
         return x.float().square().mean()
 
 
-def _wide(rank, reshard):
+def _wide(rank, reshard, **options):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model, _ = build(_Wide, rank.device)
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=reshard, **options)
     return fully_shard(model, mp_policy=policy)
 
 
@@ -142,7 +143,7 @@ def test_resharding_frees_the_gathered_layers(rank):
 def _slow(patch, where):
     """Delay the GPU before or after each collective, or in compute, to expose missing waits."""
     names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
-    for name in names:
+    for name in (*names, "all_to_all", "all_to_all_single"):
         original = getattr(dist, name, None)
         if original is None:
             continue
@@ -158,14 +159,20 @@ def _slow(patch, where):
         patch.setattr(dist, name, delayed)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+CODES = {"gather_policy": lambda name, p: BlockCodes("int8", (64, 64)) if p.ndim == 2 else None}  # two groups
+KINDS = {"resharded": {}, "kept": {"reshard": False}, "codes": CODES}
+KINDS["exchange"] = {"reduction": "all_to_all"}
+KINDS["codes-exchange"] = CODES | KINDS["exchange"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["before", "after", "compute"])
 @spmd(2)
-def test_delays_change_nothing(rank, where, reshard):
+def test_delays_change_nothing(rank, where, kind):
     """The same losses, bit for bit, when communication or compute is late."""
     results = []
     for delay in (False, True):
-        model = _wide(rank, reshard)
+        model = _wide(rank, **{"reshard": True, **KINDS[kind]})
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
         with pytest.MonkeyPatch.context() as patch:
             if delay and where != "compute":
