@@ -27,7 +27,7 @@ class Planned(NamedTuple):
 
 _GPT_OSS = Case("gpt-oss-120b", 4, 8192, 64, (None, 400.0), warmup=2, iterations=5)
 _LLAMA = Case("llama-3-70b", 4, 4096, 64, (None, 200.0), warmup=2, iterations=5)
-_DEEPSEEK = Case("deepseek-v3", 2, 4096, 256, (None, 400.0), warmup=2, iterations=5)
+_DEEPSEEK = Case("deepseek-v3", 2, 4096, 256, (None, 400.0), warmup=2, iterations=5, allocator="expandable")
 _HOST = Case("small-dense", 24, 128, 64, payload="nothing", iterations=10)
 _GPT_OSS_256 = replace(_GPT_OSS, ranks=256)
 _EXPANDABLE_GPT_OSS, _EXPANDABLE_LLAMA, _EXPANDABLE_GPT_OSS_256 = (
@@ -65,7 +65,7 @@ SUITE: dict[str, Planned] = {
     ),
     "gpt-oss-64-options": Planned(_GPT_OSS, ("none", *_OURS, *_OPTIONS)),
     "gpt-oss-64-bytes": Planned(_EXPANDABLE_GPT_OSS, (*_CODES, "fsdp2-bf16")),
-    "llama-64-bytes": Planned(_EXPANDABLE_LLAMA, _CODES),
+    "llama-64-bytes": Planned(replace(_EXPANDABLE_LLAMA, wires=(None, 200.0, 100.0)), _CODES),
     "gpt-oss-64-channels": Planned(replace(_GPT_OSS, delivery="channels"), _MOST),
     "llama-64-channels": Planned(replace(_LLAMA, delivery="channels"), _MOST),
 }
