@@ -29,7 +29,7 @@ _STOP_AT = 80
 _CONTENTS = ("run", "export", "report.html")
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.command(context_settings={"show_default": True})
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

@@ -11,7 +11,7 @@ from ragged_fsdp.cli.checkpoint_path import find_checkpoint
 __all__ = ["command"]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--verify", is_flag=True, help="read every file and compare its checksum")
 @click.option("--all", "show_all", is_flag=True, help="list all tensors, not only the model's")

@@ -67,7 +67,10 @@ class _LazyGroup(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},  # of subcommands too
+)
 @click.version_option(package_name="ragged-fsdp")
 def main() -> None:
     """Fully sharded data parallelism on ragged, block-aligned DTensors."""

@@ -7,7 +7,7 @@ import click
 __all__ = ["command"]
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), default=None, help="page (.html or .svg)"

@@ -80,11 +80,7 @@ def _first_line(section: type) -> str:
     return (section.__doc__ or "").splitlines()[0].rstrip(".")
 
 
-@click.command(
-    cls=_TrainCommand,
-    epilog=_EPILOG,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+@click.command(cls=_TrainCommand, epilog=_EPILOG)
 @click.option("--config", type=click.Path(dir_okay=False), default=None, help="settings file (TOML)")
 @_flags
 def command(config: str | None, **flags: Any) -> None:

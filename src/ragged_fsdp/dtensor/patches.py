@@ -9,7 +9,6 @@ it relies on and otherwise refuses the torch release in one line, with nothing c
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +50,7 @@ from ragged_fsdp.dtensor.internals import (
     redistribute_module,
     utils_module,
 )
+from ragged_fsdp.dtensor.rebinding import rebind
 
 __all__ = ["TOUCHED", "Touched", "install"]
 
@@ -214,14 +214,7 @@ def _plain(found: Any) -> Any:
 
 
 def _rebind(original: Callable[..., Any], replacement: Callable[..., Any]) -> None:
-    """Replace a function in every loaded module, of torch or not, that imported it by name."""
-    own = replacement.__module__
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", own) == own:
-            continue  # keeps the original to call it
-        for name, value in list(getattr(module, "__dict__", {}).items()):
-            if value is original:
-                setattr(module, name, replacement)
+    rebind(original, replacement, skip=replacement.__module__)  # which keeps the original to call it
 
 
 def _patch_dispatcher() -> None:

@@ -1,7 +1,6 @@
 """Libraries that call torch's ``fully_shard`` call ours instead, for the time of a ``with`` block."""
 
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from ragged_fsdp.api import fully_shard
+from ragged_fsdp.dtensor.rebinding import rebind
 from ragged_fsdp.policy import Granularity
 
 __all__ = ["ragged_fully_shard"]
@@ -43,11 +43,11 @@ def ragged_fully_shard(
         if name not in _ADDITIONS:
             raise TypeError(f"ragged_fully_shard: {name!r} is not one of {', '.join(_ADDITIONS)}.")
     original, substitute = torch_fsdp.fully_shard, _substitute(orig_param_policy, options)
-    _rebind(original, substitute)
+    rebind(original, substitute, skip="ragged_fsdp")
     try:
         yield
     finally:
-        _rebind(substitute, original)
+        rebind(substitute, original, skip="ragged_fsdp")
 
 
 def _substitute(policy: Any, defaults: dict[str, Any]) -> Callable[..., Any]:
@@ -58,13 +58,3 @@ def _substitute(policy: Any, defaults: dict[str, Any]) -> Callable[..., Any]:
         return fully_shard(module, **{"orig_param_policy": policy, **defaults, **options})
 
     return substitute
-
-
-def _rebind(old: Any, new: Any) -> None:
-    """Replace a function in every module that holds it by name, also those loaded in between; not in ours."""
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] == "ragged_fsdp":
-            continue
-        namespace = getattr(module, "__dict__", None) or {}
-        for name in [name for name, value in list(namespace.items()) if value is old]:
-            namespace[name] = new
