@@ -122,9 +122,12 @@ class CommContext:
         return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
 
     def fill_arena(self) -> None:
-        """Allocate what :meth:`lease` will lend, before the step's other memory."""
+        """Allocate what :meth:`lease` will lend, before the step's other memory.
+
+        Not inside a transform of ``torch.func``, whose tensors have no storage.
+        """
         assert self.device is not None
-        if not is_capturing(self.device):
+        if not is_capturing(self.device) and torch._C._functorch.peek_interpreter_stack() is None:
             self.arena.fill(self.device, self.max_grad_buffers)
 
     def give_back(self, storage: FlatStorage) -> None:
