@@ -17,6 +17,7 @@ from fsdp_cases import (
     count,
     fsdp,
     fully_shard,
+    ragged_only,
     shard_blocks,
     tokens,
 )
@@ -27,10 +28,11 @@ class _Recomputed(Transformer):
     """Checkpoints its layers with ``torch.utils.checkpoint``."""
 
     options: dict | None = None
+    runs = 1
 
     def forward(self, batch):
         x = self.embed(batch[:, :-1])
-        for layer in self.layers:
+        for layer in [layer for layer in self.layers for _ in range(self.runs)]:
             x = layer(x) if self.options is None else checkpoint(layer, x, **self.options)
         logits = self.head(self.norm(x.to(self.norm.weight.dtype)))
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
@@ -58,6 +60,18 @@ OPTIONS = {
 def test_checkpoint_function(rank, kind, reshard):
     model, reference = build(_Recomputed, rank.device)
     model.options = reference.options = OPTIONS[kind]
+    shard_blocks(model, reshard_after_forward=reshard)
+    assert_steps_agree(model, reference, rank)
+
+
+@ragged_only  # stock FSDP2 loses the gradient of the second run, and leaves the layer unsharded
+@pytest.mark.parametrize("reshard", [True, False])
+@spmd(1, 2)
+def test_a_layer_that_runs_twice_recomputed_reentrantly(rank, reshard):
+    model, reference = build(_Recomputed, rank.device)
+    for module in (model, reference):
+        module.options = OPTIONS["reentrant"]
+        module.runs = 2
     shard_blocks(model, reshard_after_forward=reshard)
     assert_steps_agree(model, reference, rank)
 

@@ -242,7 +242,8 @@ class RootContext:
         for state in self.states:
             state.still_to_run.clear()
             for group in reversed(state.groups):
-                if group.phase is not Phase.POST_BACKWARD:
+                # gathered again after it: a module that runs twice, checkpointed with use_reentrant
+                if group.phase is not Phase.POST_BACKWARD or group.residence is Residence.UNSHARDED:
                     group.hand_over()  # autograd lets this stream wait for those of the backward
                     group.post_backward()
                 group.phase = Phase.IDLE
