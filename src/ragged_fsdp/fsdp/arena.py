@@ -41,7 +41,8 @@ class Arena:
         """A storage of at least ``nbytes``; None if it is too large for the arena or ``limit`` are lent."""
         if nbytes > self.nbytes or self._lent >= limit:
             return None
-        self.fill(device, self._lent + 1)
+        if not self._free or self._free[-1].untyped.nbytes() != self.nbytes:
+            self.fill(device, self._lent + 1)
         self._lent += 1
         return self._free.pop()
 

@@ -58,7 +58,6 @@ class ManagedParam:
         """``requires_grad`` of both forms when they last agreed."""
         self.grad_hook: Any = None
         """Handle of the hook that takes a large gradient as soon as it is accumulated."""
-        self._empty_grad: DTensor | None = None
 
     def attach_shard(self, piece: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> None:
         """Make the sharded parameter from this rank's flat ``piece``."""
@@ -153,14 +152,8 @@ class ManagedParam:
         return DTensor.__new__(DTensor, local, self.spec, requires_grad=False)
 
     def empty_grad(self, like: torch.Tensor) -> DTensor:
-        """The gradient of a parameter of which this rank holds nothing, on the device of ``like``.
-
-        It is the same object in every step: there is nothing in it that a later step could overwrite.
-        """
-        kept = self._empty_grad
-        if kept is None or kept._spec is not self.spec or kept._local_tensor.device != like.device:
-            kept = self._empty_grad = self.sharded_grad(like.new_empty(self.local_shape))
-        return kept
+        """The gradient of a parameter of which this rank holds nothing, on the device of ``like``."""
+        return self.sharded_grad(like.new_empty(self.local_shape))
 
     def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
         """The unsharded parameter over a slice of the gathered buffer."""

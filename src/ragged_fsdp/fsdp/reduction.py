@@ -70,6 +70,8 @@ class GradReducer:
         self._places: list[tuple[torch.Size, tuple[int, ...], int] | None] = []
         """Shape, strides and start of each parameter's part of the reduced shard; None if it has none."""
         self._main_kind: DBuffer | None = None
+        self._empty_grads: dict[int, DTensor] = {}
+        """Of parameters that have no place: the same objects in every step, as there is nothing in them."""
         self._leased: FlatStorage | None = None
         """Where ``full`` lies, if not in storage of its own."""
         self._fulls: dict[FlatStorage | None, DBuffer] = {}
@@ -264,6 +266,7 @@ class GradReducer:
         """A new buffer for the reduced shard: the user may keep the gradients, so it is never reused."""
         if self._main_kind is None or self._main_kind.dtype != dtype:
             self._main_kind = self._make_buffer(dtype, Shard(0), allocate=False)
+            self._empty_grads = {}
         return self._main_kind.empty_like()
 
     def _make_ready(self) -> None:
@@ -341,7 +344,10 @@ class GradReducer:
             place, existing = self._places[index], param.sharded.grad
             if place is None:  # most parameters, where there are more ranks than parameters
                 if existing is None:
-                    grad = param.sharded.grad = param.empty_grad(flat)
+                    grad = self._empty_grads.get(index)
+                    if grad is None:
+                        grad = self._empty_grads[index] = param.empty_grad(flat)
+                    param.sharded.grad = grad
                     attach(grad, known)
             elif existing is None:
                 grad = param.sharded.grad = param.sharded_grad(flat.as_strided(*place))

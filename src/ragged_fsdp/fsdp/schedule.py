@@ -20,7 +20,7 @@ from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.dbuffer.storage import stream_getter
 from ragged_fsdp.fsdp.arena import Arena
 from ragged_fsdp.fsdp.debug import OrderCheck, StreamOwners
-from ragged_fsdp.fsdp.gather_pool import GatherPool, is_capturing
+from ragged_fsdp.fsdp.gather_pool import GatherPool
 from ragged_fsdp.fsdp.watch import CollectiveWatch
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class CommContext:
         A CUDA graph that is being captured gets none: a later forward without gradients would free it.
         """
         assert self.device is not None
-        if is_capturing(self.device):
+        if self._is_capturing():
             return None
         return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
 
@@ -127,8 +127,11 @@ class CommContext:
         Not inside a transform of ``torch.func``, whose tensors have no storage.
         """
         assert self.device is not None
-        if not is_capturing(self.device) and torch._C._functorch.peek_interpreter_stack() is None:
+        if not self._is_capturing() and torch._C._functorch.peek_interpreter_stack() is None:
             self.arena.fill(self.device, self.max_grad_buffers)
+
+    def _is_capturing(self) -> bool:
+        return self.device_module is torch.cuda and torch.cuda.is_current_stream_capturing()
 
     def give_back(self, storage: FlatStorage) -> None:
         """Return storage from :meth:`lease` after the compute stream has waited for its last use."""

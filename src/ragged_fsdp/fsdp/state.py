@@ -41,6 +41,7 @@ class ModuleState(_State):
         super().__init__()
         self.modules: tuple[nn.Module, ...] = ()
         self.groups: list[ParamGroup] = []
+        self._backward_hooks: dict[ParamGroup, BackwardHooks] = {}
         self.device = torch.device("cpu")
         self.mp_policy = MixedPrecisionPolicy()
         self.is_root: bool | None = None
@@ -67,6 +68,7 @@ class ModuleState(_State):
         """Attach to ``modules``."""
         self.modules = tuple(modules)
         self.groups = list(groups)
+        self._backward_hooks = {g: BackwardHooks(g.post_backward, self.pre_backward) for g in self.groups}
         self.device = device
         self.mp_policy = mp_policy
         self.auto_reshard = auto_reshard
@@ -252,7 +254,7 @@ class ModuleState(_State):
         """One node on all inputs that need gradients; its backward is the group's post-backward."""
         if not torch.is_grad_enabled():
             return args, kwargs
-        return after_backward(BackwardHooks(group.post_backward, self.pre_backward), args, kwargs)
+        return after_backward(self._backward_hooks[group], args, kwargs)
 
     def _hook_outputs(self, output: Any) -> Any:
         """The first gradient of an output is the start of this module's backward."""
