@@ -78,6 +78,11 @@ class RaggedLayout:
         return math.prod(self.inner_shape)
 
     @property
+    def cut_dims(self) -> int:
+        """How many leading dims the cuts may go through; the local tensor has one in their place."""
+        return len(self.inner_shape) - len(self.rest)
+
+    @property
     def even(self) -> bool:
         """Whether every rank holds as many elements."""
         return len(set(self.counts)) == 1

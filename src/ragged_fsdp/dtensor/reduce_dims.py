@@ -66,7 +66,7 @@ def along_dims(
 ) -> DTensor:
     """Reduce ``dims`` of a ragged tensor with ``reduce(local, dims, keepdim)``."""
     layout = ragged_layout(tensor)
-    prefix = len(tensor.placements[layout.mesh_dim].dims)
+    prefix = layout.cut_dims
     reduced = sorted({d % max(1, tensor.ndim) for d in dims})
     shape = _reduced_shape(tuple(tensor.shape), reduced, keepdim)
     inner = _reduced_shape(layout.inner_shape, reduced, keepdim)
@@ -91,7 +91,7 @@ def on_whole_rows(op: Any, tensor: DTensor, dim: int, run: Callable[[torch.Tenso
     why_not = why_rows_are_cut(tensor, dim)
     if why_not:
         raise refusal(op, tensor, why_not)
-    prefix = len(tensor.placements[ragged_layout(tensor).mesh_dim].dims)
+    prefix = ragged_layout(tensor).cut_dims
     results = run(tensor._local_tensor, dim % max(1, tensor.ndim) - prefix + 1)
 
     def wrap(local: torch.Tensor) -> DTensor:
@@ -103,7 +103,7 @@ def on_whole_rows(op: Any, tensor: DTensor, dim: int, run: Callable[[torch.Tenso
 
 def why_rows_are_cut(tensor: DTensor, dim: int) -> str:
     """Why a rank does not have the whole of ``dim`` for the rows of its piece; empty if it does."""
-    prefix = len(tensor.placements[ragged_layout(tensor).mesh_dim].dims)
+    prefix = ragged_layout(tensor).cut_dims
     if dim % max(1, tensor.ndim) < prefix:
         return f"it runs along dim {dim}, which the pieces cut"
     if any(isinstance(p, Shard) and p.dim >= prefix for p in tensor.placements):

@@ -121,7 +121,7 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         reduce = aten.amax.default if order > 0 else aten.amin.default
         combine = EXTREMES["max" if order > 0 else "min"] if order < 0 else Combine("max", lambda dtype: 0)
         return along_dims(op, aten.abs.default(tensor), dims, keepdim, reduce, combine)
-    prefix = len(tensor.placements[ragged_layout(tensor).mesh_dim].dims)
+    prefix = ragged_layout(tensor).cut_dims
     if all(d % tensor.ndim >= prefix for d in dims) and tensor.ndim > prefix:
 
         def reduce_rows(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
@@ -254,7 +254,7 @@ def _whole_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _with_rows_of(op: Any, lead: DTensor, tensor: DTensor) -> DTensor:
     """``tensor`` with row ``i`` on the rank that has row ``i`` of ``lead``."""
-    prefix = len(lead.placements[ragged_layout(lead).mesh_dim].dims)
+    prefix = ragged_layout(lead).cut_dims
     if tensor.shape[:prefix] != lead.shape[:prefix]:
         raise refusal(op, lead, f"an operand of shape {tuple(tensor.shape)} has other rows")
     return moved(tensor, lead.placements)

@@ -51,8 +51,7 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _expand(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Repeat dims of size 1 after those that the pieces cut; the repeats share memory, as always."""
     tensor: DTensor = args[0]
-    layout = ragged_layout(tensor)
-    prefix = len(tensor.placements[layout.mesh_dim].dims)
+    prefix = ragged_layout(tensor).cut_dims
     old = tuple(tensor.shape)
     new = tuple(o if n == -1 else n for n, o in zip(args[1], old)) if len(args[1]) == len(old) else ()
     if not new or new[:prefix] != old[:prefix]:

@@ -24,6 +24,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
@@ -35,6 +36,7 @@ from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
 __all__ = ["BlockGrid", "LocalBlocks", "block_grid", "block_policy", "blocks_placements", "locate_blocks"]
 
 Shape = tuple[int, ...]
+Index = TypeVar("Index", int, Tensor)
 _LEAST_BLOCK = 128
 """Smaller tiles would spend too much on scales; such parameters are cut into runs."""
 
@@ -110,7 +112,7 @@ class LocalBlocks:
         """Columns of blocks on this rank."""
         return -(-self.cols // self.grid.block_cols)
 
-    def source_row(self, row: Tensor) -> Tensor:
+    def source_row(self, row: Index) -> Index:
         """Which of the parameter's rows of ``grid.cols`` elements local rows lie in."""
         inner = row + self.first_row
         outer = inner // self.row_period
@@ -287,6 +289,4 @@ def _first_block(shape: Shape, offset: Shape, size: Shape, start: int) -> tuple[
 
 
 def _first_block_of(part: LocalBlocks) -> tuple[int, int]:
-    outer = part.first_row // part.row_period
-    row = part.row_base + outer * part.row_stride + part.first_row - outer * part.row_period
-    return row // part.grid.block_rows, part.col_base // part.grid.block_cols
+    return part.source_row(0) // part.grid.block_rows, part.col_base // part.grid.block_cols
