@@ -11,13 +11,13 @@ import typer
 __all__ = ["main"]
 
 _COMMANDS = {
+    "demo": "the two-minute tour: train, checkpoint, resume at another size, export",
     "plan": "lay a model's parameters out over FSDP ranks and show the padding",
     "train": "train a model, sharded over the processes of this machine, torchrun or SLURM",
-    "demo": "the two-minute tour: train, checkpoint, resume at another size, export",
-    "export": "write a checkpoint as safetensors",
     "inspect": "show what a checkpoint holds without loading it",
-    "report": "draw the curves of a run into one page",
-    "bench": "run the benchmarks",
+    "export": "write a checkpoint as safetensors",
+    "report": "draw the curves of runs into one page",
+    "bench": "measure this package and its peers (from a checkout)",
 }
 
 
