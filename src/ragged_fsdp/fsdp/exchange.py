@@ -162,7 +162,7 @@ class ExchangeReducer(GradReducer):
             elif not layout.same_as_weights:
                 self._check_place(index)
             self._grads[index] = inner
-            self.written.add(index)
+        self.written.update(self._grads)
 
     def _begin(self) -> None:
         context = self.group.context

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["GatherPool", "is_capturing", "pooled_bytes"]
+__all__ = ["GatherPool", "pooled_bytes"]
 
 _GROUPS_ALIVE = 2
 _OWN_SEGMENT_BYTES = 10 << 20  # below this, torch's allocator lets blocks share a segment anyway
@@ -23,14 +23,10 @@ _COMMON_POOL = nullcontext()
 
 
 def pooled_bytes(sizes: Sequence[int]) -> int:
-    """The largest size that more groups have than are gathered at a time; 0 if there is none."""
+    """The largest size that more groups have than are gathered at a time; 0 if none, or only small ones."""
     counts = Counter(sizes)
-    return max((size for size, groups in counts.items() if groups > _GROUPS_ALIVE), default=0)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now becomes a part of a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    largest = max((size for size, groups in counts.items() if groups > _GROUPS_ALIVE), default=0)
+    return largest if largest >= _OWN_SEGMENT_BYTES else 0
 
 
 class GatherPool:
@@ -40,11 +36,10 @@ class GatherPool:
         self.nbytes = 0
         self._pool: Any = None
 
-    def allocating(self, nbytes: int, device: torch.device) -> AbstractContextManager:
-        """Within it allocations of this thread on ``device`` come from the pool, if it is for ``nbytes``."""
-        if nbytes != self.nbytes or nbytes < _OWN_SEGMENT_BYTES or device.type != "cuda":
-            return _COMMON_POOL
-        if is_capturing(device):  # a graph has a pool of its own, which lives as long as it can be replayed
+    def allocating(self, device: torch.device) -> AbstractContextManager:
+        """Within it allocations of this thread on ``device`` come from the pool."""
+        # a graph has a pool of its own, which lives as long as it can be replayed
+        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return _COMMON_POOL
         if self._pool is None:
             self._pool = torch.cuda.MemPool(use_on_oom=True)

@@ -229,14 +229,22 @@ class ParamGroup:
         weight = self.model_weight
         assert weight is not None
         if not (self.settings.keep_storage and weight.is_materialized):
-            pool = self.context.gather_pool.allocating(weight.nbytes, self.device)
-            with self.settings.allocating(self.device, pool):
-                weight.materialize()
+            self._materialize(weight)
         self._stage(weight)
         if self.params[0].unsharded is None:
             for param, view in zip(self.params, weight.tensors):
                 param.make_unsharded(view)
         return weight
+
+    def _materialize(self, weight: Any) -> None:
+        if self.settings.comm_memory is not None:
+            with self.settings.allocating(self.device):
+                weight.materialize()
+        elif 0 < weight.nbytes == self.context.gather_pool.nbytes:
+            with self.context.gather_pool.allocating(self.device):
+                weight.materialize()
+        else:
+            weight.materialize()
 
     def _stage(self, weight: Any) -> None:
         """Allocate what the collective writes, if that is not the buffer itself."""
@@ -426,13 +434,12 @@ class ParamGroup:
 
     def launch(self, phase: str, pg: Any, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call ``collective`` for this group: an error says where, a profiler that runs shows its name."""
-        kind = phase.replace("-", "_")
         if self.context.order_check is not None:
-            self.context.order_check.note(kind, self)
+            self.context.order_check.note(phase.replace("-", "_"), self)
         try:
             if not torch.autograd._profiler_enabled():
                 return collective(*args, **options)
-            with torch.profiler.record_function(f"FSDP::{kind} ({self.label})"):
+            with torch.profiler.record_function(f"FSDP::{phase.replace('-', '_')} ({self.label})"):
                 return collective(*args, **options)
         except RuntimeError as error:
             collectives.explain(error, phase, self.label, pg)

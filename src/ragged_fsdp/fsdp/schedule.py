@@ -144,8 +144,9 @@ class CommContext:
         reduction of the one to start that of the other.
         """
         most = self.max_grad_buffers * (_PENDING_COMPANIONS if companion else 1)
-        while sum(entry.owner.companion is companion for entry in self.pending) >= most:
-            self._finish(self.pending.popleft())
+        pending = self.pending
+        while len(pending) >= most and sum(p.owner.companion is companion for p in pending) >= most:
+            self._finish(pending.popleft())
 
     def finish_of(self, owner: GradReducer) -> None:
         """Wait for the pending reductions of one group."""

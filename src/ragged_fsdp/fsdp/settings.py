@@ -40,8 +40,6 @@ class GroupSettings:
     comm_memory: Any = None
     """A :class:`~ragged_fsdp.fsdp.comm_memory.ProcessGroupMemory` for what collectives read and write."""
 
-    def allocating(
-        self, device: torch.device, otherwise: AbstractContextManager = _HERE
-    ) -> AbstractContextManager:
+    def allocating(self, device: torch.device) -> AbstractContextManager:
         """The context in which to allocate memory for collectives."""
-        return otherwise if self.comm_memory is None else self.comm_memory.allocating(device)
+        return _HERE if self.comm_memory is None else self.comm_memory.allocating(device)
