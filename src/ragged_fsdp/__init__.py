@@ -7,7 +7,26 @@ holding ragged tensors can be read after a plain ``import ragged_fsdp``.
 
 import sys
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES
+    from ragged_fsdp.api import CPUOffloadPolicy as CPUOffloadPolicy
+    from ragged_fsdp.api import DataParallelMeshDims as DataParallelMeshDims
+    from ragged_fsdp.api import FSDPModule as FSDPModule
+    from ragged_fsdp.api import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from ragged_fsdp.api import OffloadPolicy as OffloadPolicy
+    from ragged_fsdp.api import UnshardHandle as UnshardHandle
+    from ragged_fsdp.api import fully_shard as fully_shard
+    from ragged_fsdp.api import register_fsdp_forward_method as register_fsdp_forward_method
+    from ragged_fsdp.api import share_comm_ctx as share_comm_ctx
+    from ragged_fsdp.dbuffer import DBuffer as DBuffer
+    from ragged_fsdp.dtensor import RaggedShard as RaggedShard
+    from ragged_fsdp.dtensor import StridedRaggedShard as StridedRaggedShard
+    from ragged_fsdp.dtensor import distribute_tensor as distribute_tensor
+    from ragged_fsdp.policy import BlockCodes as BlockCodes
+    from ragged_fsdp.policy import Elements as Elements
+    from ragged_fsdp.policy import Rows as Rows
+    from ragged_fsdp.policy import Whole as Whole
 
 _HOMES = {
     "RaggedShard": "ragged_fsdp.dtensor",

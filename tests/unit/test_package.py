@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_every_import_of_the_package_is_declared():
                 found.add((node.module or "").partition(".")[0])
     missing = found - names - set(sys.stdlib_module_names)
     assert not missing, missing
+
+
+@pytest.mark.parametrize("name", ["ragged_fsdp", "ragged_fsdp.optim"])
+def test_type_checkers_see_what_is_loaded_on_first_use(name):
+    module = import_module(name)
+    body = ast.parse(Path(module.__file__).read_text()).body
+    block = next(node for node in body if isinstance(node, ast.If))
+    assert {alias.name: node.module for node in block.body for alias in node.names} == module._HOMES
+    assert set(module.__all__) <= set(dir(module))
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "-h"), ("--version",)])

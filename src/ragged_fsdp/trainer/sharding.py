@@ -107,7 +107,7 @@ def shard(
         extra["gather_policy"] = _policy(model, "gather_codes", config.gather_codes)
         extra["reduction"] = config.reduction
     else:
-        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.fsdp import fully_shard  # type: ignore[assignment]
     if ranks.split is not None:
         # What DTensor returns as a local tensor is a view; the models add to it out of place, as they should.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
