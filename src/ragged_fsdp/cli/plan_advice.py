@@ -23,6 +23,7 @@ __all__ = ["Candidate", "PaddingWarning", "advise", "explain", "recommendation",
 
 _CANDIDATES = 48
 _TOLERABLE = 0.25
+_AS_GOOD = 0.01  # padding beyond the least that a smaller group is worth
 
 
 @dataclass(frozen=True)
@@ -173,16 +174,12 @@ class Candidate:
 
 
 def advise(
-    plans: Sequence[ModelPlan],
-    gpus: int,
-    state_bytes: float,
-    memory_bytes: int | None,
-    tolerance: float = 0.01,
+    plans: Sequence[ModelPlan], gpus: int, state_bytes: float, memory_bytes: int | None
 ) -> list[Candidate]:
     """Rank the FSDP sizes that divide ``gpus``: the smallest that fits, without much padding, is best.
 
     A smaller group gathers over fewer links and pads less; memory is what asks for a larger one. Among
-    the sizes that fit, those within ``tolerance`` of the least padding are recommended, smallest first.
+    the sizes that fit, those within a percent of the least padding are recommended, smallest first.
     Without a memory limit every size fits, and the least padded sizes of one node or more are named.
     """
     candidates = []
@@ -193,7 +190,7 @@ def advise(
         candidates.append(Candidate(plan, gpus // plan.ranks, held, fits))
     fitting = [candidate for candidate in candidates if candidate.fits]
     least = min((candidate.plan.padding_ratio for candidate in fitting), default=0.0)
-    good = [c for c in fitting if c.plan.padding_ratio <= least + tolerance]
+    good = [c for c in fitting if c.plan.padding_ratio <= least + _AS_GOOD]
     best = min(good, key=lambda c: c.plan.ranks, default=None)
     return [replace(candidate, recommended=candidate is best) for candidate in candidates]
 

@@ -204,6 +204,7 @@ def plan_model(groups: Sequence[SpecGroup], ranks: int, settings: PlanSettings) 
 
 
 def plan_spec_group(group: SpecGroup, ranks: int, settings: PlanSettings) -> GroupPlan:
+    """The plan of one group, in as many buffers as the settings allow and pay."""
     options = {"unit": settings.unit, "align": settings.align}
     if settings.max_buffers > 1:
         layouts = plan_buffers(group.specs, ranks, max_buffers=settings.max_buffers, **options)
