@@ -74,9 +74,7 @@ def codes(name: str, param: nn.Parameter) -> BlockCodes | None:
 
 @spmd(1, 3)
 @pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
-def test_a_small_group_does_not_wait_for_the_reduction_of_its_module(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch, reduction: str
-) -> None:
+def test_a_small_group_does_not_wait_for_the_reduction_of_its_module(rank: Rank, reduction: str) -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16)) for _ in range(3)]
     net = nn.Sequential(*blocks, nn.Linear(16, 1)).to(rank.device)
@@ -90,15 +88,16 @@ def test_a_small_group_does_not_wait_for_the_reduction_of_its_module(
         make_room(context, companion)
         left.append((companion, sorted(entry.owner.companion for entry in context.pending)))
 
-    monkeypatch.setattr(CommContext, "make_room", watched)
-    for _ in range(2):
-        left.clear()
-        x = torch.ones(4, 16, device=rank.device, requires_grad=True)
-        net(x).sum().backward()
-        small = (True, [False, True])  # goes on while the large one of its module is reduced
-        large = (False, [True])
-        assert left == [(False, []), (True, [False]), large, small, large, small, large]
-        assert not net._get_fsdp_state().root.comm.pending
+    with pytest.MonkeyPatch.context() as patch:  # a fixture would not be undone on the ranks
+        patch.setattr(CommContext, "make_room", watched)
+        for _ in range(2):
+            left.clear()
+            x = torch.ones(4, 16, device=rank.device, requires_grad=True)
+            net(x).sum().backward()
+            small = (True, [False, True])  # goes on while the large one of its module is reduced
+            large = (False, [True])
+            assert left == [(False, []), (True, [False]), large, small, large, small, large]
+            assert not net._get_fsdp_state().root.comm.pending
     one = nn.Sequential(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))).to(rank.device)
     fully_shard(one[0], mesh=rank.mesh(), gather_policy=codes, reduction=reduction)
     fully_shard(one, mesh=rank.mesh(), reduction=reduction)
