@@ -232,11 +232,10 @@ class GradReducer:
         context, settings, mesh = self.group.context, self.group.settings, self.group.mesh
         self._make_ready()
         ranks = mesh.shard_size * mesh.replicate_size
-        how = scaling(self._sum_dtype(), ranks, settings.divide_factor, settings.sum_only)
-        main_dtype = self.group.trainable_dtype
-        direct = self._sum_dtype() == main_dtype
+        sum_dtype, main_dtype = self._sum_dtype(), self.group.trainable_dtype
+        how = scaling(sum_dtype, ranks, settings.divide_factor, settings.sum_only)
         main = self._make_main(main_dtype)
-        reduced = self._target(main, direct)
+        reduced = self._target(main, direct=sum_dtype == main_dtype)
         added_to: list[torch.Tensor] = []
         with context.on_stream("reduce"):
             self._scatter(reduced, how)
