@@ -209,6 +209,10 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
     now = time.monotonic()
     timeout_s = 100  # the pool's
     watch.report(now + 0.4 * timeout_s)
+    newest = watch._launched["all-gather"][-1]
+    newest.started_s += 0.3 * timeout_s  # the host still launches: no event may be asked
+    assert watch.late(now + 0.6 * timeout_s) is None
+    newest.started_s -= 0.3 * timeout_s
     assert not said
     for _ in range(2):
         watch.report(now + 0.6 * timeout_s)

@@ -4,7 +4,7 @@ Over gloo a collective that times out raises, and the error carries group, phase
 raises: the host has long gone on, and after the process group's timeout a watchdog kills the process with the
 number of a collective in its message. So the launches of the last steps are remembered with their events; a
 thread looks at them a few times per timeout and logs, on every rank, the first that is still running after
-half of it. A rank that stopped launching is the one that does not report.
+half of it, when the host launches no more. A rank that stopped launching is the one that does not report.
 """
 
 from __future__ import annotations
@@ -80,12 +80,18 @@ class CollectiveWatch:
         return launch.event
 
     def late(self, now_s: float) -> Launch | None:
-        """The oldest launch that runs for more than half of its timeout."""
+        """The oldest launch that runs for more than half of its timeout, once the host launches no more.
+
+        A host behind a collective that does not finish waits soon. While it still launches no event is
+        asked: a thread that asks one ends the capture of a CUDA graph on another.
+        """
+        phases = [list(launched) for launched in list(self._launched.values()) if launched]
+        if not all(self._is_old(launched[-1], now_s) for launched in phases):
+            return None
         found = []
-        for launched in list(self._launched.values()):
-            old = [launch for launch in list(launched) if self._is_old(launch, now_s)]
-            if old and _runs(old[-1]):
-                found += [launch for launch in old if _runs(launch)][:1]
+        for launched in phases:
+            if _runs(launched[-1]):
+                found += [launch for launch in launched if self._is_old(launch, now_s) and _runs(launch)][:1]
         # again: an event that runs may have been taken for a new launch since
         old = [launch for launch in found if self._is_old(launch, now_s)]
         return min(old, key=lambda launch: launch.started_s, default=None)
