@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.construct import wrap_local
+from ragged_fsdp.dtensor.differences import first_difference
 from ragged_fsdp.dtensor.geometry import is_ragged, ragged_spec, replicated, with_placements
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
 
@@ -69,21 +70,10 @@ def _check_same(mesh: DeviceMesh, lines: Sequence[str]) -> None:
         if heard is None and len({other for _, other in said}) > 1:
             texts: list[Any] = [None] * group.size()
             dist.all_gather_object(texts, list(lines), group=group)
-            heard = _first_difference(texts, dist.get_process_group_ranks(group))
+            difference = first_difference(texts, dist.get_process_group_ranks(group))
+            heard = f"the ranks do not load the same full state dict, in the same order; {difference}."
     if heard is not None:
         raise ValueError(heard)
-
-
-def _first_difference(texts: Sequence[Sequence[str]], ranks: Sequence[int]) -> str:
-    for rank, lines in zip(ranks, texts):
-        for index in range(max(len(lines), len(texts[0]))):
-            ours, theirs = (t[index] if index < len(t) else "nothing" for t in (texts[0], lines))
-            if ours != theirs:
-                return (
-                    "the ranks do not load the same full state dict, in the same order; "
-                    f"rank {ranks[0]} has '{ours}', rank {rank} has '{theirs}'."
-                )
-    return "the ranks do not load the same full state dict."
 
 
 def _check_shape(key: str, full: torch.Tensor, local: DTensor) -> None:

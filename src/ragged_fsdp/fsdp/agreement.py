@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ragged_fsdp.collectives import explain_failure, same_on_all_ranks
+from ragged_fsdp.dtensor.differences import first_difference
 from ragged_fsdp.fsdp.mesh import ParallelMesh
 
 __all__ = ["Agreement"]
@@ -98,19 +99,5 @@ def _what_to_raise(
     for rank, (_, failure, _) in zip(ranks, said):
         if failure is not None:
             return RuntimeError(f"fully_shard: nothing was changed, because rank {rank} raised {failure}")
-    return ValueError(_first_difference([text for _, _, text in said], ranks))
-
-
-def _first_difference(texts: Sequence[str], ranks: Sequence[int]) -> str:
-    reference = texts[0].splitlines()
-    for rank, text in zip(ranks, texts):
-        lines = text.splitlines()
-        for index in range(max(len(lines), len(reference))):
-            ours = reference[index] if index < len(reference) else "nothing"
-            theirs = lines[index] if index < len(lines) else "nothing"
-            if ours != theirs:
-                return (
-                    "fully_shard: the ranks disagree; "
-                    f"rank {ranks[0]} has '{ours}', rank {rank} has '{theirs}'."
-                )
-    return "fully_shard: the ranks disagree."
+    difference = first_difference([text.splitlines() for _, _, text in said], ranks)
+    return ValueError(f"fully_shard: the ranks disagree; {difference}.")
