@@ -8,8 +8,8 @@ import math
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ragged_fsdp.dtensor.intervals import chunk_bounds
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
+from ragged_fsdp.routes import chunk_bounds
 
 __all__ = ["placements"]
 

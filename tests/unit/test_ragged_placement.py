@@ -15,9 +15,9 @@ from torch.distributed.tensor import Replicate, Shard
 from ragged_fsdp import Elements, RaggedShard, Rows, StridedRaggedShard, Whole
 from ragged_fsdp.dtensor import legal_granularity, placement_from_layout
 from ragged_fsdp.dtensor.geometry import compute_layout
-from ragged_fsdp.dtensor.intervals import flat_boxes
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.placement import block_numel, ragged_dims
+from ragged_fsdp.routes import flat_boxes
 
 
 def test_the_drawing_of_the_module_docstring():

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_fsdp.dtensor.regions import Division, is_cut, route_between
-from ragged_fsdp.dtensor.routes import HopKind, Part
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
+from ragged_fsdp.routes import HopKind, Part
 from ragged_strategies import placements
 
 MESHES = [(1,), (3,), (4,), (2, 2), (2, 3), (3, 1, 2), (2, 2, 2)]

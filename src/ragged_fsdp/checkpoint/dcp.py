@@ -12,17 +12,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from ragged_fsdp.agreement import together
 from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
 
-__all__ = ["Saver", "copy_state", "first_good_step", "load", "shared_damage", "stored_names", "together"]
-
-T = TypeVar("T")
+__all__ = ["Saver", "copy_state", "first_good_step", "load", "shared_damage", "stored_names"]
 
 
 def copy_state(state: Any) -> Any:
@@ -100,24 +99,6 @@ class Saver:
         sums = together(own_files, self._group)
         files = {name: file_sum for part in sums for name, file_sum in part.items()}
         together(lambda: self._store.commit(step, files, info) if rank == 0 else None, self._group)
-
-
-def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """What ``action`` returns on each rank; what it raises on one is raised on every one, and none waits."""
-    result, failure = None, None
-    try:
-        result = action()
-    except Exception as error:
-        failure = error
-    told = f"{type(failure).__name__}: {failure}" if failure is not None else None
-    said: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, (result, told), group=group)
-    if failure is not None:
-        raise failure
-    for rank, (_, text) in enumerate(said):
-        if text is not None:
-            raise RuntimeError(f"rank {rank} failed: {text}")
-    return [result for result, _ in said]
 
 
 def _in_thread(work: Callable[[], None]) -> Future[None]:

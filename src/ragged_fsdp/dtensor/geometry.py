@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.compile_support import tag_rank
 from ragged_fsdp.dtensor.internals import DTensorSpec, StridedShard, TensorMeta
-from ragged_fsdp.dtensor.intervals import Box, chunk_of_chunks, flat_boxes, starts_of
 from ragged_fsdp.placement import RaggedShard, checked_shape
+from ragged_fsdp.routes import Box, chunk_of_chunks, flat_boxes, starts_of
 
 __all__ = [
     "RaggedLayout",

@@ -16,8 +16,7 @@ from torch.distributed.tensor.placement_types import Partial
 
 from ragged_fsdp.dtensor.geometry import RaggedLayout
 from ragged_fsdp.dtensor.internals import AsyncCollectiveTensor, all_gather, functional, reduce_scatter
-from ragged_fsdp.dtensor.intervals import overlap
-from ragged_fsdp.dtensor.routes import HopKind, Part, Route
+from ragged_fsdp.routes import HopKind, Part, Route, overlap
 
 __all__ = [
     "all_from_ragged",

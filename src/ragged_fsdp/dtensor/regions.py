@@ -13,9 +13,8 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ragged_fsdp.dtensor.geometry import compute_layout, ragged_mesh_dim
 from ragged_fsdp.dtensor.internals import DTensorSpec, StridedShard
-from ragged_fsdp.dtensor.intervals import chunk_of_chunks
-from ragged_fsdp.dtensor.routes import HopKind, Region, Route, plan_route
 from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.routes import HopKind, Region, Route, chunk_of_chunks, plan_route
 
 __all__ = ["Division", "division_of", "is_cut", "route_between", "sends_nothing"]
 

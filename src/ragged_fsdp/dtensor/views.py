@@ -23,8 +23,8 @@ from ragged_fsdp.dtensor.internals import (
     bound_arguments,
     return_and_correct_aliasing,
 )
-from ragged_fsdp.dtensor.intervals import overlap
 from ragged_fsdp.placement import RaggedShard, ragged_dims
+from ragged_fsdp.routes import overlap
 
 __all__ = ["HANDLERS", "checked_first_dim", "ragged_like", "refuse_other_shards"]
 

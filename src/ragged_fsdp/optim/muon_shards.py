@@ -34,10 +34,10 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.geometry import RaggedLayout, compute_layout, ragged_mesh_dim, shard_box
 from ragged_fsdp.dtensor.internals import StridedShard
-from ragged_fsdp.dtensor.intervals import Box
 from ragged_fsdp.optim.matrices import Flattened, MatrixRule, matrix_shape
 from ragged_fsdp.optim.muon_plan import Holding, ParameterLayout
 from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.routes import Box
 
 __all__ = ["Spread", "exchange_group", "parameter_layout", "spread_of"]
 
