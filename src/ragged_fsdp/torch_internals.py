@@ -1,0 +1,789 @@
+"""The one door to torch's internals: no other module of this package may know a private name of torch.
+
+``PRIVATE`` has a record of every such name: where it lives, why it is needed, the last release it was seen
+in, and which change upstream would make it unnecessary. All of them are looked up once, at import, before
+anything is changed: a release that lacks one is refused in a line that names it. What has moved or come
+between the supported releases is ``optional`` and found by feature, never by version number. What we
+*replace* in torch is in the same table, with the parameters that the replacement relies on;
+:mod:`ragged_fsdp.dtensor.patches` holds the replacements.
+
+The names below the table are torch's without the leading underscore, functions that read one attribute
+(``local_of(dtensor)``) and small functions where a name must be looked up late. Readers of attributes are C
+callables: they add no Python frame to a hot path.
+
+Not private, though it begins with an underscore: ``torch._foreach_*`` and ``torch._fused_*``, which the
+optimizers of torch document and use from outside, and the names of dispatcher ops such as
+``torch.ops.aten._to_copy``, which exported programs contain and upstream keeps.
+"""
+
+# ruff: noqa: E402  (the check goes before the imports whose failure it explains)
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import operator
+import re
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = [
+    "PRIVATE",
+    "REGISTRY_KEY",
+    "STATE_KEY",
+    "AsyncCollectiveTensor",
+    "CreationMeta",
+    "DTensorSpec",
+    "DisableFuncTorch",
+    "FrameAction",
+    "FrameExecStrategy",
+    "OpOverload",
+    "OpSchema",
+    "OutputSharding",
+    "Private",
+    "RuntimeSchemaInfo",
+    "State",
+    "StridedShard",
+    "TensorMeta",
+    "accelerator_get_stream",
+    "all_gather",
+    "apply_to_own",
+    "are_functorch_transforms_active",
+    "backend_of",
+    "base_of",
+    "bound_arguments",
+    "call_with",
+    "checkpoint_wrapper",
+    "composite_kernel",
+    "concatenate_meshes",
+    "contract",
+    "current_graph_task_id",
+    "current_mesh",
+    "cut_order_of",
+    "disable_compile",
+    "disable_dynamo",
+    "flatten_mesh",
+    "functional",
+    "get_registry",
+    "get_root_modules",
+    "is_traceable_wrapper_subclass",
+    "local_of",
+    "op_overloads",
+    "overload_name_of",
+    "parameters_of",
+    "partition_value",
+    "peek_interpreter_stack",
+    "post_accumulate_grad_hooks_of",
+    "profiler_enabled",
+    "propagate_tensor_meta",
+    "pytree",
+    "queue_callback",
+    "raise_if_partial",
+    "reduce_scatter",
+    "reduce_value",
+    "register_constant_class",
+    "register_load_state_dict_pre_hook",
+    "replace",
+    "require_supported",
+    "return_and_correct_aliasing",
+    "root_mesh",
+    "schema_of",
+    "set_code_exec_strategy",
+    "set_creation_meta",
+    "set_grad_enabled",
+    "set_local",
+    "spec_of",
+    "stock",
+    "storage_id",
+    "timeout_of",
+    "to_kwargs",
+    "tracing",
+    "unsafe_preserve_version_counter",
+    "unset_fake_temporarily",
+    "version_of",
+    "with_recompile_limit",
+]
+
+
+@dataclass(frozen=True)
+class Private:
+    """Names of torch that are not public API, of one module and for one reason."""
+
+    home: str
+    """The module that has them."""
+    names: str
+    """Paths inside the module, separated by spaces."""
+    reason: str
+    until: str
+    """The upstream change that would retire the record."""
+    parameters: tuple[str, ...] = ()
+    """Those that a replacement relies on."""
+    replaced: bool = False
+    """Whether :mod:`ragged_fsdp.dtensor.patches` puts a function of ours in its place."""
+    optional: bool = False
+    """Whether supported releases exist that lack it."""
+    last_seen: str = "2.15"
+
+    def found(self, name: str) -> Any:
+        """What torch has under ``name`` now; ``AttributeError`` or ``ImportError`` where it has nothing."""
+        *path, last = name.split(".")
+        owner = functools.reduce(getattr, path, importlib.import_module(self.home))
+        try:
+            return inspect.getattr_static(owner, last)  # a staticmethod stays one
+        except AttributeError:
+            if last in getattr(owner, "__annotations__", {}):  # set on each instance
+                return None
+            return getattr(owner, last)
+
+
+_SPEC = "a public way from a DTensor to its spec and local tensor that autograd does not see"
+_DISPATCH = "a public interface for placements that users write (rules, redistribution, construction)"
+_COMPOSABLE = "a public registry of composable APIs"
+_AUTOGRAD = "public autograd functions of that name"
+_FUNCTORCH = "public queries of functorch's state"
+_DYNAMO = "a public way to keep the compiler out of a code object without importing it"
+_MESH = "a public method of DeviceMesh"
+
+PRIVATE = (
+    # DTensor
+    Private(
+        "torch.distributed.tensor",
+        "DTensor._local_tensor DTensor._spec",
+        "to_local() records autograd, copies an asynchronous result and costs a frame",
+        _SPEC,
+    ),
+    Private(
+        "torch.distributed.tensor._dtensor_spec",
+        "DTensorSpec TensorMeta",
+        "a DTensor is built from a local tensor and a spec",
+        _SPEC,
+    ),
+    Private(
+        "torch.distributed.tensor._dtensor_spec",
+        "DTensorSpec._maybe_convert_StridedShard_to_shard_order",
+        "in which order the mesh dims of strided shards cut",
+        "StridedShard becoming a documented placement",
+    ),
+    Private(
+        "torch.distributed.tensor.placement_types",
+        "_StridedShard",
+        "FSDP2's placement beside tensor parallelism",
+        "StridedShard becoming a documented placement",
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "Partial._reduce_value Partial._partition_value",
+        "a partial placement reduces in its own way (masked embeddings, norms)",
+        _DISPATCH,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor._raise_if_contains_partial_placements",
+        "a checkpoint of pending sums is refused with torch's own words",
+        _DISPATCH,
+    ),
+    Private(
+        "torch.distributed.tensor._op_schema",
+        "OpSchema OutputSharding RuntimeSchemaInfo",
+        "the answer to the C++ dispatcher, which caches it",
+        _DISPATCH,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached",
+        "shapes and dtypes of an op's results",
+        _DISPATCH,
+    ),
+    Private(
+        "torch.distributed.tensor._api",
+        "_mesh_resources.get_current_mesh",
+        "the mesh of `with mesh:`, default of distribute_tensor",
+        "a public get_current_mesh in torch.distributed.device_mesh",
+    ),
+    Private(
+        "torch.distributed.tensor.placement_types",
+        "_register_placements_as_opaque",
+        "tells how dynamo takes placements: since 2.12 as opaque objects, before as pytree constants",
+        "the end of support for torch 2.11",
+        optional=True,
+    ),
+    Private(
+        "torch._library.opaque_object",
+        "register_custom_class register_opaque_type MemberType",
+        "dynamo takes our placements as constants, as it does stock's",
+        "torch.library registering opaque types",
+        optional=True,
+    ),
+    # replaced, by ragged_fsdp.dtensor.patches
+    Private(
+        "torch.distributed.tensor._dispatch",
+        "OpDispatcher._propagate_op_sharding_dispatch_slow_path",
+        "the sharding rules: the C++ dispatcher asks here on every cache miss",
+        _DISPATCH,
+        ("self", "op_call", "args", "kwargs", "op_info", "try_cache"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor._op_dispatcher._custom_op_handlers",
+        "these ops never reach the rules; argmax, for one, would be silently wrong",
+        _DISPATCH,
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
+        "the C++ cache must know that an op takes lists: 2.11 overlooks those that stock has no rule for",
+        "the end of support for torch 2.11",
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor._redistribute",
+        "redistribute_local_tensor",
+        "the moves of redistribute and of implicit redistribution",
+        _DISPATCH,
+        ("local_tensor", "current_spec", "target_spec", "async_op"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor._collective_utils",
+        "redistribute_cost",
+        "forbidding implicit moves (ExplicitRedistributionContext) asks what a move costs",
+        _DISPATCH,
+        ("current_spec", "target_spec"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor._redistribute",
+        "Redistribute.backward",
+        "the gradient of Partial to ragged is gathered, as for Shard, instead of made Partial",
+        _DISPATCH,
+        ("ctx", "grad_output"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor._utils",
+        "compute_local_shape_and_global_offset",
+        "local shapes for zeros, empty, from checkpoints; an offset only where the piece is one box",
+        _DISPATCH,
+        ("global_shape", "mesh", "placements", "skip_offset"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor._api",
+        "distribute_tensor",
+        "stock knows three kinds of placements and raises for others",
+        _DISPATCH,
+        ("tensor", "device_mesh", "placements", "src_data_rank"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor._api",
+        "_FromTorchTensor.forward",
+        "from_local cannot infer a global shape from an uneven piece: ask for it, and check the piece",
+        _DISPATCH,
+        ("ctx", "input", "device_mesh", "placements", "run_check", "shape", "stride"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor._api",
+        "_ToTorchTensor.backward",
+        "stock rebuilds the global stride from the local tensor; a ragged one needs the spec's",
+        _DISPATCH,
+        ("ctx", "grad_output"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor._api",
+        "_dtensor_init_helper",
+        "rand and randn draw with an offset that knows even shards only",
+        _DISPATCH,
+        ("init_op", "size", "device_mesh", "placements"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor.__reduce_ex__",
+        "pickling a piece that lies inside a larger buffer",
+        "torch.save saving the elements of a view, not its storage",
+        ("self", "proto"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor.__deepcopy__",
+        "copying a piece that lies inside a larger buffer",
+        "deepcopy copying the elements of a view, not its storage",
+        ("self", "memo"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.checkpoint._state_dict_stager",
+        "StateDictStager._offload_tensor",
+        "asynchronous checkpoints copy tensors to the host with a deepcopy of their own",
+        "the stager calling __deepcopy__",
+        ("self", "x", "memo", "non_blocking"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor.__create_write_items__",
+        "checkpoints: pieces as boxes",
+        "placements that tell a checkpoint their boxes",
+        ("self", "fqn", "object"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor.__create_chunk_list__",
+        "checkpoints: pieces as boxes",
+        "placements that tell a checkpoint their boxes",
+        ("self",),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.tensor",
+        "DTensor.__get_tensor_shard__",
+        "checkpoints: the box asked for, as a view",
+        "placements that tell a checkpoint their boxes",
+        ("self", "index"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed.checkpoint.hf_storage",
+        "HuggingFaceStorageWriter._split_by_storage_plan",
+        "a safetensors file holds one box of a tensor; a piece of several boxes needs several files",
+        "the writer splitting boxes of one name by itself",
+        ("self", "storage_plan", "items"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed._state_dict_utils",
+        "_distribute_tensors",
+        "loading full state dicts and broadcast from rank 0",
+        "state-dict utilities that call distribute_tensor or redistribute",
+        ("local_state_dict", "keys", "device", "pg"),
+        replaced=True,
+    ),
+    Private(
+        "torch.distributed._state_dict_utils",
+        "_distribute_state_dict",
+        "full state dicts that differ between ranks: an error on all, instead of the end of the process",
+        "state-dict utilities that compare before they broadcast",
+        ("full_state_dict", "local_state_dict", "device", "pg"),
+        replaced=True,
+    ),
+    # collectives, meshes, process groups
+    Private(
+        "torch.distributed._functional_collectives",
+        "AsyncCollectiveTensor _are_we_tracing all_to_all_single all_reduce broadcast wait_tensor",
+        "collectives that a compiled graph can contain, and their unfinished results",
+        "public functional collectives",
+    ),
+    Private(
+        "torch.distributed._functional_collectives",
+        "all_gather_single reduce_scatter_single all_gather_tensor reduce_scatter_tensor",
+        "renamed in 2.13, where the old names warn",
+        "the end of support for torch 2.12",
+        optional=True,
+    ),
+    Private(
+        "torch.distributed.device_mesh",
+        "DeviceMesh._flatten DeviceMesh._get_root_mesh",
+        "one shard group over several mesh dims; meshes of one root can be joined",
+        _MESH,
+    ),
+    Private(
+        "torch.distributed.device_mesh",
+        "DeviceMesh._concatenate",
+        "joins the data-parallel mesh and that of the parameter",
+        _MESH,
+        optional=True,
+    ),
+    Private(
+        "torch.distributed",
+        "ProcessGroup._get_backend",
+        "the timeout of its collectives and the allocator of its memory",
+        "both on ProcessGroup itself",
+    ),
+    Private(
+        "torch._C._distributed_c10d",
+        "Backend.Options._timeout",
+        "how long a collective may take before the watch reports it",
+        "a public timeout of the backend's options",
+        optional=True,
+    ),
+    # composable modules
+    Private(
+        "torch.distributed._composable.contract",
+        "REGISTRY_KEY STATE_KEY contract _get_registry",
+        "modules say which API manages them: checkpoints, replicate and pipelines ask",
+        _COMPOSABLE,
+    ),
+    Private(
+        "torch.distributed._composable_state",
+        "_State",
+        "pipelines and torch's utilities find the state of a module by this class",
+        _COMPOSABLE,
+    ),
+    Private(
+        "torch.distributed.utils",
+        "_to_kwargs _get_root_modules",
+        "inputs go to the device, and modules are grouped, exactly as FSDP2 does",
+        _COMPOSABLE,
+    ),
+    Private(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        "checkpoint_wrapper",
+        "recomputation of a layer that leaves names of parameters alone",
+        "a public wrapper for activation checkpointing",
+    ),
+    Private(
+        "torch.nn",
+        "Module._parameters",
+        "parameters change places without Module.__setattr__, which would register them again",
+        "a public way to swap a parameter of a module",
+    ),
+    Private(
+        "torch.nn",
+        "Module._apply",
+        "a module without its children is moved or emptied",
+        "Module.to_empty(recurse=False) for every function",
+    ),
+    Private(
+        "torch.nn",
+        "Module._register_load_state_dict_pre_hook",
+        "a hook without the module as first argument",
+        "nothing: register_load_state_dict_pre_hook is public and passes the module",
+    ),
+    # autograd and the compiler
+    Private(
+        "torch._C._autograd",
+        "CreationMeta _set_creation_meta",
+        "views made without autograd are used with it",
+        _AUTOGRAD,
+    ),
+    Private("torch._C", "_current_graph_task_id", "whether a backward runs in this thread", _AUTOGRAD),
+    Private(
+        "torch.autograd",
+        "Variable._execution_engine.queue_callback",
+        "what ends the backward: it waits for pending reductions",
+        "a public hook at the end of a backward",
+    ),
+    Private(
+        "torch.autograd",
+        "_unsafe_preserve_version_counter",
+        "gathered weights are refilled behind autograd's back",
+        _AUTOGRAD,
+    ),
+    Private(
+        "torch.autograd", "_profiler_enabled", "labels are made only where somebody reads them", _AUTOGRAD
+    ),
+    Private(
+        "torch._C",
+        "_set_grad_enabled",
+        "turns autograd off without the frames of a context manager, 2 per hook",
+        "torch.no_grad() in C++",
+    ),
+    Private(
+        "torch._C",
+        "_are_functorch_transforms_active _DisableFuncTorch",
+        "parameters are handled outside the transforms that run on activations",
+        _FUNCTORCH,
+    ),
+    Private(
+        "torch._C._functorch",
+        "peek_interpreter_stack",
+        "inside a transform the schedule must not learn an order",
+        _FUNCTORCH,
+    ),
+    Private(
+        "torch._C._dynamo.eval_frame",
+        "_FrameAction _FrameExecStrategy set_code_exec_strategy",
+        "hooks of compiled modules run as they are",
+        _DYNAMO,
+    ),
+    Private("torch", "_disable_dynamo", "as torch's own optimizers: step() is not compiled", _DYNAMO),
+    Private(
+        "torch",
+        "Tensor._post_accumulate_grad_hooks",
+        "hooks of the user run when the sharded gradient is final",
+        "a public way to call the hooks of a tensor",
+    ),
+    Private("torch", "Tensor._base Tensor._version", "whether a tensor is a view, or was written", _AUTOGRAD),
+    Private(
+        "torch",
+        "UntypedStorage._cdata",
+        "a storage is the same object in memory though Python wraps it anew",
+        "storages that compare and hash by identity",
+    ),
+    Private(
+        "torch._C",
+        "_accelerator_getStream",
+        "the current stream without two frames of Python",
+        "torch.accelerator.current_stream in C++",
+    ),
+    Private(
+        "torch._subclasses.fake_tensor",
+        "unset_fake_temporarily",
+        "ranks compare real values also while memory is estimated with fake tensors",
+        "a public context manager of FakeTensorMode",
+    ),
+    Private(
+        "torch.utils._python_dispatch",
+        "is_traceable_wrapper_subclass return_and_correct_aliasing",
+        "tensor subclasses that wrap others, and views that ops return",
+        "their documentation: subclasses outside torch use both",
+    ),
+    Private(
+        "torch.utils._pytree",
+        "tree_leaves register_constant",
+        "the tensors in an op's arguments",
+        "torch.utils.pytree with these functions in all supported releases",
+    ),
+    # ops
+    Private(
+        "torch",
+        "_ops.OpOverload ops.aten.add.Tensor._schema ops.aten.add.Tensor._overloadname",
+        "which arguments an op writes, and their names",
+        "a public schema of an op overload",
+    ),
+    Private(
+        "torch._C",
+        "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key "
+        "DispatchKey.CompositeImplicitAutograd",
+        "all ops on lists, and which ops decompose by themselves",
+        "public queries of the dispatcher",
+    ),
+)
+
+_OLDEST = (2, 11)
+_SUPPORTED = "ragged_fsdp supports torch 2.11 to 2.15"
+
+
+def require_supported(version: str) -> None:
+    """Raise ``ImportError`` unless ``version`` is at least the oldest release that is tested.
+
+    Newer releases than those tested are judged by what they have.
+    """
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match and (int(match[1]), int(match[2])) < _OLDEST:
+        raise ImportError(f"{_SUPPORTED}; this is torch {version}.")
+
+
+def _check() -> None:
+    """Raise ``ImportError``, naming it, for the first name that this torch lacks or defines otherwise."""
+    for record in PRIVATE:
+        for name in () if record.optional else record.names.split():
+            try:
+                found = _plain(record.found(name))
+            except (AttributeError, ImportError):
+                raise _refusal(f"{record.home}.{name} is missing") from None
+            known = set(inspect.signature(found).parameters) if record.parameters else set()
+            missing = [p for p in record.parameters if p not in known]
+            if missing:
+                raise _refusal(f"{record.home}.{name} has no parameter {missing[0]!r}")
+
+
+def _refusal(what: str) -> ImportError:
+    return ImportError(f"{_SUPPORTED}; in torch {torch.__version__} {what}.")
+
+
+def _plain(found: Any) -> Any:
+    return found.__func__ if isinstance(found, staticmethod) else found
+
+
+require_supported(torch.__version__)
+_check()
+
+import torch.distributed._functional_collectives as functional
+import torch.distributed.tensor._api as _api
+import torch.utils._pytree as pytree
+from torch._C import _accelerator_getStream as accelerator_get_stream
+from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
+from torch._C import _current_graph_task_id as current_graph_task_id
+from torch._C import _DisableFuncTorch as DisableFuncTorch
+from torch._C import _set_grad_enabled as set_grad_enabled
+from torch._C._autograd import CreationMeta
+from torch._C._autograd import _set_creation_meta as set_creation_meta
+from torch._C._functorch import peek_interpreter_stack
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.autograd import _unsafe_preserve_version_counter as unsafe_preserve_version_counter
+from torch.distributed import ProcessGroup
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
+from torch.distributed._composable.contract import _get_registry as get_registry
+from torch.distributed._composable_state import _State as State
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import _are_we_tracing as tracing
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, RuntimeSchemaInfo
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.distributed.utils import _get_root_modules as get_root_modules
+from torch.distributed.utils import _to_kwargs as to_kwargs
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
+
+local_of: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
+spec_of: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")
+schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
+overload_name_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+parameters_of: Callable[[torch.nn.Module], dict[str, Any]] = operator.attrgetter("_parameters")
+post_accumulate_grad_hooks_of: Callable[[torch.Tensor], Any] = operator.attrgetter(
+    "_post_accumulate_grad_hooks"
+)
+
+queue_callback: Callable[[Callable[[], None]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
+profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
+disable_dynamo: Callable[..., Any] = torch._disable_dynamo
+register_load_state_dict_pre_hook = torch.nn.Module._register_load_state_dict_pre_hook
+flatten_mesh = DeviceMesh._flatten
+root_mesh = DeviceMesh._get_root_mesh
+concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] | None = getattr(
+    DeviceMesh, "_concatenate", None
+)
+current_mesh: Callable[[], DeviceMesh] = _api._mesh_resources.get_current_mesh
+raise_if_partial = DTensor._raise_if_contains_partial_placements
+cut_order_of = DTensorSpec._maybe_convert_StridedShard_to_shard_order
+
+_frames: Any = torch._C._dynamo.eval_frame
+FrameAction = _frames._FrameAction
+FrameExecStrategy = _frames._FrameExecStrategy
+set_code_exec_strategy = _frames.set_code_exec_strategy
+
+all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+_REPLACED = {record.names: record for record in PRIVATE if record.replaced}
+
+
+def stock(name: str) -> Any:
+    """What torch has under a replaced name of the table; asked before :func:`replace`, torch's own."""
+    return _plain(_REPLACED[name].found(name))
+
+
+def replace(name: str, ours: Callable[..., Any]) -> None:
+    """Put ``ours`` in the place of a replaced name of the table.
+
+    A function of a module is replaced under every name that loaded modules know it by, except in the module
+    of ``ours``, which keeps the original to call it.
+    """
+    record = _REPLACED[name]
+    found = record.found(name)
+    *path, last = name.split(".")
+    if path:
+        owner = functools.reduce(getattr, path, importlib.import_module(record.home))
+        setattr(owner, last, staticmethod(ours) if isinstance(found, staticmethod) else ours)
+        return
+    for module_name, module in list(sys.modules.items()):
+        if module_name == ours.__module__:
+            continue
+        for alias, value in list((getattr(module, "__dict__", None) or {}).items()):
+            if value is found:
+                setattr(module, alias, ours)
+
+
+def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Give ``tensor`` another local tensor and spec; who holds the DTensor keeps the same object."""
+    tensor._local_tensor, tensor._spec = local, spec
+
+
+def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
+    """The backend that runs the collectives of ``pg`` on ``device``; ``RuntimeError`` where it has none."""
+    return pg._get_backend(device)
+
+
+def timeout_of(backend: Any) -> Any:
+    """The ``timedelta`` after which a collective of ``backend`` fails; None if it does not tell."""
+    return getattr(backend.options, "_timeout", None)
+
+
+def apply_to_own(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace each parameter and buffer of ``module`` itself by what ``function`` makes of it."""
+    module._apply(function, recurse=False)
+
+
+def disable_compile(function: Callable) -> Callable:
+    """``function`` kept out of a graph that is being traced, with all that it calls."""
+    return torch._dynamo.disable(function, recursive=True)
+
+
+def with_recompile_limit(limit: int) -> AbstractContextManager[None]:
+    """Lets the compiler keep ``limit`` variants of a function within it."""
+    return torch._dynamo.config.patch(recompile_limit=limit)
+
+
+def reduce_value(partial: Any, local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
+    """The reduction of a pending ``local`` along ``mesh_dim``, in the way of its ``partial`` placement."""
+    return partial._reduce_value(local, mesh, mesh_dim)
+
+
+def partition_value(partial: Any, whole: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
+    """What each rank holds of ``whole`` so that ``partial`` gives it back."""
+    return partial._partition_value(whole, mesh, mesh_dim)
+
+
+def propagate_tensor_meta(propagator: Any, schema: OpSchema) -> Any:
+    """Shapes, strides and dtypes of the results of the op of ``schema``."""
+    return propagator._propagate_tensor_meta_non_cached(schema)
+
+
+def register_constant_class(kind: type, members: tuple[str, ...]) -> None:
+    """Let dynamo take instances of ``kind`` as constants and call their ``members`` while it traces."""
+    if not hasattr(torch.distributed.tensor.placement_types, "_register_placements_as_opaque"):  # torch 2.11
+        pytree.register_constant(kind)
+        return
+    import torch._library.opaque_object as opaque
+
+    real = dict.fromkeys(members, opaque.MemberType.USE_REAL)
+    if hasattr(opaque, "register_custom_class"):  # torch 2.15
+        opaque.register_custom_class(kind, typ="constant", members=real)
+    else:
+        opaque.register_opaque_type(kind, typ="value", members=real)
+
+
+def op_overloads(prefixes: tuple[str, ...]) -> list[OpOverload]:
+    """The aten ops of this torch whose names begin with one of ``prefixes``, every overload."""
+    found = []
+    for qualified in torch._C._dispatch_get_all_op_names():
+        namespace, _, name = qualified.partition("::")
+        packet, _, overload = name.partition(".")
+        if namespace == "aten" and packet.startswith(prefixes):
+            found.append(getattr(getattr(torch.ops.aten, packet), overload or "default"))
+    return found
+
+
+def composite_kernel(op: OpOverload) -> bool:
+    """Whether ``op`` decomposes into others by itself (seen only in inference mode)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        op.name(), torch._C.DispatchKey.CompositeImplicitAutograd
+    )
+
+
+def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults included."""
+    bound = {a.name: a.default_value for a in op._schema.arguments if a.has_default_value()}
+    bound.update(zip((a.name for a in op._schema.arguments), args))
+    bound.update(kwargs)
+    return bound
+
+
+def call_with(op: Any, bound: dict[str, Any]) -> Any:
+    """Call ``op`` with arguments given by name."""
+    positional = [bound[a.name] for a in op._schema.arguments if not a.kwarg_only]
+    keyword = {a.name: bound[a.name] for a in op._schema.arguments if a.kwarg_only}
+    return op(*positional, **keyword)
