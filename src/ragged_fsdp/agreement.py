@@ -20,7 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from ragged_fsdp.torch_internals import unset_fake_temporarily
 
 __all__ = ["Disagreement", "compare", "together"]
 

@@ -1,11 +1,11 @@
 """The one door to torch's internals: no other module of this package may know a private name of torch.
 
-``PRIVATE`` has a record of every such name: where it lives, why it is needed, the last release it was seen
-in, and which change upstream would make it unnecessary. All of them are looked up once, at import, before
-anything is changed: a release that lacks one is refused in a line that names it. What has moved or come
-between the supported releases is ``optional`` and found by feature, never by version number. What we
-*replace* in torch is in the same table, with the parameters that the replacement relies on;
-:mod:`ragged_fsdp.dtensor.patches` holds the replacements.
+``READ`` has a record of every such name: where it lives, why it is needed, the last release it was seen in,
+and which change upstream would make it unnecessary. ``REPLACED`` has those in whose place
+:mod:`ragged_fsdp.dtensor.patches` puts a function of ours, with the parameters that this relies on. All are
+looked up once, at import, before anything is changed: a release that lacks one is refused in a line that
+names it. What has moved or come between the supported releases is ``optional`` and found by feature, never by
+version number.
 
 The names below the table are torch's without the leading underscore, functions that read one attribute
 (``local_of(dtensor)``) and small functions where a name must be looked up late. Readers of attributes are C
@@ -35,7 +35,9 @@ import torch
 
 __all__ = [
     "PRIVATE",
+    "READ",
     "REGISTRY_KEY",
+    "REPLACED",
     "STATE_KEY",
     "AsyncCollectiveTensor",
     "CreationMeta",
@@ -53,7 +55,6 @@ __all__ = [
     "TensorMeta",
     "accelerator_get_stream",
     "all_gather",
-    "apply_to_own",
     "are_functorch_transforms_active",
     "backend_of",
     "base_of",
@@ -75,7 +76,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "local_of",
     "op_overloads",
-    "overload_name_of",
     "parameters_of",
     "partition_value",
     "peek_interpreter_stack",
@@ -85,6 +85,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "raise_if_partial",
+    "rebind",
     "reduce_scatter",
     "reduce_value",
     "register_constant_class",
@@ -115,30 +116,39 @@ __all__ = [
 class Private:
     """Names of torch that are not public API, of one module and for one reason."""
 
-    home: str
-    """The module that has them."""
-    names: str
-    """Paths inside the module, separated by spaces."""
+    where: str
+    """``module:name``; further names of the module follow, separated by spaces."""
     reason: str
     until: str
     """The upstream change that would retire the record."""
-    parameters: tuple[str, ...] = ()
-    """Those that a replacement relies on."""
-    replaced: bool = False
-    """Whether :mod:`ragged_fsdp.dtensor.patches` puts a function of ours in its place."""
+    parameters: str = ""
+    """Those of the function that we rely on, separated by spaces."""
     optional: bool = False
     """Whether supported releases exist that lack it."""
     last_seen: str = "2.15"
 
+    @property
+    def home(self) -> str:
+        """The module that has the names."""
+        return self.where.partition(":")[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The names, as paths inside the module."""
+        return self.where.partition(":")[2].split()
+
+    def owner(self, name: str) -> Any:
+        """The object, a module or a class, that has ``name`` as an attribute."""
+        return functools.reduce(getattr, name.split(".")[:-1], importlib.import_module(self.home))
+
     def found(self, name: str) -> Any:
         """What torch has under ``name`` now; ``AttributeError`` or ``ImportError`` where it has nothing."""
-        *path, last = name.split(".")
-        owner = functools.reduce(getattr, path, importlib.import_module(self.home))
+        owner, last = self.owner(name), name.rpartition(".")[2]
+        if last in getattr(owner, "__annotations__", {}) and not hasattr(owner, last):
+            return None  # set on each instance
         try:
             return inspect.getattr_static(owner, last)  # a staticmethod stays one
         except AttributeError:
-            if last in getattr(owner, "__annotations__", {}):  # set on each instance
-                return None
             return getattr(owner, last)
 
 
@@ -150,418 +160,364 @@ _FUNCTORCH = "public queries of functorch's state"
 _DYNAMO = "a public way to keep the compiler out of a code object without importing it"
 _MESH = "a public method of DeviceMesh"
 
-PRIVATE = (
+REPLACED = (
+    Private(
+        "torch.distributed.tensor._dispatch:OpDispatcher._propagate_op_sharding_dispatch_slow_path",
+        "the sharding rules: the C++ dispatcher asks here on every cache miss",
+        _DISPATCH,
+        parameters="self op_call args kwargs op_info try_cache",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
+        "these ops never reach the rules; argmax, for one, would be silently wrong",
+        _DISPATCH,
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info "
+        "DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy",
+        "the C++ cache must know that an op takes lists: 2.11 overlooks those that stock has no rule for",
+        "the end of support for torch 2.11",
+    ),
+    Private(
+        "torch.distributed.tensor._redistribute:redistribute_local_tensor",
+        "the moves of redistribute and of implicit redistribution",
+        _DISPATCH,
+        parameters="local_tensor current_spec target_spec async_op",
+    ),
+    Private(
+        "torch.distributed.tensor._collective_utils:redistribute_cost",
+        "forbidding implicit moves (ExplicitRedistributionContext) asks what a move costs",
+        _DISPATCH,
+        parameters="current_spec target_spec",
+    ),
+    Private(
+        "torch.distributed.tensor._redistribute:Redistribute.backward",
+        "the gradient of Partial to ragged is gathered, as for Shard, instead of made Partial",
+        _DISPATCH,
+        parameters="ctx grad_output",
+    ),
+    Private(
+        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
+        "local shapes for zeros, empty, from checkpoints; an offset only where the piece is one box",
+        _DISPATCH,
+        parameters="global_shape mesh placements skip_offset",
+    ),
+    Private(
+        "torch.distributed.tensor._api:distribute_tensor",
+        "stock knows three kinds of placements and raises for others",
+        _DISPATCH,
+        parameters="tensor device_mesh placements src_data_rank",
+    ),
+    Private(
+        "torch.distributed.tensor._api:_FromTorchTensor.forward",
+        "from_local cannot infer a global shape from an uneven piece: ask for it, and check the piece",
+        _DISPATCH,
+        parameters="ctx input device_mesh placements run_check shape stride",
+    ),
+    Private(
+        "torch.distributed.tensor._api:_ToTorchTensor.backward",
+        "stock rebuilds the global stride from the local tensor; a ragged one needs the spec's",
+        _DISPATCH,
+        parameters="ctx grad_output",
+    ),
+    Private(
+        "torch.distributed.tensor._api:_dtensor_init_helper",
+        "rand and randn draw with an offset that knows even shards only",
+        _DISPATCH,
+        parameters="init_op size device_mesh placements",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor.__reduce_ex__",
+        "pickling a piece that lies inside a larger buffer",
+        "torch.save saving the elements of a view, not its storage",
+        parameters="self proto",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor.__deepcopy__",
+        "copying a piece that lies inside a larger buffer",
+        "deepcopy copying the elements of a view, not its storage",
+        parameters="self memo",
+    ),
+    Private(
+        "torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor",
+        "asynchronous checkpoints copy tensors to the host with a deepcopy of their own",
+        "the stager calling __deepcopy__",
+        parameters="self x memo non_blocking",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor.__create_write_items__",
+        "checkpoints: pieces as boxes",
+        "placements that tell a checkpoint their boxes",
+        parameters="self fqn object",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor.__create_chunk_list__",
+        "checkpoints: pieces as boxes",
+        "placements that tell a checkpoint their boxes",
+        parameters="self",
+    ),
+    Private(
+        "torch.distributed.tensor:DTensor.__get_tensor_shard__",
+        "checkpoints: the box asked for, as a view",
+        "placements that tell a checkpoint their boxes",
+        parameters="self index",
+    ),
+    Private(
+        "torch.distributed.checkpoint.hf_storage:HuggingFaceStorageWriter._split_by_storage_plan",
+        "a safetensors file holds one box of a tensor; a piece of several boxes needs several files",
+        "the writer splitting boxes of one name by itself",
+        parameters="self storage_plan items",
+    ),
+    Private(
+        "torch.distributed._state_dict_utils:_distribute_tensors",
+        "loading full state dicts and broadcast from rank 0",
+        "state-dict utilities that call distribute_tensor or redistribute",
+        parameters="local_state_dict keys device pg",
+    ),
+    Private(
+        "torch.distributed._state_dict_utils:_distribute_state_dict",
+        "full state dicts that differ between ranks: an error on all, instead of the end of the process",
+        "state-dict utilities that compare before they broadcast",
+        parameters="full_state_dict local_state_dict device pg",
+    ),
+)
+"""Names in whose place :mod:`ragged_fsdp.dtensor.patches` puts a function of ours."""
+
+READ = (
     # DTensor
     Private(
-        "torch.distributed.tensor",
-        "DTensor._local_tensor DTensor._spec",
+        "torch.distributed.tensor:DTensor._local_tensor DTensor._spec",
         "to_local() records autograd, copies an asynchronous result and costs a frame",
         _SPEC,
     ),
     Private(
-        "torch.distributed.tensor._dtensor_spec",
-        "DTensorSpec TensorMeta",
+        "torch.distributed.tensor._dtensor_spec:DTensorSpec TensorMeta",
         "a DTensor is built from a local tensor and a spec",
         _SPEC,
     ),
     Private(
-        "torch.distributed.tensor._dtensor_spec",
-        "DTensorSpec._maybe_convert_StridedShard_to_shard_order",
+        "torch.distributed.tensor._dtensor_spec:DTensorSpec._maybe_convert_StridedShard_to_shard_order",
         "in which order the mesh dims of strided shards cut",
         "StridedShard becoming a documented placement",
     ),
     Private(
-        "torch.distributed.tensor.placement_types",
-        "_StridedShard",
+        "torch.distributed.tensor.placement_types:_StridedShard",
         "FSDP2's placement beside tensor parallelism",
         "StridedShard becoming a documented placement",
     ),
     Private(
-        "torch.distributed.tensor",
-        "Partial._reduce_value Partial._partition_value",
+        "torch.distributed.tensor:Partial._reduce_value Partial._partition_value",
         "a partial placement reduces in its own way (masked embeddings, norms)",
         _DISPATCH,
     ),
     Private(
-        "torch.distributed.tensor",
-        "DTensor._raise_if_contains_partial_placements",
+        "torch.distributed.tensor:DTensor._raise_if_contains_partial_placements",
         "a checkpoint of pending sums is refused with torch's own words",
         _DISPATCH,
     ),
     Private(
-        "torch.distributed.tensor._op_schema",
-        "OpSchema OutputSharding RuntimeSchemaInfo",
-        "the answer to the C++ dispatcher, which caches it",
+        "torch.distributed.tensor._op_schema:OpSchema OutputSharding RuntimeSchemaInfo OpInfo.schema "
+        "OpInfo.flat_args_schema",
+        "what the C++ dispatcher asks, and the answer, which it caches",
         _DISPATCH,
     ),
     Private(
-        "torch.distributed.tensor",
-        "DTensor._op_dispatcher.sharding_propagator._propagate_tensor_meta_non_cached",
-        "shapes and dtypes of an op's results",
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached "
+        "ShardingPropagator._propagate_tensor_meta_non_cached",
+        "stock's rules for reductions, and the shapes and dtypes of results",
         _DISPATCH,
     ),
     Private(
-        "torch.distributed.tensor._api",
-        "_mesh_resources.get_current_mesh",
+        "torch.distributed.tensor._api:_mesh_resources.get_current_mesh",
         "the mesh of `with mesh:`, default of distribute_tensor",
         "a public get_current_mesh in torch.distributed.device_mesh",
     ),
     Private(
-        "torch.distributed.tensor.placement_types",
-        "_register_placements_as_opaque",
+        "torch.distributed.tensor.placement_types:_register_placements_as_opaque",
         "tells how dynamo takes placements: since 2.12 as opaque objects, before as pytree constants",
         "the end of support for torch 2.11",
         optional=True,
     ),
     Private(
-        "torch._library.opaque_object",
-        "register_custom_class register_opaque_type MemberType",
+        "torch._library.opaque_object:register_custom_class register_opaque_type MemberType",
         "dynamo takes our placements as constants, as it does stock's",
         "torch.library registering opaque types",
         optional=True,
     ),
-    # replaced, by ragged_fsdp.dtensor.patches
-    Private(
-        "torch.distributed.tensor._dispatch",
-        "OpDispatcher._propagate_op_sharding_dispatch_slow_path",
-        "the sharding rules: the C++ dispatcher asks here on every cache miss",
-        _DISPATCH,
-        ("self", "op_call", "args", "kwargs", "op_info", "try_cache"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor",
-        "DTensor._op_dispatcher._custom_op_handlers",
-        "these ops never reach the rules; argmax, for one, would be silently wrong",
-        _DISPATCH,
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor",
-        "DTensor._op_dispatcher.sharding_propagator.op_to_schema_info",
-        "the C++ cache must know that an op takes lists: 2.11 overlooks those that stock has no rule for",
-        "the end of support for torch 2.11",
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor._redistribute",
-        "redistribute_local_tensor",
-        "the moves of redistribute and of implicit redistribution",
-        _DISPATCH,
-        ("local_tensor", "current_spec", "target_spec", "async_op"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor._collective_utils",
-        "redistribute_cost",
-        "forbidding implicit moves (ExplicitRedistributionContext) asks what a move costs",
-        _DISPATCH,
-        ("current_spec", "target_spec"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor._redistribute",
-        "Redistribute.backward",
-        "the gradient of Partial to ragged is gathered, as for Shard, instead of made Partial",
-        _DISPATCH,
-        ("ctx", "grad_output"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor._utils",
-        "compute_local_shape_and_global_offset",
-        "local shapes for zeros, empty, from checkpoints; an offset only where the piece is one box",
-        _DISPATCH,
-        ("global_shape", "mesh", "placements", "skip_offset"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor._api",
-        "distribute_tensor",
-        "stock knows three kinds of placements and raises for others",
-        _DISPATCH,
-        ("tensor", "device_mesh", "placements", "src_data_rank"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor._api",
-        "_FromTorchTensor.forward",
-        "from_local cannot infer a global shape from an uneven piece: ask for it, and check the piece",
-        _DISPATCH,
-        ("ctx", "input", "device_mesh", "placements", "run_check", "shape", "stride"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor._api",
-        "_ToTorchTensor.backward",
-        "stock rebuilds the global stride from the local tensor; a ragged one needs the spec's",
-        _DISPATCH,
-        ("ctx", "grad_output"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor._api",
-        "_dtensor_init_helper",
-        "rand and randn draw with an offset that knows even shards only",
-        _DISPATCH,
-        ("init_op", "size", "device_mesh", "placements"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor",
-        "DTensor.__reduce_ex__",
-        "pickling a piece that lies inside a larger buffer",
-        "torch.save saving the elements of a view, not its storage",
-        ("self", "proto"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor",
-        "DTensor.__deepcopy__",
-        "copying a piece that lies inside a larger buffer",
-        "deepcopy copying the elements of a view, not its storage",
-        ("self", "memo"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.checkpoint._state_dict_stager",
-        "StateDictStager._offload_tensor",
-        "asynchronous checkpoints copy tensors to the host with a deepcopy of their own",
-        "the stager calling __deepcopy__",
-        ("self", "x", "memo", "non_blocking"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor",
-        "DTensor.__create_write_items__",
-        "checkpoints: pieces as boxes",
-        "placements that tell a checkpoint their boxes",
-        ("self", "fqn", "object"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor",
-        "DTensor.__create_chunk_list__",
-        "checkpoints: pieces as boxes",
-        "placements that tell a checkpoint their boxes",
-        ("self",),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.tensor",
-        "DTensor.__get_tensor_shard__",
-        "checkpoints: the box asked for, as a view",
-        "placements that tell a checkpoint their boxes",
-        ("self", "index"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed.checkpoint.hf_storage",
-        "HuggingFaceStorageWriter._split_by_storage_plan",
-        "a safetensors file holds one box of a tensor; a piece of several boxes needs several files",
-        "the writer splitting boxes of one name by itself",
-        ("self", "storage_plan", "items"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed._state_dict_utils",
-        "_distribute_tensors",
-        "loading full state dicts and broadcast from rank 0",
-        "state-dict utilities that call distribute_tensor or redistribute",
-        ("local_state_dict", "keys", "device", "pg"),
-        replaced=True,
-    ),
-    Private(
-        "torch.distributed._state_dict_utils",
-        "_distribute_state_dict",
-        "full state dicts that differ between ranks: an error on all, instead of the end of the process",
-        "state-dict utilities that compare before they broadcast",
-        ("full_state_dict", "local_state_dict", "device", "pg"),
-        replaced=True,
-    ),
     # collectives, meshes, process groups
     Private(
-        "torch.distributed._functional_collectives",
-        "AsyncCollectiveTensor _are_we_tracing all_to_all_single all_reduce broadcast wait_tensor",
+        "torch.distributed._functional_collectives:AsyncCollectiveTensor _are_we_tracing "
+        "all_to_all_single all_reduce broadcast wait_tensor",
         "collectives that a compiled graph can contain, and their unfinished results",
         "public functional collectives",
     ),
     Private(
-        "torch.distributed._functional_collectives",
-        "all_gather_single reduce_scatter_single all_gather_tensor reduce_scatter_tensor",
+        "torch.distributed._functional_collectives:all_gather_single reduce_scatter_single "
+        "all_gather_tensor reduce_scatter_tensor",
         "renamed in 2.13, where the old names warn",
         "the end of support for torch 2.12",
         optional=True,
     ),
     Private(
-        "torch.distributed.device_mesh",
-        "DeviceMesh._flatten DeviceMesh._get_root_mesh",
+        "torch.distributed.device_mesh:DeviceMesh._flatten DeviceMesh._get_root_mesh",
         "one shard group over several mesh dims; meshes of one root can be joined",
         _MESH,
     ),
     Private(
-        "torch.distributed.device_mesh",
-        "DeviceMesh._concatenate",
+        "torch.distributed.device_mesh:DeviceMesh._concatenate",
         "joins the data-parallel mesh and that of the parameter",
         _MESH,
         optional=True,
     ),
     Private(
-        "torch.distributed",
-        "ProcessGroup._get_backend",
+        "torch.distributed:ProcessGroup._get_backend",
         "the timeout of its collectives and the allocator of its memory",
         "both on ProcessGroup itself",
     ),
     Private(
-        "torch._C._distributed_c10d",
-        "Backend.Options._timeout",
+        "torch._C._distributed_c10d:Backend.Options._timeout",
         "how long a collective may take before the watch reports it",
         "a public timeout of the backend's options",
         optional=True,
     ),
     # composable modules
     Private(
-        "torch.distributed._composable.contract",
-        "REGISTRY_KEY STATE_KEY contract _get_registry",
+        "torch.distributed._composable.contract:REGISTRY_KEY STATE_KEY contract _get_registry",
         "modules say which API manages them: checkpoints, replicate and pipelines ask",
         _COMPOSABLE,
     ),
     Private(
-        "torch.distributed._composable_state",
-        "_State",
+        "torch.distributed._composable_state:_State",
         "pipelines and torch's utilities find the state of a module by this class",
         _COMPOSABLE,
     ),
     Private(
-        "torch.distributed.utils",
-        "_to_kwargs _get_root_modules",
+        "torch.distributed.utils:_to_kwargs _get_root_modules",
         "inputs go to the device, and modules are grouped, exactly as FSDP2 does",
         _COMPOSABLE,
     ),
     Private(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "checkpoint_wrapper",
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",
         "recomputation of a layer that leaves names of parameters alone",
         "a public wrapper for activation checkpointing",
     ),
     Private(
-        "torch.nn",
-        "Module._parameters",
+        "torch.nn:Module._parameters",
         "parameters change places without Module.__setattr__, which would register them again",
         "a public way to swap a parameter of a module",
     ),
     Private(
-        "torch.nn",
-        "Module._apply",
-        "a module without its children is moved or emptied",
-        "Module.to_empty(recurse=False) for every function",
+        "torch.nn:Module._apply",
+        "overridden: who moves a sharded module moves its buffers of parameters",
+        "a public hook of Module.to and its relatives",
     ),
     Private(
-        "torch.nn",
-        "Module._register_load_state_dict_pre_hook",
+        "torch.nn:Module._register_load_state_dict_pre_hook",
         "a hook without the module as first argument",
         "nothing: register_load_state_dict_pre_hook is public and passes the module",
     ),
     # autograd and the compiler
     Private(
-        "torch._C._autograd",
-        "CreationMeta _set_creation_meta",
+        "torch._C._autograd:CreationMeta _set_creation_meta",
         "views made without autograd are used with it",
         _AUTOGRAD,
     ),
-    Private("torch._C", "_current_graph_task_id", "whether a backward runs in this thread", _AUTOGRAD),
     Private(
-        "torch.autograd",
-        "Variable._execution_engine.queue_callback",
+        "torch._C:_current_graph_task_id",
+        "whether a backward runs in this thread",
+        _AUTOGRAD,
+    ),
+    Private(
+        "torch.autograd:Variable._execution_engine.queue_callback",
         "what ends the backward: it waits for pending reductions",
         "a public hook at the end of a backward",
     ),
     Private(
-        "torch.autograd",
-        "_unsafe_preserve_version_counter",
+        "torch.autograd:_unsafe_preserve_version_counter",
         "gathered weights are refilled behind autograd's back",
         _AUTOGRAD,
     ),
     Private(
-        "torch.autograd", "_profiler_enabled", "labels are made only where somebody reads them", _AUTOGRAD
+        "torch.autograd:_profiler_enabled",
+        "labels are made only where somebody reads them",
+        _AUTOGRAD,
     ),
     Private(
-        "torch._C",
-        "_set_grad_enabled",
+        "torch._C:_set_grad_enabled",
         "turns autograd off without the frames of a context manager, 2 per hook",
         "torch.no_grad() in C++",
     ),
     Private(
-        "torch._C",
-        "_are_functorch_transforms_active _DisableFuncTorch",
+        "torch._C:_are_functorch_transforms_active _DisableFuncTorch",
         "parameters are handled outside the transforms that run on activations",
         _FUNCTORCH,
     ),
     Private(
-        "torch._C._functorch",
-        "peek_interpreter_stack",
+        "torch._C._functorch:peek_interpreter_stack",
         "inside a transform the schedule must not learn an order",
         _FUNCTORCH,
     ),
     Private(
-        "torch._C._dynamo.eval_frame",
-        "_FrameAction _FrameExecStrategy set_code_exec_strategy",
+        "torch._C._dynamo.eval_frame:_FrameAction _FrameExecStrategy set_code_exec_strategy",
         "hooks of compiled modules run as they are",
         _DYNAMO,
     ),
-    Private("torch", "_disable_dynamo", "as torch's own optimizers: step() is not compiled", _DYNAMO),
     Private(
-        "torch",
-        "Tensor._post_accumulate_grad_hooks",
+        "torch:_disable_dynamo",
+        "as torch's own optimizers: step() is not compiled",
+        _DYNAMO,
+    ),
+    Private(
+        "torch:Tensor._post_accumulate_grad_hooks",
         "hooks of the user run when the sharded gradient is final",
         "a public way to call the hooks of a tensor",
     ),
-    Private("torch", "Tensor._base Tensor._version", "whether a tensor is a view, or was written", _AUTOGRAD),
     Private(
-        "torch",
-        "UntypedStorage._cdata",
+        "torch:Tensor._base Tensor._version",
+        "whether a tensor is a view, or was written",
+        _AUTOGRAD,
+    ),
+    Private(
+        "torch:UntypedStorage._cdata",
         "a storage is the same object in memory though Python wraps it anew",
         "storages that compare and hash by identity",
     ),
     Private(
-        "torch._C",
-        "_accelerator_getStream",
+        "torch._C:_accelerator_getStream",
         "the current stream without two frames of Python",
         "torch.accelerator.current_stream in C++",
     ),
     Private(
-        "torch._subclasses.fake_tensor",
-        "unset_fake_temporarily",
+        "torch._subclasses.fake_tensor:unset_fake_temporarily",
         "ranks compare real values also while memory is estimated with fake tensors",
         "a public context manager of FakeTensorMode",
     ),
     Private(
-        "torch.utils._python_dispatch",
-        "is_traceable_wrapper_subclass return_and_correct_aliasing",
+        "torch.utils._python_dispatch:is_traceable_wrapper_subclass return_and_correct_aliasing",
         "tensor subclasses that wrap others, and views that ops return",
         "their documentation: subclasses outside torch use both",
     ),
     Private(
-        "torch.utils._pytree",
-        "tree_leaves register_constant",
+        "torch.utils._pytree:tree_leaves register_constant",
         "the tensors in an op's arguments",
         "torch.utils.pytree with these functions in all supported releases",
     ),
     # ops
     Private(
-        "torch",
-        "_ops.OpOverload ops.aten.add.Tensor._schema ops.aten.add.Tensor._overloadname",
+        "torch:_ops.OpOverload ops.aten.add.Tensor._schema",
         "which arguments an op writes, and their names",
         "a public schema of an op overload",
     ),
     Private(
-        "torch._C",
-        "_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key "
+        "torch._C:_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key "
         "DispatchKey.CompositeImplicitAutograd",
         "all ops on lists, and which ops decompose by themselves",
         "public queries of the dispatcher",
     ),
 )
+"""Names that are used as they are."""
+
+PRIVATE = (*REPLACED, *READ)
 
 _OLDEST = (2, 11)
 _SUPPORTED = "ragged_fsdp supports torch 2.11 to 2.15"
@@ -580,15 +536,15 @@ def require_supported(version: str) -> None:
 def _check() -> None:
     """Raise ``ImportError``, naming it, for the first name that this torch lacks or defines otherwise."""
     for record in PRIVATE:
-        for name in () if record.optional else record.names.split():
+        for name in () if record.optional else record.names:
             try:
                 found = _plain(record.found(name))
             except (AttributeError, ImportError):
                 raise _refusal(f"{record.home}.{name} is missing") from None
-            known = set(inspect.signature(found).parameters) if record.parameters else set()
-            missing = [p for p in record.parameters if p not in known]
-            if missing:
-                raise _refusal(f"{record.home}.{name} has no parameter {missing[0]!r}")
+            known = inspect.signature(found).parameters if record.parameters else ()
+            for parameter in record.parameters.split():
+                if parameter not in known:
+                    raise _refusal(f"{record.home}.{name} has no parameter {parameter!r}")
 
 
 def _refusal(what: str) -> ImportError:
@@ -635,7 +591,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_a
 local_of: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 spec_of: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
-overload_name_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
@@ -668,33 +623,38 @@ all_gather = getattr(functional, "all_gather_single", None) or functional.all_ga
 reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
-_REPLACED = {record.names: record for record in PRIVATE if record.replaced}
+_REPLACED = {name: record for record in REPLACED for name in record.names}
 
 
 def stock(name: str) -> Any:
-    """What torch has under a replaced name of the table; asked before :func:`replace`, torch's own."""
+    """What torch has under a name of ``REPLACED``: its own, if asked before :func:`replace`."""
     return _plain(_REPLACED[name].found(name))
 
 
 def replace(name: str, ours: Callable[..., Any]) -> None:
-    """Put ``ours`` in the place of a replaced name of the table.
+    """Put ``ours`` in the place of a name of ``REPLACED``.
 
     A function of a module is replaced under every name that loaded modules know it by, except in the module
     of ``ours``, which keeps the original to call it.
     """
     record = _REPLACED[name]
-    found = record.found(name)
-    *path, last = name.split(".")
-    if path:
-        owner = functools.reduce(getattr, path, importlib.import_module(record.home))
-        setattr(owner, last, staticmethod(ours) if isinstance(found, staticmethod) else ours)
+    owner, found = record.owner(name), record.found(name)
+    if not inspect.ismodule(owner):
+        setattr(
+            owner, name.rpartition(".")[2], staticmethod(ours) if isinstance(found, staticmethod) else ours
+        )
         return
+    rebind(found, ours, skip=ours.__module__)
+
+
+def rebind(old: Callable[..., Any], new: Callable[..., Any], *, skip: str) -> None:
+    """Replace ``old`` in every loaded module that holds it by name; not in ``skip`` or below it."""
     for module_name, module in list(sys.modules.items()):
-        if module_name == ours.__module__:
+        if module_name == skip or module_name.startswith(f"{skip}."):
             continue
-        for alias, value in list((getattr(module, "__dict__", None) or {}).items()):
-            if value is found:
-                setattr(module, alias, ours)
+        for name, value in list((getattr(module, "__dict__", None) or {}).items()):
+            if value is old:
+                setattr(module, name, new)
 
 
 def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
@@ -710,11 +670,6 @@ def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
 def timeout_of(backend: Any) -> Any:
     """The ``timedelta`` after which a collective of ``backend`` fails; None if it does not tell."""
     return getattr(backend.options, "_timeout", None)
-
-
-def apply_to_own(module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace each parameter and buffer of ``module`` itself by what ``function`` makes of it."""
-    module._apply(function, recurse=False)
 
 
 def disable_compile(function: Callable) -> Callable:

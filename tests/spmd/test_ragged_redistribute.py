@@ -248,7 +248,7 @@ def test_bytes_of_the_moves(rank):
     full = numbers(1, 8, 6, device=rank.device)
     sent = []
 
-    from ragged_fsdp.dtensor.internals import functional
+    from ragged_fsdp.torch_internals import functional
 
     original = functional.all_to_all_single
     functional.all_to_all_single = lambda t, r, s, g: (sent.append((r, s)), original(t, r, s, g))[1]

@@ -4,7 +4,6 @@ See :mod:`ragged_fsdp.placement` for the transition table, :mod:`ragged_fsdp.dte
 is changed in torch and why, and ``docs/raggedshard.md`` for the whole picture.
 """
 
-from ragged_fsdp.dtensor import supported  # noqa: F401  # isort: skip  first: it names a torch that is too old
 from ragged_fsdp.dtensor import patches
 from ragged_fsdp.dtensor.construct import distribute_tensor, wrap_local
 from ragged_fsdp.dtensor.dispatch import register_op

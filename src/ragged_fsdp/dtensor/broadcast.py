@@ -15,13 +15,14 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout, with_placements
+from ragged_fsdp.torch_internals import local_of, spec_of
 
 __all__ = ["coordinates_of", "run", "values_for"]
 
 
 def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``op`` with every operand laid out like the largest ragged one; NotImplemented if they are."""
-    ragged = [v for v in (*args, *kwargs.values()) if isinstance(v, DTensor) and is_ragged(v._spec)]
+    ragged = [v for v in (*args, *kwargs.values()) if isinstance(v, DTensor) and is_ragged(spec_of(v))]
     lead = max(ragged, key=lambda tensor: (tensor.ndim, tensor.numel()))
     smaller = [isinstance(a, torch.Tensor) and a.ndim > 0 and a.shape != lead.shape for a in args]
     for operand, to_spread in zip(args, smaller):
@@ -38,7 +39,7 @@ def _like(lead: DTensor, operand: torch.Tensor) -> DTensor:
     if isinstance(operand, DTensor):
         operand = whole(operand)
     values = values_for(lead, operand, (0,) * lead.ndim)
-    return wrap_local(values, with_placements(lead._spec, lead.placements, dtype=values.dtype))
+    return wrap_local(values, with_placements(spec_of(lead), lead.placements, dtype=values.dtype))
 
 
 def values_for(tensor: DTensor, values: torch.Tensor, offset: Sequence[int]) -> torch.Tensor:
@@ -51,12 +52,12 @@ def values_for(tensor: DTensor, values: torch.Tensor, offset: Sequence[int]) -> 
         here[d + missing] - offset[d + missing] if size != 1 else torch.zeros_like(here[d + missing])
         for d, size in enumerate(values.shape)
     ]
-    return values[tuple(index)] if index else values.expand(tensor._local_tensor.shape)
+    return values[tuple(index)] if index else values.expand(local_of(tensor).shape)
 
 
 def coordinates_of(tensor: DTensor) -> list[torch.Tensor]:
     """The index of each element of the local piece along each dim of the global tensor."""
-    layout, own, found = ragged_layout(tensor), tensor._local_tensor, []
+    layout, own, found = ragged_layout(tensor), local_of(tensor), []
     flat = torch.arange(layout.start, layout.stop, device=own.device)
     for size, offset in zip(reversed(layout.inner_shape), reversed(layout.inner_offset)):
         found.append((flat % max(size, 1) + offset).view(own.shape))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.compiler.config as compiler_config
 import torch.distributed as dist
-from torch.distributed.tensor import placement_types
 
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
+from ragged_fsdp.torch_internals import register_constant_class
 
 __all__ = ["register_placements", "tag_rank"]
 
@@ -18,20 +18,8 @@ _MEMBERS = ("is_shard", "is_partial", "is_replicate", "__eq__", "dims", "local_u
 def register_placements() -> None:
     """Let weights_only loading and dynamo take the placements as the constants they are."""
     torch.serialization.add_safe_globals(list(_KINDS))
-    if not hasattr(placement_types, "_register_placements_as_opaque"):  # torch 2.11
-        import torch.utils._pytree as pytree
-
-        for kind in _KINDS:
-            pytree.register_constant(kind)
-        return
-    import torch._library.opaque_object as opaque
-
-    members = dict.fromkeys(_MEMBERS, opaque.MemberType.USE_REAL)
     for kind in _KINDS:
-        if hasattr(opaque, "register_custom_class"):  # torch 2.15
-            opaque.register_custom_class(kind, typ="constant", members=members)
-        else:
-            opaque.register_opaque_type(kind, typ="value", members=members)
+        register_constant_class(kind, _MEMBERS)
 
 
 def tag_rank() -> None:

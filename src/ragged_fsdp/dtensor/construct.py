@@ -9,7 +9,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ragged_fsdp.dtensor.geometry import (
     ragged_layout,
@@ -20,8 +19,15 @@ from ragged_fsdp.dtensor.geometry import (
     unragged,
     with_placements,
 )
-from ragged_fsdp.dtensor.internals import DTensorSpec, api_module
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
+from ragged_fsdp.torch_internals import (
+    DTensorSpec,
+    current_mesh,
+    is_traceable_wrapper_subclass,
+    local_of,
+    spec_of,
+    stock,
+)
 
 __all__ = [
     "check_local",
@@ -34,7 +40,7 @@ __all__ = [
 ]
 
 # Captured before patches.py replaces the name.
-stock_distribute_tensor: Any = api_module.distribute_tensor
+stock_distribute_tensor: Any = stock("distribute_tensor")
 
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
@@ -46,8 +52,8 @@ def moved(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
     """``tensor`` under other placements of its mesh: ``redistribute`` for code that runs below autograd."""
     if tensor.placements == tuple(placements):
         return tensor
-    target = with_placements(tensor._spec, placements)
-    return wrap_local(redistribute_local_tensor(tensor._local_tensor, tensor._spec, target), target)
+    target = with_placements(spec_of(tensor), placements)
+    return wrap_local(redistribute_local_tensor(local_of(tensor), spec_of(tensor), target), target)
 
 
 def settled(tensor: DTensor) -> DTensor:
@@ -57,7 +63,7 @@ def settled(tensor: DTensor) -> DTensor:
 
 def whole(tensor: DTensor) -> torch.Tensor:
     """The whole plain tensor, on every rank."""
-    return moved(tensor, replicated(tensor.device_mesh))._local_tensor
+    return local_of(moved(tensor, replicated(tensor.device_mesh)))
 
 
 def distribute_tensor(
@@ -95,7 +101,7 @@ def distribute_tensor(
             f"distribute_tensor: a ragged placement needs a contiguous tensor, got shape "
             f"{tuple(tensor.shape)} with stride {tensor.stride()}; call contiguous() first."
         )
-    mesh = device_mesh or api_module._mesh_resources.get_current_mesh()
+    mesh = device_mesh or current_mesh()
     spec = ragged_spec(mesh, placements, tensor.shape, tensor.dtype)  # raises before any collective
     ranks = min(mesh.shape)
     if src_data_rank is not None and src_data_rank not in range(ranks):
@@ -107,8 +113,8 @@ def distribute_tensor(
     if src_data_rank is not None and not tensor.is_meta:
         source = source.clone()  # stock receives the source rank's values in place
     base = stock_distribute_tensor(source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
-    target = with_placements(base._spec, spec.placements)
-    local = redistribute_local_tensor(base._local_tensor, base._spec, target)
+    target = with_placements(spec_of(base), spec.placements)
+    local = redistribute_local_tensor(local_of(base), spec_of(base), target)
     if not tensor.is_meta and _may_alias(local, tensor):
         local = local.clone()  # a sharded tensor never shares the memory of its source
     local = local.detach().requires_grad_(tensor.requires_grad)

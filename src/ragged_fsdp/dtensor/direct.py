@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from ragged_fsdp.dtensor import (
     broadcast,
@@ -21,6 +20,7 @@ from ragged_fsdp.dtensor import (
 )
 from ragged_fsdp.dtensor.construct import settled
 from ragged_fsdp.dtensor.geometry import is_ragged
+from ragged_fsdp.torch_internals import OpOverload, pytree, schema_of, spec_of
 
 __all__ = ["HANDLERS", "ragged_operands", "run_direct"]
 
@@ -33,7 +33,7 @@ HANDLERS = {
 }
 
 
-def run_direct(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_direct(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of ``op``, or NotImplemented where it is none of these."""
     settled = tuple(_settled(op, args))
     if any(after is not before for after, before in zip(settled, args)):
@@ -49,14 +49,14 @@ def run_direct(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
 def ragged_operands(args: Any, kwargs: Any) -> list[DTensor]:
     """The ragged tensors among the arguments of a call, in order."""
     leaves = pytree.tree_leaves((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, DTensor) and is_ragged(leaf._spec)]
+    return [leaf for leaf in leaves if isinstance(leaf, DTensor) and is_ragged(spec_of(leaf))]
 
 
 def _settled(op: Any, args: tuple[Any, ...]) -> Iterator[Any]:
     """The arguments, ragged ones that are only read without pending reductions of other mesh dims."""
-    for argument, value in zip(op._schema.arguments, args):
+    for argument, value in zip(schema_of(op).arguments, args):
         pending = isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
-        if pending and is_ragged(value._spec) and argument.alias_info is None:
+        if pending and is_ragged(spec_of(value)) and argument.alias_info is None:
             yield settled(value)
         else:
             yield value

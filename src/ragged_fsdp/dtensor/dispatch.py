@@ -13,8 +13,15 @@ from ragged_fsdp.dtensor import pointwise, reductions
 from ragged_fsdp.dtensor.direct import HANDLERS, ragged_operands, run_direct
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged
-from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, composite_kernel, tracing
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
+from ragged_fsdp.torch_internals import (
+    DTensorSpec,
+    OpOverload,
+    OpSchema,
+    OutputSharding,
+    composite_kernel,
+    tracing,
+)
 
 __all__ = ["dispatch", "look_at", "register_op"]
 
@@ -47,7 +54,7 @@ def look_at(op_info: Any) -> tuple[bool, bool]:
 
 def dispatch(
     propagator: Any,
-    op: torch._ops.OpOverload,
+    op: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     schema: OpSchema,
@@ -96,7 +103,7 @@ class _Caches(threading.local):
 _caches = _Caches()
 
 
-def register_op(op: torch._ops.OpOverload, handler: Callable[..., Any] | None = None) -> None:
+def register_op(op: OpOverload, handler: Callable[..., Any] | None = None) -> None:
     """Let an op, of torch or of your own, run on ragged tensors.
 
     Args:
@@ -108,7 +115,7 @@ def register_op(op: torch._ops.OpOverload, handler: Callable[..., Any] | None = 
     Raises:
         TypeError: for an op that is no overload, or a handler that cannot be called.
     """
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise TypeError(f"register_op: expected an overload such as torch.ops.aten.add.Tensor, got {op!r}.")
     if handler is None:
         pointwise.add_elementwise(op)

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.torch_internals import spec_of
+
 __all__ = ["RaggedOpError", "refusal"]
 
 
@@ -15,7 +17,7 @@ class RaggedOpError(NotImplementedError):
 
 def refusal(op: Any, operand: Any, why: str) -> RaggedOpError:
     """The error for ``op`` on ``operand`` (a DTensor or a spec), raised alike on every rank."""
-    spec = operand._spec if isinstance(operand, DTensor) else operand
+    spec = spec_of(operand) if isinstance(operand, DTensor) else operand
     return RaggedOpError(
         f"{op} of a ragged tensor: {why}; shape {tuple(spec.shape)}, placements {spec.placements}. "
         "Use full_tensor() for the whole tensor, redistribute(placements=...) for another layout, or "

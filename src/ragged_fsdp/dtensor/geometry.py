@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.compile_support import tag_rank
-from ragged_fsdp.dtensor.internals import DTensorSpec, StridedShard, TensorMeta
 from ragged_fsdp.placement import RaggedShard, checked_shape
 from ragged_fsdp.routes import Box, chunk_of_chunks, flat_boxes, starts_of
+from ragged_fsdp.torch_internals import DTensorSpec, StridedShard, TensorMeta, spec_of
 
 __all__ = [
     "RaggedLayout",
@@ -120,7 +120,7 @@ def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
 
 def is_ragged(tensor_or_spec: Any) -> bool:
     """Whether a DTensor or a DTensorSpec has a ragged placement."""
-    spec = tensor_or_spec._spec if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
+    spec = spec_of(tensor_or_spec) if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
     for placement in getattr(spec, "placements", ()):  # noqa: SIM110 - hot: no generator
         if isinstance(placement, RaggedShard):
             return True
@@ -153,7 +153,7 @@ def contiguous_stride(shape: Sequence[int]) -> Shape:
 
 def ragged_layout(tensor_or_spec: Any) -> RaggedLayout:
     """The layout of a ragged DTensor or DTensorSpec on this rank."""
-    spec: Any = tensor_or_spec._spec if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
+    spec: Any = spec_of(tensor_or_spec) if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
     if not isinstance(spec, DTensorSpec):
         raise TypeError(f"expected a ragged DTensor or its spec, got {type(tensor_or_spec).__name__}.")
     mesh, coordinate = spec.mesh, spec.mesh.get_coordinate()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.dtensor.direct import ragged_operands, run_direct
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged
+from ragged_fsdp.torch_internals import local_of, spec_of
 
 __all__ = ["wrap_all"]
 
@@ -38,12 +39,12 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parameter in this way would go on with another norm on every rank.
     """
     tensor = args[0]
-    if is_ragged(tensor._spec):
+    if is_ragged(spec_of(tensor)):
         return run_direct(op, args, kwargs)
-    marked = getattr(tensor._spec, "_of_ragged_pieces", False)
+    marked = getattr(spec_of(tensor), "_of_ragged_pieces", False)
     if marked and any(p.is_partial() for p in tensor.placements):
         raise refusal(op, tensor, "its reduction over the ranks is pending: call full_tensor() before item()")
-    return op(tensor._local_tensor) if tensor.device_mesh.get_coordinate() is not None else None
+    return op(local_of(tensor)) if tensor.device_mesh.get_coordinate() is not None else None
 
 
 def _guarded(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,9 +67,9 @@ def _unscaling(handler: Callable[..., Any]) -> Callable[..., Any]:
         grads, found_inf, inv_scale = args
         if not ragged_operands(args, kwargs):
             return handler(op, args, kwargs)
-        flag = found_inf._local_tensor if isinstance(found_inf, DTensor) else found_inf
-        scale = inv_scale._local_tensor if isinstance(inv_scale, DTensor) else inv_scale
-        op([g._local_tensor if isinstance(g, DTensor) else g for g in grads], flag, scale, **kwargs)
+        flag = local_of(found_inf) if isinstance(found_inf, DTensor) else found_inf
+        scale = local_of(inv_scale) if isinstance(inv_scale, DTensor) else inv_scale
+        op([local_of(g) if isinstance(g, DTensor) else g for g in grads], flag, scale, **kwargs)
         for mesh, mesh_dim in _sharded_mesh_dims(grads):
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, mesh.get_group(mesh_dim))
         return None

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout
-from ragged_fsdp.dtensor.internals import bound_arguments
 from ragged_fsdp.dtensor.views import checked_first_dim, ragged_like, refuse_other_shards
+from ragged_fsdp.torch_internals import bound_arguments, local_of
 
 __all__ = ["HANDLERS"]
 
@@ -47,7 +47,7 @@ def _embedded(part: DTensor, shape: Shape, start: int) -> DTensor:
 
     The first and the last rank that have elements of it get the zeros before and after.
     """
-    layout, own = ragged_layout(part), part._local_tensor
+    layout, own = ragged_layout(part), local_of(part)
     counts = list(layout.counts)
     owners = [rank for rank, count in enumerate(counts) if count] or [0]
     counts[owners[0]] += start
@@ -74,7 +74,7 @@ def _cat(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
             raise refusal(op, ragged, "its parts do not follow each other in the order of the ranks")
         last_owner = owners[-1] if owners else last_owner
     shape = (sum(part.shape[0] for part in parts), *ragged.shape[1:])
-    local = torch.cat([part._local_tensor.reshape(-1) for part in parts])
+    local = torch.cat([local_of(part).reshape(-1) for part in parts])
     return ragged_like(ragged, local, shape, [sum(of_rank) for of_rank in zip(*(t.counts for t in layouts))])
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.construct import whole
 from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.internals import bound_arguments
+from ragged_fsdp.torch_internals import bound_arguments
 
 __all__ = ["HANDLERS"]
 

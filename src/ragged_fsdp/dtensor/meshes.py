@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.geometry import contiguous_spec, is_ragged, replicated
+from ragged_fsdp.torch_internals import pytree, spec_of
 
 __all__ = ["reduced_scalars"]
 
@@ -49,7 +49,7 @@ def _home(leaves: list[DTensor]) -> Any:
 def _is_foreign_scalar(value: Any, home: Any) -> bool:
     if not isinstance(value, DTensor) or value.numel() != 1 or value.device_mesh == home:
         return False
-    return not is_ragged(value._spec)
+    return not is_ragged(spec_of(value))
 
 
 def _number(value: Any) -> Any:

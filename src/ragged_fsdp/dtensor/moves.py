@@ -15,8 +15,14 @@ import torch
 from torch.distributed.tensor.placement_types import Partial
 
 from ragged_fsdp.dtensor.geometry import RaggedLayout
-from ragged_fsdp.dtensor.internals import AsyncCollectiveTensor, all_gather, functional, reduce_scatter
 from ragged_fsdp.routes import HopKind, Part, Route, overlap
+from ragged_fsdp.torch_internals import (
+    AsyncCollectiveTensor,
+    all_gather,
+    functional,
+    reduce_scatter,
+    reduce_value,
+)
 
 __all__ = [
     "all_from_ragged",
@@ -122,7 +128,7 @@ def ragged_from_partial(
     if not longest:
         return inner.new_empty(layout.local_shape)
     if type(partial) is not Partial or _very_uneven(layout.counts):
-        return ragged_from_all(wait(partial._reduce_value(inner, mesh, mesh_dim)), layout)
+        return ragged_from_all(wait(reduce_value(partial, inner, mesh, mesh_dim)), layout)
     if ranks == 1:
         return inner.reshape(layout.local_shape)
     flat = inner.reshape(-1)
@@ -178,7 +184,7 @@ def _very_uneven(counts: Sequence[int]) -> bool:
 
 def _reduced(buffer: torch.Tensor, mesh: Any, pending: Sequence[tuple[int, Partial]]) -> torch.Tensor:
     for mesh_dim, partial in pending:
-        buffer = partial._reduce_value(wait(buffer), mesh, mesh_dim)
+        buffer = reduce_value(partial, wait(buffer), mesh, mesh_dim)
     return buffer
 
 

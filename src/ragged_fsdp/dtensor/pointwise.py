@@ -21,8 +21,16 @@ from ragged_fsdp.dtensor.geometry import (
     settled_placements,
     with_placements,
 )
-from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
 from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.torch_internals import (
+    DTensorSpec,
+    OpOverload,
+    OpSchema,
+    OutputSharding,
+    TensorMeta,
+    propagate_tensor_meta,
+    schema_of,
+)
 
 __all__ = [
     "LIST_OPS",
@@ -99,9 +107,9 @@ _REDUCING = {"max", "min"}  # element-wise with two operands, tagged so; other o
 _REDUCING_FOREACH = {"_foreach_max", "_foreach_norm", "_foreach_powsum"}
 
 
-def op_name(op: torch._ops.OpOverload) -> str:
+def op_name(op: OpOverload) -> str:
     """The name without namespace and overload: ``add_``."""
-    return op._schema.name.split("::")[1]
+    return schema_of(op).name.split("::")[1]
 
 
 def is_foreach(name: str) -> bool:
@@ -110,7 +118,7 @@ def is_foreach(name: str) -> bool:
 
 
 @functools.cache
-def is_elementwise(op: torch._ops.OpOverload) -> bool:
+def is_elementwise(op: OpOverload) -> bool:
     """Whether the op treats each element by itself, so that it may run on any matching pieces.
 
     Torch tags the out-of-place forms; ``abs_`` or ``gelu.out`` it does not.
@@ -130,7 +138,7 @@ def is_elementwise(op: torch._ops.OpOverload) -> bool:
     return any(torch.Tag.pointwise in getattr(forms, form).tags for form in forms.overloads())
 
 
-def add_elementwise(op: torch._ops.OpOverload) -> None:
+def add_elementwise(op: OpOverload) -> None:
     """Take ``op`` for element-wise from now on."""
     _UNTAGGED.add(op)
     is_elementwise.cache_clear()
@@ -151,7 +159,7 @@ def tensor_rule(propagator: Any, schema: Any) -> OutputSharding:
     """The rule of an element-wise op on single tensors."""
     op = schema.op
     written = _written_spec(schema)
-    out_meta = propagator._propagate_tensor_meta_non_cached(schema)
+    out_meta = propagate_tensor_meta(propagator, schema)
     lead = written or _leading_spec(schema)
     lead = _settled(schema, lead, written is not None)
     if op is aten.equal.default:
@@ -184,7 +192,7 @@ def list_rule(propagator: Any, schema: Any) -> OutputSharding:
             args[k] = _replicated_spec(op, arg)
     _check_written(schema, tuple(args))
     _check_keyword_tensors(schema, None)
-    metas = None if in_place else propagator._propagate_tensor_meta_non_cached(schema)
+    metas = None if in_place else propagate_tensor_meta(propagator, schema)
     output = None if metas is None else tuple(_specs_of(m, lead) for m, lead in zip(metas, leads))
     return _sharding(schema, tuple(args), output)
 
@@ -212,7 +220,7 @@ def _written_spec(schema: Any) -> DTensorSpec | None:
     """The spec that the result must have because it exists already: ``self`` or ``out=``."""
     if op_name(schema.op).endswith("_"):
         return schema.args_schema[0]
-    for argument in schema.op._schema.arguments:
+    for argument in schema_of(schema.op).arguments:
         if argument.is_out and _is_spec(schema.kwargs_schema.get(argument.name)):
             return schema.kwargs_schema[argument.name]
     return None
@@ -284,7 +292,7 @@ def _broadcast_placements(lead: DTensorSpec, spec: DTensorSpec) -> tuple[Placeme
 
 def _check_written(schema: Any, args: tuple[Any, ...]) -> None:
     """What the op writes must already be laid out as it needs: a redistributed copy would be lost."""
-    for argument, before, after in zip(schema.op._schema.arguments, schema.args_schema, args):
+    for argument, before, after in zip(schema_of(schema.op).arguments, schema.args_schema, args):
         if argument.alias_info is None or not argument.alias_info.is_write or before == after:
             continue
         if argument.name == "grads" and schema.kwargs_schema.get("grad_scale") is None:
@@ -301,7 +309,7 @@ def _check_written(schema: Any, args: tuple[Any, ...]) -> None:
 
 def _check_keyword_tensors(schema: Any, lead: DTensorSpec | None) -> None:
     """Keyword tensors are never redistributed by the dispatcher: they must fit as they are."""
-    outs = {argument.name for argument in schema.op._schema.arguments if argument.is_out}
+    outs = {argument.name for argument in schema_of(schema.op).arguments if argument.is_out}
     for name, spec in schema.kwargs_schema.items():
         if not _is_spec(spec) or all(p.is_replicate() for p in spec.placements):
             continue

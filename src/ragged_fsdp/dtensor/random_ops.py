@@ -16,8 +16,8 @@ from torch.distributed.tensor.placement_types import Shard
 from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import RaggedLayout, is_ragged, ragged_layout, replicated, with_placements
-from ragged_fsdp.dtensor.internals import DTensorSpec
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
+from ragged_fsdp.torch_internals import DTensorSpec, local_of, schema_of, spec_of
 
 __all__ = ["run"]
 
@@ -40,11 +40,11 @@ _BLOCK_NUMEL = 16
 def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a random op whose first operand is ragged."""
     tensor = args[0]
-    if not (isinstance(tensor, DTensor) and is_ragged(tensor._spec)):
+    if not (isinstance(tensor, DTensor) and is_ragged(spec_of(tensor))):
         return NotImplemented
     if op is aten.native_dropout.default:
         return _dropout(op, args, kwargs)
-    name = op._schema.name
+    name = schema_of(op).name
     if name.endswith("_"):
         return _in_place(op, args, kwargs)
     if name.endswith("_like") or op in _BY_VALUE:
@@ -54,7 +54,7 @@ def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     tensor: DTensor = args[0]
-    local, layout = tensor._local_tensor, ragged_layout(tensor)
+    local, layout = local_of(tensor), ragged_layout(tensor)
     if any(p.is_partial() for p in tensor.placements):
         raise refusal(op, tensor, "it would be written before its pending reduction")
     if local.is_meta:
@@ -65,7 +65,7 @@ def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor
     else:
         full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
         op(full, *(_whole(a) for a in args[1:]), **kwargs)
-        local.copy_(_own_piece(full, tensor._spec))
+        local.copy_(_own_piece(full, spec_of(tensor)))
     return tensor
 
 
@@ -89,21 +89,21 @@ def _draw_chunks(
 
 def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     tensor: DTensor = args[0]
-    local = tensor._local_tensor
+    local = local_of(tensor)
     if local.is_meta:
         drawn = op(local, *args[1:], **kwargs)
     elif op in _BY_VALUE:
-        drawn = _own_piece(op(*map(_whole, args), **kwargs), tensor._spec)
+        drawn = _own_piece(op(*map(_whole, args), **kwargs), spec_of(tensor))
     else:
         model = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-        drawn = _own_piece(op(model, *args[1:], **kwargs), tensor._spec)
-    return wrap_local(drawn, with_placements(tensor._spec, tensor.placements, dtype=drawn.dtype))
+        drawn = _own_piece(op(model, *args[1:], **kwargs), spec_of(tensor))
+    return wrap_local(drawn, with_placements(spec_of(tensor), tensor.placements, dtype=drawn.dtype))
 
 
 def _dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
     """Draw the scaled mask of the whole tensor on ones, and multiply by the own piece of it."""
     tensor: DTensor = args[0]
-    local, spec = tensor._local_tensor, tensor._spec
+    local, spec = local_of(tensor), spec_of(tensor)
     ones = torch.ones(tensor.shape, dtype=local.dtype, device=local.device)
     scaled, mask = (_own_piece(full, spec) for full in op(ones, *args[1:], **kwargs))
     mask_spec = with_placements(spec, spec.placements, dtype=mask.dtype)

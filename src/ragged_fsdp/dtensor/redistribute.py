@@ -20,9 +20,9 @@ from ragged_fsdp.dtensor.geometry import (
     unragged,
     with_placements,
 )
-from ragged_fsdp.dtensor.internals import DTensorSpec, collective_module, redistribute_module
 from ragged_fsdp.dtensor.regions import Division, division_of, is_cut, route_between, sends_nothing
 from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.torch_internals import DTensorSpec, partition_value, reduce_value, stock
 
 __all__ = [
     "redistribute_cost",
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 # Captured before patches.py replaces the names.
-stock_redistribute_cost: Callable[..., float] = collective_module.redistribute_cost
-stock_redistribute_local_tensor: Callable[..., torch.Tensor] = redistribute_module.redistribute_local_tensor
+stock_redistribute_cost: Callable[..., float] = stock("redistribute_cost")
+stock_redistribute_local_tensor: Callable[..., torch.Tensor] = stock("redistribute_local_tensor")
 
 
 def redistribute_local_tensor(
@@ -153,7 +153,7 @@ def _settle_others(
     """Reduce the pending sums of the other mesh dims, element by element."""
     for mesh_dim, (before, after) in enumerate(_pairs(current, target)):
         if mesh_dim != ragged_dim and before != after:
-            local = moves.wait(before._reduce_value(moves.wait(local), current.mesh, mesh_dim))
+            local = moves.wait(reduce_value(before, moves.wait(local), current.mesh, mesh_dim))
     return local
 
 
@@ -168,7 +168,7 @@ def _exchange(
         if type(before) is Partial:
             pending.append((mesh_dim, before))
         elif before.is_partial():  # its reduction needs the tensor as it is
-            local = moves.wait(before._reduce_value(local, mesh, mesh_dim))
+            local = moves.wait(reduce_value(before, local, mesh, mesh_dim))
             source = source.with_placement(mesh_dim, Replicate())
         if after.is_partial():
             made_pending.append((mesh_dim, after))
@@ -177,7 +177,7 @@ def _exchange(
     route = route_between(here, source, target)
     moved = moves.exchange(local, route, mesh, pending, async_op).view(target.local_shape(here))
     for mesh_dim, partial in made_pending:
-        moved = partial._partition_value(moves.wait(moved), mesh, mesh_dim)
+        moved = partition_value(partial, moves.wait(moved), mesh, mesh_dim)
     return moved
 
 

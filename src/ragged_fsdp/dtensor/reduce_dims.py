@@ -20,8 +20,8 @@ from ragged_fsdp.dtensor.broadcast import values_for
 from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import contiguous_spec, is_ragged, ragged_layout
-from ragged_fsdp.dtensor.internals import DTensorSpec
 from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.torch_internals import DTensorSpec, local_of, spec_of
 
 __all__ = [
     "EXTREMES",
@@ -70,7 +70,7 @@ def along_dims(
     reduced = sorted({d % max(1, tensor.ndim) for d in dims})
     shape = _reduced_shape(tuple(tensor.shape), reduced, keepdim)
     inner = _reduced_shape(layout.inner_shape, reduced, keepdim)
-    own = tensor._local_tensor
+    own = local_of(tensor)
     if tensor.ndim and all(d >= prefix for d in reduced):
         local = reduce(own, [d - prefix + 1 for d in reduced], keepdim)
         return _wrapped(tensor, local, shape, reduced, keepdim, combine, ragged_stays=True)
@@ -92,7 +92,7 @@ def on_whole_rows(op: Any, tensor: DTensor, dim: int, run: Callable[[torch.Tenso
     if why_not:
         raise refusal(op, tensor, why_not)
     prefix = ragged_layout(tensor).cut_dims
-    results = run(tensor._local_tensor, dim % max(1, tensor.ndim) - prefix + 1)
+    results = run(local_of(tensor), dim % max(1, tensor.ndim) - prefix + 1)
 
     def wrap(local: torch.Tensor) -> DTensor:
         shape = (*tensor.shape[:prefix], *local.shape[1:])
@@ -113,9 +113,9 @@ def why_rows_are_cut(tensor: DTensor, dim: int) -> str:
 
 def beside(tensor: DTensor, reduced: DTensor) -> torch.Tensor:
     """A reduction of ``tensor`` that kept its dims, for each element of the local piece of ``tensor``."""
-    if is_ragged(reduced._spec):
-        return reduced._local_tensor  # rows are whole: it broadcasts
-    return values_for(tensor, reduced._local_tensor, ragged_layout(tensor).inner_offset)
+    if is_ragged(spec_of(reduced)):
+        return local_of(reduced)  # rows are whole: it broadcasts
+    return values_for(tensor, local_of(reduced), ragged_layout(tensor).inner_offset)
 
 
 def pending(spec: DTensorSpec) -> DTensorSpec:

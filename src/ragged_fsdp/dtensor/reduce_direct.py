@@ -22,7 +22,6 @@ from ragged_fsdp.dtensor.geometry import (
     ragged_layout,
     with_placements,
 )
-from ragged_fsdp.dtensor.internals import bound_arguments, call_with
 from ragged_fsdp.dtensor.reduce_dims import (
     EXTREMES,
     Combine,
@@ -31,6 +30,13 @@ from ragged_fsdp.dtensor.reduce_dims import (
     on_whole_rows,
     partial_scalar,
     why_rows_are_cut,
+)
+from ragged_fsdp.torch_internals import (
+    bound_arguments,
+    call_with,
+    local_of,
+    schema_of,
+    spec_of,
 )
 
 __all__ = ["HANDLERS"]
@@ -56,7 +62,7 @@ def _linear(combine: Combine) -> Handler:
         tensor, keepdim = call["self"], bool(call.get("keepdim"))
         dims = _dims_of(tensor, call.get("dim"))
         options = {"dtype": call["dtype"]} if call.get("dtype") is not None else {}
-        one_dim = "int" in op._overloadname or op._overloadname == "dim"
+        one_dim = schema_of(op).overload_name in ("dim", "dim_int")
 
         def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
             if not one_dim:
@@ -105,7 +111,7 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     else:
         total = aten.sum.dim_IntList(tensor, call["dim"], call["keepdim"], **options)
     # on the local tensor, so that the result is known for what the reduction of a ragged tensor left
-    return wrap_local(aten.div.Scalar(total._local_tensor, count), total._spec)
+    return wrap_local(aten.div.Scalar(local_of(total), count), spec_of(total))
 
 
 def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -153,8 +159,8 @@ def _variance(root: bool) -> Handler:
         correction = 1 if call.get("correction") is None else call["correction"]
         count = math.prod(tensor.shape[d] for d in dims)
         mean = settled(aten.mean.dim(tensor, dims, True))
-        squares = torch.square(tensor._local_tensor - beside(tensor, mean))
-        total = settled(aten.sum.dim_IntList(wrap_local(squares, tensor._spec), dims, call["keepdim"]))
+        squares = torch.square(local_of(tensor) - beside(tensor, mean))
+        total = settled(aten.sum.dim_IntList(wrap_local(squares, spec_of(tensor)), dims, call["keepdim"]))
         variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
         return aten.sqrt.default(variance) if root else variance
 
@@ -209,7 +215,7 @@ def _extreme_with_index(largest: bool) -> Handler:
         if dim is not None and not why_rows_are_cut(tensor, dim):
             return on_whole_rows(op, tensor, dim, lambda local, at: op(local, at, keepdim))
         values, indices = _first_extreme(tensor, dim, keepdim, largest)
-        return indices if len(op._schema.returns) == 1 else (values, indices)
+        return indices if len(schema_of(op).returns) == 1 else (values, indices)
 
     return handler
 
@@ -222,7 +228,7 @@ def _first_extreme(tensor: DTensor, dim: int | None, keepdim: bool, largest: boo
     if tensor.is_floating_point():  # backends lose a NaN in a maximum
         nan = settled(aten.amax.default(aten.isnan.default(tensor).to(torch.uint8), dims, True))
         best = aten.masked_fill.Scalar(best, nan > 0, math.nan)
-    own, wanted = tensor._local_tensor, beside(tensor, best)
+    own, wanted = local_of(tensor), beside(tensor, best)
     hit = (own == wanted) | ((own != own) & (wanted != wanted))
     here, steps = coordinates_of(tensor), contiguous_stride(tensor.shape)
     if dim is None:
@@ -230,7 +236,7 @@ def _first_extreme(tensor: DTensor, dim: int | None, keepdim: bool, largest: boo
     else:
         places = here[dim]
     candidates = torch.where(hit, places, torch.iinfo(torch.int64).max)
-    spec = with_placements(tensor._spec, tensor.placements, dtype=torch.int64)
+    spec = with_placements(spec_of(tensor), tensor.placements, dtype=torch.int64)
     first = settled(aten.amin.default(wrap_local(candidates, spec), dims, keepdim))
     return best if keepdim else extreme(best, dims, False), first
 
@@ -241,8 +247,8 @@ def _whole_rows(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = "dims" if "dims" in call else "dim"
     dims = list(call[name]) if isinstance(call[name], (list, tuple)) else None
     tensors = {key: value for key, value in call.items() if isinstance(value, DTensor)}
-    lead = next(tensor for tensor in tensors.values() if is_ragged(tensor._spec))
-    rows = {key: _with_rows_of(op, lead, tensor)._local_tensor for key, tensor in tensors.items()}
+    lead = next(tensor for tensor in tensors.values() if is_ragged(spec_of(tensor)))
+    rows = {key: local_of(_with_rows_of(op, lead, tensor)) for key, tensor in tensors.items()}
 
     def run(local: torch.Tensor, at: int) -> Any:
         return call_with(op, {**call, **rows, name: at if dims is None else [at]})
@@ -271,7 +277,7 @@ def _count_nonzero(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DT
 
 def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """any and all of all elements, reduced at once: programs branch on them, alike on every rank."""
-    local = op(args[0]._local_tensor).to(torch.uint8)
+    local = op(local_of(args[0])).to(torch.uint8)
     verdict = settled(partial_scalar(args[0], local, "max" if op is aten.any.default else "min"))
     return aten._to_copy.default(verdict, dtype=torch.bool)
 

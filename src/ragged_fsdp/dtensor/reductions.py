@@ -9,9 +9,9 @@ import torch
 from torch.distributed.tensor.placement_types import Shard
 
 from ragged_fsdp.dtensor.geometry import is_ragged
-from ragged_fsdp.dtensor.internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
 from ragged_fsdp.dtensor.reduce_dims import pending
 from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.torch_internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
 
 __all__ = ["full_rule", "is_full_reduction"]
 

@@ -12,9 +12,9 @@ from typing import Any
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ragged_fsdp.dtensor.geometry import compute_layout, ragged_mesh_dim
-from ragged_fsdp.dtensor.internals import DTensorSpec, StridedShard
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.routes import HopKind, Region, Route, chunk_of_chunks, plan_route
+from ragged_fsdp.torch_internals import DTensorSpec, StridedShard, cut_order_of
 
 __all__ = ["Division", "division_of", "is_cut", "route_between", "sends_nothing"]
 
@@ -81,7 +81,7 @@ def division_of(spec: DTensorSpec) -> Division | None:
     order: Any = spec.shard_order
     strided = any(isinstance(p, StridedShard) for p in spec.placements)
     if strided:
-        order = DTensorSpec._maybe_convert_StridedShard_to_shard_order(spec.placements, spec.mesh)
+        order = cut_order_of(spec.placements, spec.mesh)
     if order is None:
         return None
     cut_order = tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order)

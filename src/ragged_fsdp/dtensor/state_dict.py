@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._state_dict_utils as state_dict_module
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +15,7 @@ from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.differences import first_difference
 from ragged_fsdp.dtensor.geometry import is_ragged, ragged_spec, replicated, with_placements
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
+from ragged_fsdp.torch_internals import local_of, spec_of, stock
 
 __all__ = [
     "distribute_state_dict",
@@ -25,8 +25,8 @@ __all__ = [
 ]
 
 # Captured before patches.py replaces the names.
-stock_distribute_tensors: Any = state_dict_module._distribute_tensors
-stock_distribute_state_dict: Any = state_dict_module._distribute_state_dict
+stock_distribute_tensors: Any = stock("_distribute_tensors")
+stock_distribute_state_dict: Any = stock("_distribute_state_dict")
 
 
 def distribute_state_dict(
@@ -39,7 +39,7 @@ def distribute_state_dict(
     """
     said: dict[DeviceMesh, list[str]] = {}
     for target in local_state_dict.values():
-        if isinstance(target, DTensor) and is_ragged(target._spec):
+        if isinstance(target, DTensor) and is_ragged(spec_of(target)):
             said.setdefault(target.device_mesh, [])
     pairs = [(key, value, local_state_dict.get(key)) for key, value in full_state_dict.items()]
     for key, value, target in pairs:
@@ -48,7 +48,7 @@ def distribute_state_dict(
     for mesh, lines in said.items():
         _check_same(mesh, lines)
     for key, value, target in pairs:
-        if isinstance(target, DTensor) and is_ragged(target._spec) and torch.is_tensor(value):
+        if isinstance(target, DTensor) and is_ragged(spec_of(target)) and torch.is_tensor(value):
             _check_shape(key, value, target)
     stock_distribute_state_dict(full_state_dict, local_state_dict, device, pg)
 
@@ -91,7 +91,7 @@ def distribute_tensors(
     others = []
     for key in keys:
         pair: Any = local_state_dict.get(key)
-        ragged = isinstance(pair, tuple) and isinstance(pair[0], DTensor) and is_ragged(pair[0]._spec)
+        ragged = isinstance(pair, tuple) and isinstance(pair[0], DTensor) and is_ragged(spec_of(pair[0]))
         if ragged:
             local, full = pair
             _check_shape(key, full, local)
@@ -103,11 +103,11 @@ def distribute_tensors(
 
 
 def _filled(local: DTensor, full: torch.Tensor) -> DTensor:
-    spec = local._spec
+    spec = spec_of(local)
     whole = ragged_spec(spec.mesh, replicated(spec.mesh), spec.shape, full.dtype)
     target = with_placements(whole, spec.placements)
     piece = redistribute_local_tensor(full.contiguous(), whole, target)
     if local.is_meta:
         return wrap_local(piece, target)
-    local._local_tensor.detach().copy_(piece)
+    local_of(local).detach().copy_(piece)
     return local

@@ -17,14 +17,16 @@ from torch.distributed.tensor.placement_types import Shard
 from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import RaggedLayout, contiguous_spec, ragged_layout
-from ragged_fsdp.dtensor.internals import (
+from ragged_fsdp.placement import RaggedShard, ragged_dims
+from ragged_fsdp.routes import overlap
+from ragged_fsdp.torch_internals import (
     DTensorSpec,
     TensorMeta,
     bound_arguments,
+    local_of,
     return_and_correct_aliasing,
+    spec_of,
 )
-from ragged_fsdp.placement import RaggedShard, ragged_dims
-from ragged_fsdp.routes import overlap
 
 __all__ = ["HANDLERS", "checked_first_dim", "ragged_like", "refuse_other_shards"]
 
@@ -37,11 +39,11 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The same elements in another shape."""
     tensor: DTensor = args[0]
     shape = _NEW_SHAPE[op](tuple(tensor.shape), *args[1:], **kwargs)
-    spec, layout = tensor._spec, ragged_layout(tensor)
+    spec, layout = spec_of(tensor), ragged_layout(tensor)
     if math.prod(shape) != tensor.numel():
         raise ValueError(f"{op}: shape {shape} is invalid for a tensor of {tensor.numel()} elements.")
     if shape == tuple(tensor.shape):
-        out = wrap_local(tensor._local_tensor.view(layout.local_shape), spec)
+        out = wrap_local(local_of(tensor).view(layout.local_shape), spec)
         return return_and_correct_aliasing(op, args, kwargs, out)
     refuse_other_shards(op, tensor)
     out = _sub_tensor(op, tensor, layout, shape, 0, tensor.numel())
@@ -63,7 +65,7 @@ def _expand(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stride = tuple(0 if n != o else s for n, o, s in zip(new, old, tensor.stride()))
     meta = TensorMeta(torch.Size(new), stride, tensor.dtype)
     spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
-    out = wrap_local(tensor._local_tensor.expand(local_sizes), spec)
+    out = wrap_local(local_of(tensor).expand(local_sizes), spec)
     return return_and_correct_aliasing(op, args, kwargs, out)
 
 
@@ -115,7 +117,7 @@ def _sub_tensor(
     op: Any, tensor: DTensor, layout: RaggedLayout, shape: Shape, start: int, stop: int
 ) -> DTensor:
     """The elements ``[start, stop)`` of the flat order as a ragged tensor of ``shape``."""
-    own = tensor._local_tensor
+    own = local_of(tensor)
     if not own.is_contiguous():
         raise refusal(op, tensor, "its local piece is not contiguous, so this view of it does not exist")
     counts = [overlap(start, stop - start, s, n) for s, n in zip(layout.starts, layout.counts)]

@@ -9,8 +9,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from ragged_fsdp.api import fully_shard
-from ragged_fsdp.dtensor.rebinding import rebind
 from ragged_fsdp.policy import Granularity
+from ragged_fsdp.torch_internals import rebind
 
 __all__ = ["ragged_fully_shard"]
 

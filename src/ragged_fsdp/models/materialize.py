@@ -66,13 +66,13 @@ def materialize(
             continue
         if buffers_only and not any(True for _ in module.buffers(recurse=False)):
             continue
-        module._apply(lambda t: torch.empty_like(t, device=device), recurse=False)
+        module.to_empty(device=device, recurse=False)
         generator = torch.Generator(device=device).manual_seed(seed_for(seed, module_name))
         init_module(module, generator)
         for name, full in _own_tensors(module).items():
             if prefix + name in wanted:
                 copy_full(targets[prefix + name], full.detach())
-        module._apply(lambda t: torch.empty_like(t, device="meta"), recurse=False)
+        module.to_empty(device="meta", recurse=False)
 
 
 def _tied_names(model: nn.Module) -> list[tuple[str, str]]:

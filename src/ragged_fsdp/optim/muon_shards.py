@@ -33,11 +33,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.geometry import RaggedLayout, compute_layout, ragged_mesh_dim, shard_box
-from ragged_fsdp.dtensor.internals import StridedShard
 from ragged_fsdp.optim.matrices import Flattened, MatrixRule, matrix_shape
 from ragged_fsdp.optim.muon_plan import Holding, ParameterLayout
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.routes import Box
+from ragged_fsdp.torch_internals import StridedShard
 
 __all__ = ["Spread", "exchange_group", "parameter_layout", "spread_of"]
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.dbuffer import DBuffer
 from ragged_fsdp.dbuffer.registry import buffer_of_storage
 from ragged_fsdp.models.names import plain_name
+from ragged_fsdp.torch_internals import local_of
 
 __all__ = ["GroupSummary", "group_table", "padding_ratio", "summarize_groups"]
 
@@ -32,7 +33,7 @@ def summarize_groups(model: nn.Module) -> list[GroupSummary]:
     members: dict[DBuffer, list[tuple[str, DTensor]]] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            buffer = buffer_of_storage(parameter._local_tensor.untyped_storage())
+            buffer = buffer_of_storage(local_of(parameter).untyped_storage())
             if buffer is not None:
                 members.setdefault(buffer, []).append((plain_name(name), parameter))
     summaries = []

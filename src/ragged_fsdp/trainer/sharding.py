@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ragged_fsdp.torch_internals import checkpoint_wrapper
 from ragged_fsdp.trainer.config import ShardingConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.optimizers import GranularityRule
