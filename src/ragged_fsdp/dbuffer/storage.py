@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ragged_fsdp.dtensor.geometry import contiguous_stride
+from ragged_fsdp.dtensor.pickling import claim
 
 __all__ = ["FlatStorage", "debug_enabled", "stream_getter"]
 
@@ -69,6 +70,7 @@ class FlatStorage:
         else:
             buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self.untyped = buffer.untyped_storage()
+        claim(self.untyped)
         self.stream = stream_getter(device)()
         self.is_borrowed = False
 
@@ -83,6 +85,7 @@ class FlatStorage:
         made = cls(0, tensor.device, allocate=False)
         made.untyped, made.is_borrowed = tensor.untyped_storage(), True
         made.nbytes = tensor.numel() * tensor.element_size()
+        claim(made.untyped)
         return made
 
     @classmethod
@@ -91,6 +94,7 @@ class FlatStorage:
         made = object.__new__(cls)
         made.untyped, made.nbytes, made.device = tensor.untyped_storage(), tensor.nbytes, tensor.device
         made.debug, made.is_borrowed, made.stream = debug, False, stream_getter(tensor.device)()
+        claim(made.untyped)
         return made
 
     @property

@@ -20,6 +20,7 @@ from ragged_fsdp.dtensor.geometry import (
     with_placements,
 )
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
+from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
     current_mesh,
@@ -86,14 +87,16 @@ def distribute_tensor(
         TypeError, ValueError: the arguments are not these, or the placements do not fit the shape or the
             mesh; raised before any communication.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"distribute_tensor: expected a tensor, got {type(tensor).__name__}.")
-    if placements is not None and not isinstance(placements, Iterable):
+    if isinstance(placements, RaggedShard):
         raise TypeError(
             f"distribute_tensor: placements must be a list, one per mesh dim, got {placements!r}."
         )
-    if placements is None or ragged_mesh_dim(placements) is None or isinstance(tensor, DTensor):
+    ragged = isinstance(placements, Iterable) and ragged_mesh_dim(placements) is not None
+    if not ragged or isinstance(tensor, DTensor):
         return stock_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+    assert placements is not None
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"distribute_tensor: expected a tensor, got {type(tensor).__name__}.")
     if not tensor.is_leaf:
         raise RuntimeError("distribute_tensor: expected a leaf tensor, got the result of an operation.")
     if not tensor.is_contiguous():

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.dtensor.direct import ragged_operands, run_direct
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged
+from ragged_fsdp.dtensor.reduce_dims import is_pending
 from ragged_fsdp.torch_internals import local_of, spec_of
 
 __all__ = ["wrap_all"]
@@ -29,22 +30,31 @@ def wrap_all(table: dict[Any, Callable[..., Any]]) -> None:
             table[op] = _unscaling(handler)
         elif op not in _FINE:
             table[op] = _guarded(handler)
-    table[aten._local_scalar_dense.default] = _item
+    table[aten._local_scalar_dense.default] = _item(table)
 
 
-def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _item(table: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
     """``item()``: refused where it would give each rank a number of its own.
 
     On any DTensor the item of a Partial is the local one. An optimizer that asks for the norm of a ragged
     parameter in this way would go on with another norm on every rank.
     """
-    tensor = args[0]
-    if is_ragged(spec_of(tensor)):
-        return run_direct(op, args, kwargs)
-    marked = getattr(spec_of(tensor), "_of_ragged_pieces", False)
-    if marked and any(p.is_partial() for p in tensor.placements):
-        raise refusal(op, tensor, "its reduction over the ranks is pending: call full_tensor() before item()")
-    return op(local_of(tensor)) if tensor.device_mesh.get_coordinate() is not None else None
+
+    def item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if is_ragged(spec_of(tensor)):
+            return run_direct(op, args, kwargs)
+        if is_pending(spec_of(tensor)):
+            why = "its reduction over the ranks is pending: call full_tensor() before item()"
+            raise refusal(op, tensor, why)
+        # Not ours: dispatched once more without this handler, since stock has none.
+        ours = table.pop(op, item)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            table[op] = ours
+
+    return item
 
 
 def _guarded(handler: Callable[..., Any]) -> Callable[..., Any]:

@@ -82,8 +82,8 @@ def _describe_list_ops() -> None:
 def _propagate(self: Any, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
     """The sharding of an op, or its finished result, where the C++ cache does not know it."""
     ragged, several_meshes = dispatch.look_at(op_info)
-    if several_meshes:
-        result = meshes.reduced_scalars(op_call, args, kwargs)
+    if several_meshes and (ragged or any(map(meshes.is_ours, op_info.flat_args_schema))):
+        result = meshes.across_meshes(op_call, args, kwargs)
         if result is not NotImplemented:
             return result
     if ragged:

@@ -9,18 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.geometry import is_ragged
 from ragged_fsdp.torch_internals import local_of, spec_of, stock
 
-__all__ = ["deepcopy", "offload_tensor", "reduce_ex"]
+__all__ = ["claim", "deepcopy", "offload_tensor", "reduce_ex"]
 
 
 # Captured before patches.py replaces the names.
 _stock_reduce_ex: Any = stock("DTensor.__reduce_ex__")
 _stock_deepcopy: Any = stock("DTensor.__deepcopy__")
 _stock_offload: Any = stock("StateDictStager._offload_tensor")
+
+
+def claim(storage: torch.UntypedStorage) -> None:
+    """Note that ``storage`` is memory of ours, in which tensors with any placements lie side by side."""
+    storage._of_ragged_fsdp = True  # type: ignore[attr-defined]
 
 
 def reduce_ex(self: DTensor, proto: Any) -> Any:
@@ -55,7 +61,7 @@ def _lies_inside(tensor: DTensor) -> bool:
     local = local_of(tensor)
     if is_ragged(spec_of(tensor)):
         return local.untyped_storage().nbytes() != local.nbytes
-    return bool(local.storage_offset())
+    return bool(local.storage_offset()) and getattr(local.untyped_storage(), "_of_ragged_fsdp", False)
 
 
 def _compact(tensor: DTensor) -> DTensor:

@@ -29,6 +29,7 @@ __all__ = [
     "along_dims",
     "beside",
     "extreme_identity",
+    "is_pending",
     "on_whole_rows",
     "partial_scalar",
     "pending",
@@ -126,6 +127,11 @@ def pending(spec: DTensorSpec) -> DTensorSpec:
     """
     spec._of_ragged_pieces = True  # type: ignore[attr-defined]
     return spec
+
+
+def is_pending(spec: DTensorSpec) -> bool:
+    """Whether ``spec`` is what a reduction of a ragged tensor left to be combined."""
+    return getattr(spec, "_of_ragged_pieces", False) and any(p.is_partial() for p in spec.placements)
 
 
 def partial_scalar(tensor: DTensor, local: torch.Tensor, reduce_op: str) -> DTensor:

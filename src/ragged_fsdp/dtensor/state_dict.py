@@ -98,7 +98,7 @@ def distribute_tensors(
             local_state_dict[key] = _filled(local, full)
         else:
             others.append(key)
-    if others:
+    if others or not keys:
         stock_distribute_tensors(local_state_dict, others, device, pg)
 
 
