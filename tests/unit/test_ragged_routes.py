@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from ragged_fsdp.dtensor.regions import Division, is_cut, route_between
+from ragged_fsdp.dtensor.redistribute import Division, is_cut, route_between
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 from ragged_fsdp.routes import HopKind, Part
 from ragged_strategies import placements

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ragged_fsdp.dtensor.geometry import contiguous_stride
-from ragged_fsdp.dtensor.pickling import claim
+from ragged_fsdp.dtensor.saving import claim
 
 __all__ = ["FlatStorage", "debug_enabled", "stream_getter"]
 

@@ -1,8 +1,8 @@
-"""Making ragged DTensors: ``distribute_tensor`` and the unchecked ``wrap_local``."""
+"""Making ragged DTensors: ``distribute_tensor``, the unchecked ``wrap_local``, and ``new_*`` like one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
+from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import (
+    contiguous_stride,
     ragged_layout,
     ragged_mesh_dim,
     ragged_spec,
@@ -23,6 +25,7 @@ from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
+    TensorMeta,
     current_mesh,
     is_traceable_wrapper_subclass,
     local_of,
@@ -31,17 +34,19 @@ from ragged_fsdp.torch_internals import (
 )
 
 __all__ = [
+    "HANDLERS",
     "check_local",
     "distribute_tensor",
     "moved",
     "settled",
-    "stock_distribute_tensor",
     "whole",
     "wrap_local",
 ]
 
+aten = torch.ops.aten
+
 # Captured before patches.py replaces the name.
-stock_distribute_tensor: Any = stock("distribute_tensor")
+_stock_distribute_tensor: Any = stock("distribute_tensor")
 
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
@@ -93,7 +98,7 @@ def distribute_tensor(
         )
     ragged = isinstance(placements, Iterable) and ragged_mesh_dim(placements) is not None
     if not ragged or isinstance(tensor, DTensor):
-        return stock_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+        return _stock_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     assert placements is not None
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"distribute_tensor: expected a tensor, got {type(tensor).__name__}.")
@@ -115,7 +120,7 @@ def distribute_tensor(
     source = tensor.detach()
     if src_data_rank is not None and not tensor.is_meta:
         source = source.clone()  # stock receives the source rank's values in place
-    base = stock_distribute_tensor(source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
+    base = _stock_distribute_tensor(source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
     target = with_placements(spec_of(base), spec.placements)
     local = redistribute_local_tensor(local_of(base), spec_of(base), target)
     if not tensor.is_meta and _may_alias(local, tensor):
@@ -142,3 +147,32 @@ def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
         raise ValueError(
             f"from_local: a ragged local tensor must be contiguous, got stride {local.stride()}."
         )
+
+
+def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Ragged alike for the same shape (autograd clones gradients so), replicated for any other."""
+    model, shape, rest = args[0], tuple(args[1]), args[2:]
+    own = local_of(model)
+    strided = op is aten.new_empty_strided.default
+    if shape == tuple(model.shape):
+        if strided and tuple(args[2]) != contiguous_stride(shape):
+            raise refusal(op, model, f"a ragged tensor is contiguous, asked for stride {tuple(args[2])}")
+        make = aten.new_empty.default if strided else op
+        local = make(own, own.shape, *(() if strided else rest), **kwargs)
+        return wrap_local(local, with_placements(spec_of(model), model.placements, dtype=local.dtype))
+    local = op(own, *args[1:], **kwargs)
+    mesh = model.device_mesh
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    return wrap_local(local, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta))
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = dict.fromkeys(
+    (
+        aten.new_empty.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.new_empty_strided.default,
+    ),
+    _new,
+)

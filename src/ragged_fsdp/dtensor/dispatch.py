@@ -1,16 +1,22 @@
-"""Where ops on ragged tensors are decided: called by the C++ dispatcher on a sharding-cache miss."""
+"""Where ops on ragged tensors are decided.
+
+The C++ dispatcher asks :func:`dispatch` on every sharding-cache miss. An op that runs on the local pieces
+gets a rule, which C++ caches; every other one is run by hand, by its entry in ``HANDLERS``; what neither
+knows is refused. A few ops never reach the rules, because the dispatcher hands them to functions of its own:
+:func:`guard_handlers` lets those see no ragged operand that they would misread.
+"""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.dtensor import pointwise, reductions
-from ragged_fsdp.dtensor.direct import HANDLERS, ragged_operands, run_direct
+from ragged_fsdp.dtensor import construct, pointwise, random_ops, reductions, views
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import is_ragged
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
@@ -20,12 +26,26 @@ from ragged_fsdp.torch_internals import (
     OpSchema,
     OutputSharding,
     composite_kernel,
+    local_of,
+    pytree,
+    schema_of,
+    spec_of,
     tracing,
 )
 
-__all__ = ["dispatch", "look_at", "register_op"]
+__all__ = ["dispatch", "guard_handlers", "look_at", "register_op"]
+
+aten = torch.ops.aten
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _KINDS = (RaggedShard, StridedRaggedShard)
+
+HANDLERS: dict[Any, Handler] = {
+    **views.HANDLERS,
+    **construct.HANDLERS,
+    **pointwise.HANDLERS,
+    **reductions.HANDLERS,
+}
 
 
 def look_at(op_info: Any) -> tuple[bool, bool]:
@@ -65,14 +85,14 @@ def dispatch(
     sharding = rule(propagator, schema)
     if sharding is not None:
         return sharding
-    result = run_direct(op, args, kwargs)
+    result = _run_by_hand(op, args, kwargs)
     if result is not NotImplemented:
         return result
     if composite_kernel(op):  # reached only in inference mode
         result = op.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    raise refusal(op, ragged_operands(args, kwargs)[0], "it has no meaning on uneven pieces")
+    raise refusal(op, _ragged_operands(args, kwargs)[0], "it has no meaning on uneven pieces")
 
 
 def _rule(propagator: Any, schema: OpSchema) -> OutputSharding | None:
@@ -103,7 +123,7 @@ class _Caches(threading.local):
 _caches = _Caches()
 
 
-def register_op(op: OpOverload, handler: Callable[..., Any] | None = None) -> None:
+def register_op(op: OpOverload, handler: Handler | None = None) -> None:
     """Let an op, of torch or of your own, run on ragged tensors.
 
     Args:
@@ -126,3 +146,112 @@ def register_op(op: OpOverload, handler: Callable[..., Any] | None = None) -> No
             f"register_op: handler must be callable as handler(op, args, kwargs), got {handler!r}."
         )
     _caches.rule.cache_clear()  # it may have been refused before
+
+
+def _run_by_hand(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of an op without a cacheable rule, or NotImplemented where none is known."""
+    settled = tuple(_settled(op, args))
+    if any(after is not before for after, before in zip(settled, args)):
+        return op(*settled, **kwargs)
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return random_ops.run(op, args, kwargs)
+    if pointwise.is_elementwise(op) and op not in HANDLERS:
+        return pointwise.run_spread(op, args, kwargs)
+    handler = HANDLERS.get(op)
+    return NotImplemented if handler is None else handler(op, args, kwargs)
+
+
+def _settled(op: Any, args: tuple[Any, ...]) -> Iterator[Any]:
+    """The arguments, ragged ones that are only read without pending reductions of other mesh dims."""
+    for argument, value in zip(schema_of(op).arguments, args):
+        pending = isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
+        if pending and is_ragged(spec_of(value)) and argument.alias_info is None:
+            yield construct.settled(value)
+        else:
+            yield value
+
+
+def _ragged_operands(args: Any, kwargs: Any) -> list[DTensor]:
+    """The ragged tensors among the arguments of a call, in order."""
+    leaves = pytree.tree_leaves((args, kwargs))
+    return [leaf for leaf in leaves if isinstance(leaf, DTensor) and is_ragged(spec_of(leaf))]
+
+
+# These handlers of torch look at sizes or run on the local tensors: right for ragged ones as they are.
+_FINE = {aten.is_same_size.default, aten.as_strided.default, aten.is_pinned.default}
+_UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def guard_handlers(table: dict[Any, Handler]) -> None:
+    """Let the handlers of torch's ``table`` see no ragged operand that they would misread."""
+    for op, handler in list(table.items()):
+        if op is _UNSCALE:
+            table[op] = _unscaling(handler)
+        elif op not in _FINE:
+            table[op] = _guarded(handler)
+    table[aten._local_scalar_dense.default] = _item(table)
+
+
+def _guarded(handler: Handler) -> Handler:
+    def guarded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        ragged = _ragged_operands(args, kwargs)
+        if not ragged:
+            return handler(op, args, kwargs)
+        result = _run_by_hand(op, args, kwargs)
+        if result is NotImplemented:
+            raise refusal(op, ragged[0], "it has no meaning on uneven pieces")
+        return result
+
+    return guarded
+
+
+def _item(table: dict[Any, Handler]) -> Handler:
+    """``item()``: refused where it would give each rank a number of its own.
+
+    On any DTensor the item of a Partial is the local one. An optimizer that asks for the norm of a ragged
+    parameter in this way would go on with another norm on every rank.
+    """
+
+    def item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if is_ragged(spec_of(tensor)):
+            return _run_by_hand(op, args, kwargs)
+        if reductions.is_pending(spec_of(tensor)):
+            why = "its reduction over the ranks is pending: call full_tensor() before item()"
+            raise refusal(op, tensor, why)
+        # Not ours: dispatched once more without this handler, since stock has none.
+        ours = table.pop(op, item)
+        try:
+            return op(*args, **kwargs)
+        finally:
+            table[op] = ours
+
+    return item
+
+
+def _unscaling(handler: Handler) -> Handler:
+    """``GradScaler``: the stock handler takes the mesh of the first gradient for that of all."""
+
+    def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        grads, found_inf, inv_scale = args
+        if not _ragged_operands(args, kwargs):
+            return handler(op, args, kwargs)
+        flag = local_of(found_inf) if isinstance(found_inf, DTensor) else found_inf
+        scale = local_of(inv_scale) if isinstance(inv_scale, DTensor) else inv_scale
+        op([local_of(g) if isinstance(g, DTensor) else g for g in grads], flag, scale, **kwargs)
+        for mesh, mesh_dim in _sharded_mesh_dims(grads):
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, mesh.get_group(mesh_dim))
+        return None
+
+    return unscale
+
+
+def _sharded_mesh_dims(grads: list[Any]) -> list[tuple[Any, int]]:
+    """The distinct (mesh, mesh dim) over which some gradient is not replicated, in list order."""
+    found: dict[tuple[Any, int], None] = {}
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            for mesh_dim, placement in enumerate(grad.placements):
+                if not placement.is_replicate():
+                    found[grad.device_mesh, mesh_dim] = None
+    return list(found)

@@ -10,11 +10,12 @@ from itertools import product
 from typing import Any
 
 import torch
+import torch.compiler.config as compiler_config
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ragged_fsdp.dtensor.compile_support import tag_rank
 from ragged_fsdp.placement import RaggedShard, checked_shape
 from ragged_fsdp.routes import Box, chunk_of_chunks, flat_boxes, starts_of
 from ragged_fsdp.torch_internals import DTensorSpec, StridedShard, TensorMeta, spec_of
@@ -202,9 +203,24 @@ def _cached_layout(
     shape: Shape, mesh: DeviceMesh, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> RaggedLayout:
     """The coordinate counts: meshes of two ranks are equal where one process has been both."""
-    tag_rank()
+    _tag_rank()
     _check_all_ranks(shape, mesh.shape, placements)
     return compute_layout(shape, mesh.shape, coordinate, placements)
+
+
+def _tag_rank() -> None:
+    """Give each rank compile cache entries of its own.
+
+    The cache key holds neither the rank nor the local shape, so a rank could load the graph compiled
+    for the piece of another (an uneven ``Shard(0)`` has the same problem). A tag that the user has
+    set is kept, and extended.
+    """
+    if not dist.is_initialized():
+        return
+    tag = f"ragged_fsdp-rank{dist.get_rank()}of{dist.get_world_size()}"
+    present = compiler_config.cache_key_tag
+    if tag not in present:
+        compiler_config.cache_key_tag = f"{present}{'-' if present else ''}{tag}"
 
 
 @lru_cache(maxsize=8192)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.geometry import contiguous_spec, is_ragged, replicated
-from ragged_fsdp.dtensor.reduce_dims import is_pending
+from ragged_fsdp.dtensor.reductions import is_pending
 from ragged_fsdp.torch_internals import DTensorSpec, pytree, spec_of, unset_fake_temporarily
 
 __all__ = ["across_meshes", "is_ours"]

@@ -16,16 +16,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dtensor import (
-    compile_support,
     construct,
-    dcp,
     dispatch,
-    handlers,
     meshes,
-    pickling,
     pointwise,
     redistribute,
-    state_dict,
+    saving,
 )
 from ragged_fsdp.dtensor.geometry import (
     contiguous_stride,
@@ -36,10 +32,20 @@ from ragged_fsdp.dtensor.geometry import (
     settled_placements,
     with_placements,
 )
-from ragged_fsdp.torch_internals import RuntimeSchemaInfo, op_overloads, replace, spec_of, stock
+from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
+from ragged_fsdp.torch_internals import (
+    RuntimeSchemaInfo,
+    op_overloads,
+    register_constant_class,
+    replace,
+    spec_of,
+    stock,
+)
 
 __all__ = ["REPLACEMENTS", "install"]
 
+_KINDS = (RaggedShard, StridedRaggedShard)
+_MEMBERS = ("is_shard", "is_partial", "is_replicate", "__eq__", "dims", "local_units")  # for dynamo
 _RANDOM: dict[Any, Any] = {torch.rand: DTensor.uniform_, torch.randn: DTensor.normal_}
 
 # Captured before install() replaces the names.
@@ -61,9 +67,11 @@ def install() -> None:
     _installed = True
     for name, ours in REPLACEMENTS.items():
         replace(name, ours)
-    handlers.wrap_all(stock("DTensor._op_dispatcher._custom_op_handlers"))
+    dispatch.guard_handlers(stock("DTensor._op_dispatcher._custom_op_handlers"))
     _describe_list_ops()
-    compile_support.register_placements()
+    torch.serialization.add_safe_globals(list(_KINDS))  # for weights_only loading
+    for kind in _KINDS:
+        register_constant_class(kind, _MEMBERS)
 
 
 def _describe_list_ops() -> None:
@@ -176,13 +184,13 @@ REPLACEMENTS: dict[str, Callable[..., Any]] = {
     "_FromTorchTensor.forward": _from_local,
     "_ToTorchTensor.backward": _to_local_backward,
     "_dtensor_init_helper": _init_helper,
-    "DTensor.__reduce_ex__": pickling.reduce_ex,
-    "DTensor.__deepcopy__": pickling.deepcopy,
-    "StateDictStager._offload_tensor": pickling.offload_tensor,
-    "DTensor.__create_write_items__": dcp.create_write_items,
-    "DTensor.__create_chunk_list__": dcp.create_chunk_list,
-    "DTensor.__get_tensor_shard__": dcp.get_tensor_shard,
-    "HuggingFaceStorageWriter._split_by_storage_plan": dcp.split_by_storage_plan,
-    "_distribute_tensors": state_dict.distribute_tensors,
-    "_distribute_state_dict": state_dict.distribute_state_dict,
+    "DTensor.__reduce_ex__": saving.reduce_ex,
+    "DTensor.__deepcopy__": saving.deepcopy,
+    "StateDictStager._offload_tensor": saving.offload_tensor,
+    "DTensor.__create_write_items__": saving.create_write_items,
+    "DTensor.__create_chunk_list__": saving.create_chunk_list,
+    "DTensor.__get_tensor_shard__": saving.get_tensor_shard,
+    "HuggingFaceStorageWriter._split_by_storage_plan": saving.split_by_storage_plan,
+    "_distribute_tensors": saving.distribute_tensors,
+    "_distribute_state_dict": saving.distribute_state_dict,
 }

@@ -1,21 +1,29 @@
-"""Sharding rules of element-wise ops, single tensors and lists (foreach, fused).
+"""Element-wise ops on ragged tensors: single ones, lists (foreach, fused), smaller operands and masks.
 
-A rule says which placements each operand must have so that the op may run on the local pieces, and
-what its results are. It is computed once per signature: the C++ dispatcher caches it.
+A rule says which placements each operand must have so that the op may run on the local pieces, and what its
+results are. It is computed once per signature: the C++ dispatcher caches it.
+
+A piece whose cut goes through several dims is flat in them, so a row, a column or a ``(1, 1)`` tensor has no
+dim of its own to broadcast along. Such a call is run by hand: each element of the piece takes the value that
+belongs to it.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import (
     is_ragged,
+    ragged_layout,
     ragged_mesh_dim,
     replicated,
     settled_placements,
@@ -28,19 +36,26 @@ from ragged_fsdp.torch_internals import (
     OpSchema,
     OutputSharding,
     TensorMeta,
+    bound_arguments,
+    local_of,
     propagate_tensor_meta,
     schema_of,
+    spec_of,
 )
 
 __all__ = [
+    "HANDLERS",
     "LIST_OPS",
     "add_elementwise",
+    "coordinates_of",
     "is_elementwise",
     "is_foreach",
     "list_rule",
     "op_name",
+    "run_spread",
     "runs_by_hand",
     "tensor_rule",
+    "values_for",
 ]
 
 aten = torch.ops.aten
@@ -317,3 +332,63 @@ def _check_keyword_tensors(schema: Any, lead: DTensorSpec | None) -> None:
         if not fits:
             what = "out=" if name in outs else f"{name}="
             raise refusal(schema.op, lead or spec, f"{what} is laid out as {spec.placements}")
+
+
+def run_spread(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``op`` with every operand laid out like the largest ragged one; NotImplemented if they are."""
+    ragged = [v for v in (*args, *kwargs.values()) if isinstance(v, DTensor) and is_ragged(spec_of(v))]
+    lead = max(ragged, key=lambda tensor: (tensor.ndim, tensor.numel()))
+    smaller = [isinstance(a, torch.Tensor) and a.ndim > 0 and a.shape != lead.shape for a in args]
+    for operand, to_spread in zip(args, smaller):
+        if to_spread and torch.broadcast_shapes(operand.shape, lead.shape) != lead.shape:
+            raise refusal(op, lead, f"an operand of shape {tuple(operand.shape)} is larger than it")
+    if not any(smaller):
+        return NotImplemented
+    spread = (_like(lead, operand) if to_spread else operand for operand, to_spread in zip(args, smaller))
+    return op(*spread, **kwargs)
+
+
+def _like(lead: DTensor, operand: torch.Tensor) -> DTensor:
+    """The operand repeated to the shape of ``lead``: only the piece that this rank needs of it."""
+    if isinstance(operand, DTensor):
+        operand = whole(operand)
+    values = values_for(lead, operand, (0,) * lead.ndim)
+    return wrap_local(values, with_placements(spec_of(lead), lead.placements, dtype=values.dtype))
+
+
+def values_for(tensor: DTensor, values: torch.Tensor, offset: Sequence[int]) -> torch.Tensor:
+    """What ``values`` has for each element of the local piece of ``tensor``.
+
+    ``values`` broadcasts against the part of the global tensor that begins at ``offset``.
+    """
+    here, missing = coordinates_of(tensor), tensor.ndim - values.ndim
+    index = [
+        here[d + missing] - offset[d + missing] if size != 1 else torch.zeros_like(here[d + missing])
+        for d, size in enumerate(values.shape)
+    ]
+    return values[tuple(index)] if index else values.expand(local_of(tensor).shape)
+
+
+def coordinates_of(tensor: DTensor) -> list[torch.Tensor]:
+    """The index of each element of the local piece along each dim of the global tensor."""
+    layout, own, found = ragged_layout(tensor), local_of(tensor), []
+    flat = torch.arange(layout.start, layout.stop, device=own.device)
+    for size, offset in zip(reversed(layout.inner_shape), reversed(layout.inner_offset)):
+        found.append((flat % max(size, 1) + offset).view(own.shape))
+        flat = flat // max(size, 1)
+    return found[::-1]
+
+
+def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """``x[mask] = number``: the one write by index that treats each element by itself."""
+    call = bound_arguments(op, args, kwargs)
+    tensor, indices, value = call["self"], call["indices"], call["values"]
+    mask = indices[0] if len(indices) == 1 else None
+    by_mask = isinstance(mask, DTensor) and mask.dtype is torch.bool and mask.shape == tensor.shape
+    if not by_mask or value.numel() != 1 or call["accumulate"]:
+        raise refusal(op, tensor, "it writes by index, and only one mask and one number say where and what")
+    number = whole(value) if isinstance(value, DTensor) else value
+    return aten.masked_fill_.Scalar(tensor, mask, number.item())
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {aten.index_put_.default: _put}

@@ -1,36 +1,74 @@
-"""Reductions over all elements whose partial results combine: the cacheable rules."""
+"""Reductions of ragged tensors, to one number or along dims.
+
+Over all elements the sums and norms that an optimizer step takes have cacheable rules (:func:`full_rule`):
+each rank reduces its piece, and the results are a Partial. Everything else is run by hand (``HANDLERS``).
+Where the reduced dims come after those that the pieces cut, each row is whole on its rank: the op runs
+locally and the result is ragged alike. Where all cut dims are reduced, each rank reduces its rows and the
+results are combined later: a Partial. Where only some are, the piece is first laid into the inner tensor,
+filled with the identity.
+
+A handler is called with the op and the arguments of the call; DTensor ops used inside are dispatched again,
+below autograd.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from ragged_fsdp.dtensor.geometry import is_ragged
-from ragged_fsdp.dtensor.reduce_dims import pending
+from ragged_fsdp.dtensor.construct import moved, settled, whole, wrap_local
+from ragged_fsdp.dtensor.errors import refusal
+from ragged_fsdp.dtensor.geometry import (
+    contiguous_spec,
+    contiguous_stride,
+    is_ragged,
+    ragged_layout,
+    with_placements,
+)
+from ragged_fsdp.dtensor.pointwise import coordinates_of, values_for
 from ragged_fsdp.placement import RaggedShard
-from ragged_fsdp.torch_internals import DTensorSpec, OpSchema, OutputSharding, TensorMeta
+from ragged_fsdp.torch_internals import (
+    DTensorSpec,
+    OpSchema,
+    OutputSharding,
+    TensorMeta,
+    bound_arguments,
+    local_of,
+    schema_of,
+    spec_of,
+)
 
-__all__ = ["full_rule", "is_full_reduction"]
+__all__ = ["HANDLERS", "full_rule", "is_full_reduction", "is_pending"]
 
 aten = torch.ops.aten
-
-
-def _overloads(*names: str) -> set[Any]:
-    """Those of the named overloads that this torch has."""
-    found = set()
-    for name in names:
-        packet, overload = name.split(".")
-        if hasattr(aten, packet) and overload in getattr(aten, packet).overloads():
-            found.add(getattr(getattr(aten, packet), overload))
-    return found
-
+Shape = tuple[int, ...]
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _NORMS = {aten.linalg_vector_norm.default, aten.norm.Scalar, aten._foreach_norm.Scalar}
 _FULL = _NORMS | {aten.sum.default, aten.prod.default}
-_FULL |= _overloads("_foreach_powsum.Scalar")
+if hasattr(aten, "_foreach_powsum"):  # not in torch 2.11
+    _FULL.add(aten._foreach_powsum.Scalar)
+
+
+def pending(spec: DTensorSpec) -> DTensorSpec:
+    """``spec``, marked as what a reduction of a ragged tensor left to be combined.
+
+    ``item()`` of a Partial is the number of this rank alone, and a rank without a piece has none to tell: of
+    such a tensor it is refused.
+    """
+    spec._of_ragged_pieces = True  # type: ignore[attr-defined]
+    return spec
+
+
+def is_pending(spec: DTensorSpec) -> bool:
+    """Whether ``spec`` is what a reduction of a ragged tensor left to be combined."""
+    return getattr(spec, "_of_ragged_pieces", False) and any(p.is_partial() for p in spec.placements)
 
 
 def is_full_reduction(schema: Any) -> bool:
@@ -74,3 +112,338 @@ def _flat(spec: Any) -> Any:
     placements = tuple(Shard(0) if isinstance(p, (RaggedShard, Shard)) else p for p in spec.placements)
     meta = TensorMeta(torch.Size((math.prod(spec.shape),)), (1,), spec.tensor_meta.dtype)
     return DTensorSpec(spec.mesh, placements, tensor_meta=meta)
+
+
+@dataclass(frozen=True)
+class Combine:
+    """How partial results of several ranks combine, and the value of an empty piece."""
+
+    reduce_op: str
+    identity: Callable[[torch.dtype], Any]
+
+
+def _extreme_identity(dtype: torch.dtype, largest: bool) -> Any:
+    """What leaves a maximum (or a minimum) of this dtype unchanged."""
+    if dtype is torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return float("-inf") if largest else float("inf")
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+_SUM = Combine("sum", lambda dtype: 0)
+_PRODUCT = Combine("product", lambda dtype: 1)
+_MAX = Combine("max", lambda dtype: _extreme_identity(dtype, True))
+_MIN = Combine("min", lambda dtype: _extreme_identity(dtype, False))
+
+
+def _along_dims(
+    tensor: DTensor,
+    dims: Sequence[int],
+    keepdim: bool,
+    reduce: Callable[[torch.Tensor, list[int], bool], torch.Tensor],
+    combine: Combine,
+) -> DTensor:
+    """Reduce ``dims`` of a ragged tensor with ``reduce(local, dims, keepdim)``."""
+    layout, own = ragged_layout(tensor), local_of(tensor)
+    prefix = layout.cut_dims
+    reduced = sorted({d % max(1, tensor.ndim) for d in dims})
+    inner = _reduced_shape(layout.inner_shape, reduced, keepdim)
+    rows_are_whole = bool(tensor.ndim) and all(d >= prefix for d in reduced)
+    if rows_are_whole:
+        local = reduce(own, [d - prefix + 1 for d in reduced], keepdim)
+    elif not layout.numel:
+        sample = reduce(own.new_ones((1,) * len(layout.inner_shape)), reduced, keepdim)
+        local = sample.new_full(inner, combine.identity(sample.dtype))
+    elif reduced[:prefix] == list(range(prefix)):
+        local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
+    else:
+        filled = own.new_full(layout.inner_shape, combine.identity(own.dtype))
+        filled.view(-1)[layout.start : layout.stop] = own.reshape(-1)
+        local = reduce(filled, reduced, keepdim)
+
+    def after(placement: Placement) -> Placement:
+        if isinstance(placement, RaggedShard):
+            return placement if rows_are_whole else Partial(combine.reduce_op)
+        if isinstance(placement, Shard):
+            if placement.dim in reduced:
+                return Partial(combine.reduce_op)
+            return Shard(placement.dim - (0 if keepdim else sum(d < placement.dim for d in reduced)))
+        return placement
+
+    placements = tuple(after(p) for p in tensor.placements)
+    shape = _reduced_shape(tuple(tensor.shape), reduced, keepdim)
+    return wrap_local(local, pending(contiguous_spec(tensor.device_mesh, placements, shape, local.dtype)))
+
+
+def _reduced_shape(shape: Shape, reduced: list[int], keepdim: bool) -> Shape:
+    return tuple(1 if d in reduced else s for d, s in enumerate(shape) if keepdim or d not in reduced)
+
+
+def _dims_of(tensor: DTensor, dim: Any) -> list[int]:
+    if dim is None or dim == []:
+        return list(range(tensor.ndim))
+    return [dim] if isinstance(dim, int) else list(dim)
+
+
+def _beside(tensor: DTensor, reduced: DTensor) -> torch.Tensor:
+    """A reduction of ``tensor`` that kept its dims, for each element of the local piece of ``tensor``."""
+    if is_ragged(spec_of(reduced)):
+        return local_of(reduced)  # rows are whole: it broadcasts
+    return values_for(tensor, local_of(reduced), ragged_layout(tensor).inner_offset)
+
+
+def _combining(combine: Combine) -> Handler:
+    """sum, prod, any, all, amax, amin: any op along dims whose local results combine like its elements."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+        call = bound_arguments(op, args, kwargs)
+        options = {"dtype": call["dtype"]} if call.get("dtype") is not None else {}
+        one_dim = schema_of(op).overload_name in ("dim", "dim_int")
+
+        def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
+            if not one_dim:
+                return op(local, local_dims, keep, **options)
+            for done, at in enumerate(sorted(local_dims)):
+                local = op(local, at if keep else at - done, keep, **options)
+            return local
+
+        dims = _dims_of(call["self"], call.get("dim"))
+        return _along_dims(call["self"], dims, bool(call.get("keepdim")), reduce, combine)
+
+    return handler
+
+
+def _extreme_of_all(extreme: Any) -> Handler:
+    """max and min over all elements."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+        return extreme(args[0])
+
+    return handler
+
+
+def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """A sum divided by the count: the mean of uneven pieces is not the mean of their means."""
+    call = bound_arguments(op, args, kwargs)
+    tensor, dims = call["self"], _dims_of(call["self"], call.get("dim"))
+    options = {"dtype": call["dtype"]} if call.get("dtype") is not None else {}
+    count = math.prod(tensor.shape[d] for d in dims)
+    if call.get("dim") is None or call["dim"] == []:
+        total = aten.sum.default(tensor, **options)
+        if call.get("keepdim"):
+            total = aten.view.default(total, [1] * tensor.ndim)
+    else:
+        total = aten.sum.dim_IntList(tensor, call["dim"], call["keepdim"], **options)
+    # on the local tensor, so that the result is known for what the reduction of a ragged tensor left
+    return wrap_local(aten.div.Scalar(local_of(total), count), spec_of(total))
+
+
+def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Norms without a cached rule: infinite and negative orders, some dims, keepdim."""
+    call = bound_arguments(op, args, kwargs)
+    tensor, order = call["self"], call.get("ord", call.get("p", 2))
+    dims, keepdim = _dims_of(tensor, call.get("dim")), bool(call.get("keepdim"))
+    if call.get("dtype") is not None:
+        tensor = tensor.to(call["dtype"])
+    if call.get("dim") and len(dims) == tensor.ndim and not keepdim:
+        return aten.linalg_vector_norm.default(tensor, order)
+    if math.isinf(order):
+        reduce = aten.amax.default if order > 0 else aten.amin.default
+        combine = _MIN if order < 0 else Combine("max", lambda dtype: 0)
+        return _along_dims(aten.abs.default(tensor), dims, keepdim, reduce, combine)
+    prefix = ragged_layout(tensor).cut_dims
+    if all(d % tensor.ndim >= prefix for d in dims) and tensor.ndim > prefix:
+
+        def reduce_rows(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
+            return aten.linalg_vector_norm.default(local, order, local_dims, keep)
+
+        if not any(p.is_shard() for p in tensor.placements):
+            return _along_dims(tensor, dims, keepdim, reduce_rows, _SUM)
+    powers = aten.sum.dim_IntList(aten.pow.Tensor_Scalar(aten.abs.default(tensor), order), dims, keepdim)
+    return aten.pow.Tensor_Scalar(powers, 1.0 / order)
+
+
+def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Only orders without a cached rule come here; the tensors are independent of each other."""
+    call = bound_arguments(op, args, kwargs)
+    order, dtype = call["ord"], call.get("dtype")
+    return [aten.linalg_vector_norm.default(t, order, None, False, dtype=dtype) for t in call["self"]]
+
+
+def _foreach_max(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    return [aten.max.default(tensor) for tensor in args[0]]
+
+
+def _variance(*, root: bool, with_mean: bool) -> Handler:
+    """var and std, in two passes, and with the mean."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = bound_arguments(op, args, kwargs)
+        tensor, dims = call["self"], _dims_of(call["self"], call["dim"])
+        correction = 1 if call.get("correction") is None else call["correction"]
+        count = math.prod(tensor.shape[d] for d in dims)
+        mean = settled(aten.mean.dim(tensor, dims, True))
+        squares = torch.square(local_of(tensor) - _beside(tensor, mean))
+        total = settled(aten.sum.dim_IntList(wrap_local(squares, spec_of(tensor)), dims, call["keepdim"]))
+        variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
+        spread = aten.sqrt.default(variance) if root else variance
+        return (spread, aten.mean.dim(tensor, call["dim"], call["keepdim"])) if with_mean else spread
+
+    return handler
+
+
+def _both_extremes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
+    """aminmax, of all elements or along one dim."""
+    call = bound_arguments(op, args, kwargs)
+    dims = [] if call["dim"] is None else [call["dim"]]
+    low = aten.amin.default(call["self"], dims, call["keepdim"])
+    return low, aten.amax.default(call["self"], dims, call["keepdim"])
+
+
+def _nansum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    call = bound_arguments(op, args, kwargs)
+    known = aten.nan_to_num.default(call["self"], 0.0, math.inf, -math.inf)
+    return aten.sum.dim_IntList(known, call["dim"], call["keepdim"], dtype=call["dtype"])
+
+
+def _count_nonzero(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    call = bound_arguments(op, args, kwargs)
+    nonzero = aten.ne.Scalar(call["self"], 0)
+    dim = call.get("dim")
+    if dim is None or dim == []:
+        return aten.sum.default(nonzero)
+    return aten.sum.dim_IntList(nonzero, [dim] if isinstance(dim, int) else dim)
+
+
+def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """any and all of all elements, reduced at once: programs branch on them, alike on every rank."""
+    tensor, reduce_op = args[0], "max" if op is aten.any.default else "min"
+    verdict = op(local_of(tensor)).to(torch.uint8)
+    placements = tuple(
+        Partial(reduce_op) if isinstance(p, (RaggedShard, Shard)) else p for p in tensor.placements
+    )
+    spec = contiguous_spec(tensor.device_mesh, placements, (), verdict.dtype)
+    return aten._to_copy.default(settled(wrap_local(verdict, spec)), dtype=torch.bool)
+
+
+def _allclose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    call = bound_arguments(op, args, kwargs)
+    options = (call["rtol"], call["atol"], call["equal_nan"])
+    close = aten.isclose.default(call["self"], call["other"], *options)
+    return bool(_truth(aten.all.default, (close,), {}).to_local())
+
+
+def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Only tensors of different shapes come here: they are not equal."""
+    return False
+
+
+def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The one element, on every rank, though it lies on one of them."""
+    return whole(args[0]).item()
+
+
+def _extreme_with_index(largest: bool) -> Handler:
+    """max, min, argmax, argmin: along one dim, or the place among all elements."""
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = bound_arguments(op, args, kwargs)
+        tensor, dim, keepdim = call["self"], call["dim"], call["keepdim"]
+        if dim is not None and _rows_are_whole(tensor, dim):
+            return _on_rows(tensor, dim, lambda local, at: op(local, at, keepdim))
+        values, indices = _first_extreme(tensor, dim, keepdim, largest)
+        return indices if len(schema_of(op).returns) == 1 else (values, indices)
+
+    return handler
+
+
+def _rows_are_whole(tensor: DTensor, dim: int) -> bool:
+    """Whether a rank has the whole of ``dim`` for each row of its piece."""
+    prefix = ragged_layout(tensor).cut_dims
+    sharded = any(isinstance(p, Shard) and p.dim >= prefix for p in tensor.placements)
+    return dim % max(1, tensor.ndim) >= prefix and not sharded
+
+
+def _on_rows(tensor: DTensor, dim: int, run: Callable[[torch.Tensor, int], Any]) -> Any:
+    """``run(local, local_dim)`` along one dim of each whole row; the results are ragged alike."""
+    prefix = ragged_layout(tensor).cut_dims
+    results = run(local_of(tensor), dim % max(1, tensor.ndim) - prefix + 1)
+
+    def wrap(local: torch.Tensor) -> DTensor:
+        shape = (*tensor.shape[:prefix], *local.shape[1:])
+        return wrap_local(local, contiguous_spec(tensor.device_mesh, tensor.placements, shape, local.dtype))
+
+    return tuple(map(wrap, results)) if isinstance(results, (tuple, list)) else wrap(results)
+
+
+def _first_extreme(tensor: DTensor, dim: int | None, keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
+    """The extreme along ``dim`` (of all elements if None) and where it is first found, both reduced."""
+    extreme: Any = aten.amax.default if largest else aten.amin.default
+    dims = _dims_of(tensor, dim)
+    best = settled(extreme(tensor, dims, True))
+    if tensor.is_floating_point():  # backends lose a NaN in a maximum
+        nan = settled(aten.amax.default(aten.isnan.default(tensor).to(torch.uint8), dims, True))
+        best = aten.masked_fill.Scalar(best, nan > 0, math.nan)
+    own, wanted = local_of(tensor), _beside(tensor, best)
+    hit = (own == wanted) | ((own != own) & (wanted != wanted))
+    here, steps = coordinates_of(tensor), contiguous_stride(tensor.shape)
+    if dim is None:
+        places = sum((c * step for c, step in zip(here, steps)), torch.zeros_like(own, dtype=torch.int64))
+    else:
+        places = here[dim]
+    candidates = torch.where(hit, places, torch.iinfo(torch.int64).max)
+    spec = with_placements(spec_of(tensor), tensor.placements, dtype=torch.int64)
+    first = settled(aten.amin.default(wrap_local(candidates, spec), dims, keepdim))
+    return best if keepdim else extreme(best, dims, False), first
+
+
+def _scatter(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Into whole rows, as the gradients of max and min along a dim do."""
+    tensor, dim, index, source = args
+    ragged = next(t for t in (tensor, index, source) if is_ragged(spec_of(t)))
+    prefix = ragged_layout(ragged).cut_dims
+    others = [t for t in (tensor, index, source) if t.shape[:prefix] != ragged.shape[:prefix]]
+    if others or not _rows_are_whole(ragged, dim):
+        raise refusal(op, ragged, f"it writes by index along dim {dim}, and rows are not whole on their rank")
+    into, at, values = (local_of(moved(t, ragged.placements)) for t in (tensor, index, source))
+    return _on_rows(ragged, dim, lambda _, local_dim: op(into, local_dim, at, values))
+
+
+HANDLERS: dict[Any, Handler] = {
+    aten._local_scalar_dense.default: _item,
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    aten.max.default: _extreme_of_all(aten.amax.default),
+    aten.min.default: _extreme_of_all(aten.amin.default),
+    aten.amax.default: _combining(_MAX),
+    aten.amin.default: _combining(_MIN),
+    aten.argmax.default: _extreme_with_index(True),
+    aten.argmin.default: _extreme_with_index(False),
+    aten.max.dim: _extreme_with_index(True),
+    aten.min.dim: _extreme_with_index(False),
+    aten.scatter.src: _scatter,
+    aten.sum.dim_IntList: _combining(_SUM),
+    aten.prod.dim_int: _combining(_PRODUCT),
+    aten.any.default: _truth,
+    aten.all.default: _truth,
+    aten.any.dim: _combining(_SUM),
+    aten.any.dims: _combining(_SUM),
+    aten.all.dim: _combining(_PRODUCT),
+    aten.all.dims: _combining(_PRODUCT),
+    aten.linalg_vector_norm.default: _norm,
+    aten.norm.Scalar: _norm,
+    aten.norm.ScalarOpt_dim: _norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._foreach_max.default: _foreach_max,
+    aten.allclose.default: _allclose,
+    aten.aminmax.default: _both_extremes,
+    aten.equal.default: _equal,
+    aten.nansum.default: _nansum,
+    aten.var.correction: _variance(root=False, with_mean=False),
+    aten.std.correction: _variance(root=True, with_mean=False),
+    aten.var_mean.correction: _variance(root=False, with_mean=True),
+    aten.std_mean.correction: _variance(root=True, with_mean=True),
+    aten.count_nonzero.default: _count_nonzero,
+    aten.count_nonzero.dim_IntList: _count_nonzero,
+}

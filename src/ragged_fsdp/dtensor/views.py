@@ -1,7 +1,10 @@
-"""Views of the flat order: they stay ragged and alias; every other view is refused.
+"""Views of the flat order, and the way back: gradients of slices, and parts joined along dim 0.
 
-A gather would give a result, but writes into it would be lost: other people's matrix optimizers must
-fail early rather than train wrong.
+Views stay ragged and alias; every other view is refused. A gather would give a result, but writes into it
+would be lost: other people's matrix optimizers must fail early rather than train wrong.
+
+On the way back nothing is sent. A part keeps the layout of its rows, so its place in the whole is on the
+ranks that hold it already; what only the zeros of a gradient fill goes to their neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.geometry import RaggedLayout, contiguous_spec, ragged_layout
+from ragged_fsdp.dtensor.geometry import RaggedLayout, contiguous_spec, is_ragged, ragged_layout
 from ragged_fsdp.placement import RaggedShard, ragged_dims
 from ragged_fsdp.routes import overlap
 from ragged_fsdp.torch_internals import (
@@ -28,7 +31,7 @@ from ragged_fsdp.torch_internals import (
     spec_of,
 )
 
-__all__ = ["HANDLERS", "checked_first_dim", "ragged_like", "refuse_other_shards"]
+__all__ = ["HANDLERS"]
 
 aten = torch.ops.aten
 Shape = tuple[int, ...]
@@ -45,7 +48,7 @@ def _reshape(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if shape == tuple(tensor.shape):
         out = wrap_local(local_of(tensor).view(layout.local_shape), spec)
         return return_and_correct_aliasing(op, args, kwargs, out)
-    refuse_other_shards(op, tensor)
+    _refuse_other_shards(op, tensor)
     out = _sub_tensor(op, tensor, layout, shape, 0, tensor.numel())
     return return_and_correct_aliasing(op, args, kwargs, out)
 
@@ -71,7 +74,7 @@ def _expand(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim, index = args
-    size = checked_first_dim(op, tensor, dim)
+    size = _checked_first_dim(op, tensor, dim)
     if not -size <= index < size:
         raise IndexError(f"{op}: index {index} is out of range for dim 0 of size {size}.")
     return return_and_correct_aliasing(op, args, kwargs, _rows(op, tensor, index % size, 1, squeeze=True))
@@ -80,7 +83,7 @@ def _select(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _slice(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     call = bound_arguments(op, args, kwargs)
     tensor, step = call["self"], call["step"]
-    size = checked_first_dim(op, tensor, call["dim"])
+    size = _checked_first_dim(op, tensor, call["dim"])
     lo, hi, _ = slice(call["start"], call["end"]).indices(size)
     if step != 1 and hi - lo > 1:
         raise refusal(op, tensor, f"a slice with step {step} is not one run of its flat order")
@@ -89,7 +92,7 @@ def _slice(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _split(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, sizes, dim = (*args, 0) if len(args) == 2 else args
-    length = checked_first_dim(op, tensor, dim)
+    length = _checked_first_dim(op, tensor, dim)
     if isinstance(sizes, int):
         sizes = [min(sizes, length - lo) for lo in range(0, length, max(1, sizes))] or [0]
     out, lo = [], 0
@@ -101,7 +104,7 @@ def _split(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _unbind(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, dim = (*args, 0) if len(args) == 1 else args
-    size = checked_first_dim(op, tensor, dim)
+    size = _checked_first_dim(op, tensor, dim)
     out = [_rows(op, tensor, index, 1, squeeze=True) for index in range(size)]
     return return_and_correct_aliasing(op, args, kwargs, out)
 
@@ -122,10 +125,10 @@ def _sub_tensor(
         raise refusal(op, tensor, "its local piece is not contiguous, so this view of it does not exist")
     counts = [overlap(start, stop - start, s, n) for s, n in zip(layout.starts, layout.counts)]
     begin = max(start, layout.start) - layout.start if counts[layout.index] else 0
-    return ragged_like(tensor, own.view(-1)[begin : begin + counts[layout.index]], shape, counts)
+    return _ragged_like(tensor, own.view(-1)[begin : begin + counts[layout.index]], shape, counts)
 
 
-def ragged_like(model: DTensor, flat: torch.Tensor, shape: Shape, counts: Sequence[int]) -> DTensor:
+def _ragged_like(model: DTensor, flat: torch.Tensor, shape: Shape, counts: Sequence[int]) -> DTensor:
     """A tensor of ``shape`` around ``flat``, with ``counts`` elements on each rank of the ragged mesh dim."""
     units: Sequence[int] = counts if sum(counts) else [1] * len(counts)
     dims = ragged_dims(shape, math.gcd(*units)) if sum(counts) else ragged_dims(shape, 0)
@@ -136,18 +139,77 @@ def ragged_like(model: DTensor, flat: torch.Tensor, shape: Shape, counts: Sequen
     return wrap_local(flat.view(ragged_layout(spec).local_shape), spec)
 
 
-def checked_first_dim(op: Any, tensor: DTensor, dim: int) -> int:
+def _checked_first_dim(op: Any, tensor: DTensor, dim: int) -> int:
     """The size of dim 0; raises for any other dim, and where parts of it are no runs of the flat order."""
-    refuse_other_shards(op, tensor)
+    _refuse_other_shards(op, tensor)
     if not tensor.ndim or dim % tensor.ndim:
         raise refusal(op, tensor, f"a part of dim {dim} is not one run of its flat order")
     return tensor.shape[0]
 
 
-def refuse_other_shards(op: Any, tensor: DTensor) -> None:
+def _refuse_other_shards(op: Any, tensor: DTensor) -> None:
     """Raise where another mesh dim cuts the tensor too."""
     if any(isinstance(p, Shard) for p in tensor.placements):
         raise refusal(op, tensor, "beside a Shard placement the new shape is not one run of the flat order")
+
+
+def _slice_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    call = bound_arguments(op, args, kwargs)
+    grad, shape = call["grad_output"], tuple(call["input_sizes"])
+    _checked_first_dim(op, grad, call["dim"])
+    lo, hi, _ = slice(call["start"], call["end"]).indices(shape[0])
+    if call["step"] != 1 and hi - lo > 1:
+        raise refusal(op, grad, f"a slice with step {call['step']} is not one run of its flat order")
+    return _embedded(grad, shape, lo * math.prod(shape[1:]))
+
+
+def _select_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    grad, shape, dim, index = args
+    _refuse_other_shards(op, grad)
+    if dim % len(shape):
+        raise refusal(op, grad, f"a part of dim {dim} is not one run of its flat order")
+    return _embedded(grad, tuple(shape), index % shape[0] * math.prod(shape[1:]))
+
+
+def _embedded(part: DTensor, shape: Shape, start: int) -> DTensor:
+    """A tensor of ``shape`` that is ``part`` from ``start`` on in the flat order, and 0 elsewhere.
+
+    The first and the last rank that have elements of it get the zeros before and after.
+    """
+    layout, own = ragged_layout(part), local_of(part)
+    counts = list(layout.counts)
+    owners = [rank for rank, count in enumerate(counts) if count] or [0]
+    counts[owners[0]] += start
+    counts[owners[-1]] += math.prod(shape) - start - part.numel()
+    local = own.new_zeros(counts[layout.index])
+    begin = start if layout.index == owners[0] else 0
+    local[begin : begin + layout.numel] = own.reshape(-1)
+    return _ragged_like(part, local, shape, counts)
+
+
+def _cat(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """Along dim 0, of parts that lie on the ranks in their order, as those of a split do."""
+    call = bound_arguments(op, args, kwargs)
+    parts, ragged = call["tensors"], next(t for t in call["tensors"] if is_ragged(t))
+    if not all(is_ragged(t) and t.device_mesh == ragged.device_mesh for t in parts):
+        raise refusal(op, ragged, "another part is not ragged, or lies on another mesh")
+    layouts, last_owner = [ragged_layout(t) for t in parts], 0
+    for part, layout in zip(parts, layouts):
+        _checked_first_dim(op, part, call["dim"])
+        if part.shape[1:] != ragged.shape[1:] or layout.mesh_dim != layouts[0].mesh_dim:
+            raise refusal(op, ragged, f"another part of shape {tuple(part.shape)} has {part.placements}")
+        owners = [rank for rank, count in enumerate(layout.counts) if count]
+        if owners and owners[0] < last_owner:
+            raise refusal(op, ragged, "its parts do not follow each other in the order of the ranks")
+        last_owner = owners[-1] if owners else last_owner
+    shape = (sum(part.shape[0] for part in parts), *ragged.shape[1:])
+    local = torch.cat([local_of(part).reshape(-1) for part in parts])
+    return _ragged_like(ragged, local, shape, [sum(of_rank) for of_rank in zip(*(t.counts for t in layouts))])
+
+
+def _stack(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    call = bound_arguments(op, args, kwargs)
+    return aten.cat.default([aten.unsqueeze.default(t, call["dim"]) for t in call["tensors"]], call["dim"])
 
 
 def _viewed(shape: Shape, size: Sequence[int]) -> Shape:
@@ -189,10 +251,14 @@ _NEW_SHAPE: dict[Any, Callable[..., Shape]] = {
 
 HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(_NEW_SHAPE, _reshape),
+    aten.cat.default: _cat,
     aten.expand.default: _expand,
     aten.select.int: _select,
+    aten.select_backward.default: _select_backward,
     aten.slice.Tensor: _slice,
+    aten.slice_backward.default: _slice_backward,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
+    aten.stack.default: _stack,
     aten.unbind.int: _unbind,
 }

@@ -1,0 +1,248 @@
+"""How ragged tensors are saved, copied and loaded: checkpoints, pickles, full state dicts.
+
+A distributed checkpoint knows boxes of the global tensor only, and a piece is a run of its flat order: at
+most ``2 * ndim - 1`` boxes, each of them a view of the local tensor. Each rank writes and reads its own,
+without communication.
+
+A DTensor that lies inside a larger buffer reports its local tensor's storage offset as its own, and torch
+takes a tensor with a non-zero data pointer for one that owns memory. It is pickled and copied as its part
+alone, which also keeps the rest of the buffer out of the file. An asynchronous checkpoint stages the buffer
+once, for all.
+
+Full state dicts (``set_model_state_dict`` and its relatives) are compared between the ranks before torch
+broadcasts them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ragged_fsdp.agreement import compare
+from ragged_fsdp.dtensor.construct import wrap_local
+from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout, ragged_spec, replicated, with_placements
+from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
+from ragged_fsdp.torch_internals import local_of, raise_if_partial, spec_of, stock
+
+__all__ = [
+    "BoxWriteItem",
+    "claim",
+    "create_chunk_list",
+    "create_write_items",
+    "deepcopy",
+    "distribute_state_dict",
+    "distribute_tensors",
+    "get_tensor_shard",
+    "offload_tensor",
+    "reduce_ex",
+    "split_by_storage_plan",
+]
+
+# Captured before patches.py replaces the names.
+_stock_write_items: Any = stock("DTensor.__create_write_items__")
+_stock_chunk_list: Any = stock("DTensor.__create_chunk_list__")
+_stock_tensor_shard: Any = stock("DTensor.__get_tensor_shard__")
+_stock_split: Any = stock("HuggingFaceStorageWriter._split_by_storage_plan")
+_stock_reduce_ex: Any = stock("DTensor.__reduce_ex__")
+_stock_deepcopy: Any = stock("DTensor.__deepcopy__")
+_stock_offload: Any = stock("StateDictStager._offload_tensor")
+_stock_distribute_tensors: Any = stock("_distribute_tensors")
+_stock_distribute_state_dict: Any = stock("_distribute_state_dict")
+
+
+@dataclass(frozen=True)
+class BoxWriteItem(WriteItem):
+    """One box of a ragged piece; the safetensors writer tells it from what others write."""
+
+
+def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
+    """``DTensor.__create_write_items__``: one item for each box of a ragged piece."""
+    return _write_items(self, fqn) if is_ragged(spec_of(self)) else _stock_write_items(self, fqn, object)
+
+
+def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
+    """``DTensor.__create_chunk_list__``: the boxes of a ragged piece."""
+    return _chunks(self) if is_ragged(spec_of(self)) else _stock_chunk_list(self)
+
+
+def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """``DTensor.__get_tensor_shard__``: one box of a ragged piece, as a view."""
+    return _shard_at(self, index) if is_ragged(spec_of(self)) else _stock_tensor_shard(self, index)
+
+
+def split_by_storage_plan(
+    self: Any, storage_plan: dict[str, int] | None, items: list[WriteItem]
+) -> dict[int, list[WriteItem]]:
+    """Give each further box of a ragged tensor a safetensors file of its own: it holds one box per name."""
+    buckets: dict[int, list[WriteItem]] = {}
+    last_index = max(storage_plan.values()) if storage_plan else 1
+    for file_index, bucket in _stock_split(self, storage_plan, items).items():
+        boxes: Counter[str] = Counter()
+        for item in bucket:
+            further = file_index + boxes[item.index.fqn] * last_index
+            buckets.setdefault(further, []).append(item)
+            boxes[item.index.fqn] += isinstance(item, BoxWriteItem)
+    return buckets
+
+
+def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
+    raise_if_partial(tensor)
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        for offsets, sizes in ragged_layout(tensor).boxes()
+    ]
+
+
+def _write_items(tensor: DTensor, fqn: str) -> list[WriteItem]:
+    properties = TensorProperties.create_from_tensor(local_of(tensor))
+    return [
+        BoxWriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
+        )
+        for chunk in _chunks(tensor)
+    ]
+
+
+def _shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
+    """The box at ``index.offset`` as a view of the local tensor, so that loading writes through."""
+    flat, position = local_of(tensor).detach().view(-1), 0
+    for offsets, sizes in ragged_layout(tensor).boxes():
+        numel = math.prod(sizes)
+        if index.offset is None or tuple(index.offset) == offsets:
+            return flat[position : position + numel].view(sizes)
+        position += numel
+    raise ValueError(
+        f"{index.fqn}: no box at offset {index.offset} in this rank's piece of {spec_of(tensor)}."
+    )
+
+
+def claim(storage: torch.UntypedStorage) -> None:
+    """Note that ``storage`` is memory of ours, in which tensors with any placements lie side by side."""
+    storage._of_ragged_fsdp = True  # type: ignore[attr-defined]
+
+
+def reduce_ex(self: DTensor, proto: Any) -> Any:
+    """``DTensor.__reduce_ex__``: pickling and ``torch.save``."""
+    return _stock_reduce_ex(_compact(self) if _lies_inside(self) else self, proto)
+
+
+def deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
+    """``DTensor.__deepcopy__``."""
+    if not _lies_inside(self):
+        return _stock_deepcopy(self, memo)
+    if id(self) not in memo:
+        compact = _compact(self)
+        # kept as long as the memo: it is keyed by id, and a freed object's id comes back
+        memo.setdefault(id(memo), []).append(compact)
+        memo[id(self)] = _stock_deepcopy(compact, memo)
+    return memo[id(self)]
+
+
+def offload_tensor(self: Any, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
+    """``StateDictStager._offload_tensor``: a tensor on the host for an asynchronous checkpoint."""
+    if not isinstance(x, DTensor) or not _lies_inside(x):
+        return _stock_offload(self, x, memo, non_blocking=non_blocking)
+    # the stager knows storages it has seen: the pieces of a buffer share one copy of it
+    local = self.deepcopy_with_tensor_offload(local_of(x), memo, non_blocking=non_blocking)
+    memo[id(x)] = staged = DTensor(local, spec_of(x), requires_grad=False)
+    return staged
+
+
+def _lies_inside(tensor: DTensor) -> bool:
+    """Whether torch would misread it; ragged tensors are always compacted, for the size of the file."""
+    local = local_of(tensor)
+    if is_ragged(spec_of(tensor)):
+        return local.untyped_storage().nbytes() != local.nbytes
+    return bool(local.storage_offset()) and getattr(local.untyped_storage(), "_of_ragged_fsdp", False)
+
+
+def _compact(tensor: DTensor) -> DTensor:
+    """The same tensor, attributes and gradient, around a copy of its part."""
+    local = local_of(tensor).detach().clone()
+    compact = DTensor(local, spec_of(tensor), requires_grad=tensor.requires_grad)
+    compact.__dict__.update(tensor.__dict__)
+    if tensor.is_leaf:
+        compact.grad = tensor.grad
+    return compact
+
+
+def distribute_state_dict(
+    full_state_dict: dict[str, Any], local_state_dict: dict[str, Any], device: torch.device, pg: Any = None
+) -> None:
+    """Load a full state dict that every rank has; torch broadcasts each tensor from the first rank.
+
+    The ranks first compare what they have: a broadcast between tensors of different sizes or dtypes ends the
+    process, leaves garbage, or leaves other ranks waiting.
+    """
+    said: dict[DeviceMesh, list[str]] = {}
+    for target in local_state_dict.values():
+        if isinstance(target, DTensor) and is_ragged(spec_of(target)):
+            said.setdefault(target.device_mesh, [])
+    pairs = [(key, value, local_state_dict.get(key)) for key, value in full_state_dict.items()]
+    for key, value, target in pairs:
+        if isinstance(target, DTensor) and target.device_mesh in said and torch.is_tensor(value):
+            said[target.device_mesh].append(f"{key} {tuple(value.shape)} {value.dtype}")
+    for mesh, lines in said.items():
+        _check_same(mesh, lines)
+    for key, value, target in pairs:
+        if isinstance(target, DTensor) and is_ragged(spec_of(target)) and torch.is_tensor(value):
+            _check_shape(key, value, target)
+    _stock_distribute_state_dict(full_state_dict, local_state_dict, device, pg)
+
+
+def _check_same(mesh: DeviceMesh, lines: Sequence[str]) -> None:
+    """Raise on every rank of ``mesh``, naming the first difference, unless all have the same ``lines``."""
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    found = compare("\n".join(lines), groups, torch.device(mesh.device_type))
+    if found is not None:
+        raise ValueError(
+            f"the ranks do not load the same full state dict, in the same order; {found.difference}."
+        )
+
+
+def _check_shape(key: str, full: torch.Tensor, local: DTensor) -> None:
+    """Raise alike on every rank: one that owns nothing of the tensor would go on alone."""
+    if full.shape != local.shape:
+        raise ValueError(
+            f"{key}: the state dict has shape {tuple(full.shape)}, expected {tuple(local.shape)}."
+        )
+
+
+def distribute_tensors(
+    local_state_dict: dict[str, Any], keys: list[str], device: torch.device, pg: Any = None
+) -> None:
+    """Replace each ``(local, full)`` pair by the local tensor holding its part of the full one."""
+    others = []
+    for key in keys:
+        pair: Any = local_state_dict.get(key)
+        ragged = isinstance(pair, tuple) and isinstance(pair[0], DTensor) and is_ragged(spec_of(pair[0]))
+        if ragged:
+            local, full = pair
+            _check_shape(key, full, local)
+            local_state_dict[key] = _filled(local, full)
+        else:
+            others.append(key)
+    if others or not keys:
+        _stock_distribute_tensors(local_state_dict, others, device, pg)
+
+
+def _filled(local: DTensor, full: torch.Tensor) -> DTensor:
+    spec = spec_of(local)
+    whole = ragged_spec(spec.mesh, replicated(spec.mesh), spec.shape, full.dtype)
+    target = with_placements(whole, spec.placements)
+    piece = redistribute_local_tensor(full.contiguous(), whole, target)
+    if local.is_meta:
+        return wrap_local(piece, target)
+    local_of(local).detach().copy_(piece)
+    return local
