@@ -271,7 +271,17 @@ def ragged_dims(shape: Sequence[int], block: int) -> tuple[int, ...]:
 def placement_from_layout(
     layout: GroupLayout, index: int, shape: Sequence[int], *, strided: bool = False
 ) -> RaggedShard:
-    """The placement of tensor ``index`` of a planned group; ``shape`` is that of the inner tensor."""
+    """The placement of tensor ``index`` of a planned group, in the widest blocks that its cuts respect.
+
+    Rows stay rows where no cut falls inside one, whatever blocks the tensor was planned with. Buffers and
+    parameters both ask here, so they agree.
+
+    Args:
+        layout: the plan of the group, in elements of the tensor.
+        index: of the tensor in the group.
+        shape: of the inner tensor.
+        strided: for a tensor that a ``Shard`` placement to the right of the ragged one cuts first.
+    """
     if not 0 <= _integer("index", index) < len(layout.specs):
         raise ValueError(f"index must be in [0, {len(layout.specs)}), the tensors of the group, got {index}.")
     spec, shape = layout.specs[index], checked_shape(shape)
@@ -282,7 +292,8 @@ def placement_from_layout(
     kind = StridedRaggedShard if strided else RaggedShard
     if not spec.numel:  # an empty tensor lies nowhere; any units describe it
         return kind(ragged_dims(shape, 1), (1,) * layout.ranks)
-    return kind(ragged_dims(shape, spec.block_numel), layout.local_units(index))
+    blocks = layout.local_units(index)
+    return kind(ragged_dims(shape, spec.block_numel * math.gcd(*blocks)), blocks)
 
 
 def _block_shape_numel(shape: tuple[int, ...], block: tuple[int, ...]) -> int:

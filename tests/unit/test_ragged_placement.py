@@ -115,12 +115,25 @@ def test_placement_from_a_planned_group():
     specs = (TensorSpec("a", 48, 12), TensorSpec("b", 10, 1))
     layout = GroupLayout(specs=specs, ranks=3, unit=1, shard_numel=24, offsets=(0, 48), lower_bound=20)
     assert placement_from_layout(layout, 0, (8, 6)) == RaggedShard((0,), (1, 1, 0))
-    assert placement_from_layout(layout, 1, (5, 2)) == RaggedShard((0, 1), (0, 0, 1))  # element-wise: flat
+    assert placement_from_layout(layout, 1, (5, 2)) == RaggedShard((0,), (0, 0, 1))  # no cut in a row
     assert type(placement_from_layout(layout, 0, (8, 6), strided=True)) is StridedRaggedShard
     with pytest.raises(ValueError, match=r"a: shape \(4, 6\) has 24 elements, layout has 48"):
         placement_from_layout(layout, 0, (4, 6))
     with pytest.raises(ValueError, match=r"index must be in \[0, 2\), the tensors of the group, got 2"):
         placement_from_layout(layout, 2, (8, 6))
+
+
+def test_rows_stay_rows_where_no_cut_falls_inside_one():
+    """However fine the blocks of the plan are: the parameter and its buffer ask with different ones."""
+
+    def placed(shard_numel: int, block: int) -> RaggedShard:
+        specs = (TensorSpec("w", 24, block),)
+        layout = GroupLayout(specs, ranks=4, unit=1, shard_numel=shard_numel, offsets=(0,), lower_bound=0)
+        return placement_from_layout(layout, 0, (4, 3, 2))
+
+    assert placed(12, 1) == placed(12, 4) == placed(12, 12) == RaggedShard((0,), (1, 1, 0, 0))
+    assert placed(8, 1) == placed(8, 2) == placed(8, 8) == RaggedShard((0, 1), (1, 1, 1, 0))
+    assert placed(7, 1) == RaggedShard((0, 1, 2), (7, 7, 7, 3))
 
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)

@@ -47,7 +47,6 @@ __all__ = [
     "HANDLERS",
     "LIST_OPS",
     "add_elementwise",
-    "coordinates_of",
     "is_elementwise",
     "is_foreach",
     "list_rule",
@@ -361,7 +360,7 @@ def values_for(tensor: DTensor, values: torch.Tensor, offset: Sequence[int]) -> 
 
     ``values`` broadcasts against the part of the global tensor that begins at ``offset``.
     """
-    here, missing = coordinates_of(tensor), tensor.ndim - values.ndim
+    here, missing = _coordinates_of(tensor), tensor.ndim - values.ndim
     index = [
         here[d + missing] - offset[d + missing] if size != 1 else torch.zeros_like(here[d + missing])
         for d, size in enumerate(values.shape)
@@ -369,7 +368,7 @@ def values_for(tensor: DTensor, values: torch.Tensor, offset: Sequence[int]) -> 
     return values[tuple(index)] if index else values.expand(local_of(tensor).shape)
 
 
-def coordinates_of(tensor: DTensor) -> list[torch.Tensor]:
+def _coordinates_of(tensor: DTensor) -> list[torch.Tensor]:
     """The index of each element of the local piece along each dim of the global tensor."""
     layout, own, found = ragged_layout(tensor), local_of(tensor), []
     flat = torch.arange(layout.start, layout.stop, device=own.device)

@@ -22,16 +22,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from ragged_fsdp.dtensor.construct import moved, settled, whole, wrap_local
-from ragged_fsdp.dtensor.errors import refusal
+from ragged_fsdp.dtensor.construct import settled, whole, wrap_local
 from ragged_fsdp.dtensor.geometry import (
     contiguous_spec,
-    contiguous_stride,
     is_ragged,
     ragged_layout,
-    with_placements,
 )
-from ragged_fsdp.dtensor.pointwise import coordinates_of, values_for
+from ragged_fsdp.dtensor.pointwise import values_for
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
@@ -344,72 +341,6 @@ def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return whole(args[0]).item()
 
 
-def _extreme_with_index(largest: bool) -> Handler:
-    """max, min, argmax, argmin: along one dim, or the place among all elements."""
-
-    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = bound_arguments(op, args, kwargs)
-        tensor, dim, keepdim = call["self"], call["dim"], call["keepdim"]
-        if dim is not None and _rows_are_whole(tensor, dim):
-            return _on_rows(tensor, dim, lambda local, at: op(local, at, keepdim))
-        values, indices = _first_extreme(tensor, dim, keepdim, largest)
-        return indices if len(schema_of(op).returns) == 1 else (values, indices)
-
-    return handler
-
-
-def _rows_are_whole(tensor: DTensor, dim: int) -> bool:
-    """Whether a rank has the whole of ``dim`` for each row of its piece."""
-    prefix = ragged_layout(tensor).cut_dims
-    sharded = any(isinstance(p, Shard) and p.dim >= prefix for p in tensor.placements)
-    return dim % max(1, tensor.ndim) >= prefix and not sharded
-
-
-def _on_rows(tensor: DTensor, dim: int, run: Callable[[torch.Tensor, int], Any]) -> Any:
-    """``run(local, local_dim)`` along one dim of each whole row; the results are ragged alike."""
-    prefix = ragged_layout(tensor).cut_dims
-    results = run(local_of(tensor), dim % max(1, tensor.ndim) - prefix + 1)
-
-    def wrap(local: torch.Tensor) -> DTensor:
-        shape = (*tensor.shape[:prefix], *local.shape[1:])
-        return wrap_local(local, contiguous_spec(tensor.device_mesh, tensor.placements, shape, local.dtype))
-
-    return tuple(map(wrap, results)) if isinstance(results, (tuple, list)) else wrap(results)
-
-
-def _first_extreme(tensor: DTensor, dim: int | None, keepdim: bool, largest: bool) -> tuple[DTensor, DTensor]:
-    """The extreme along ``dim`` (of all elements if None) and where it is first found, both reduced."""
-    extreme: Any = aten.amax.default if largest else aten.amin.default
-    dims = _dims_of(tensor, dim)
-    best = settled(extreme(tensor, dims, True))
-    if tensor.is_floating_point():  # backends lose a NaN in a maximum
-        nan = settled(aten.amax.default(aten.isnan.default(tensor).to(torch.uint8), dims, True))
-        best = aten.masked_fill.Scalar(best, nan > 0, math.nan)
-    own, wanted = local_of(tensor), _beside(tensor, best)
-    hit = (own == wanted) | ((own != own) & (wanted != wanted))
-    here, steps = coordinates_of(tensor), contiguous_stride(tensor.shape)
-    if dim is None:
-        places = sum((c * step for c, step in zip(here, steps)), torch.zeros_like(own, dtype=torch.int64))
-    else:
-        places = here[dim]
-    candidates = torch.where(hit, places, torch.iinfo(torch.int64).max)
-    spec = with_placements(spec_of(tensor), tensor.placements, dtype=torch.int64)
-    first = settled(aten.amin.default(wrap_local(candidates, spec), dims, keepdim))
-    return best if keepdim else extreme(best, dims, False), first
-
-
-def _scatter(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """Into whole rows, as the gradients of max and min along a dim do."""
-    tensor, dim, index, source = args
-    ragged = next(t for t in (tensor, index, source) if is_ragged(spec_of(t)))
-    prefix = ragged_layout(ragged).cut_dims
-    others = [t for t in (tensor, index, source) if t.shape[:prefix] != ragged.shape[:prefix]]
-    if others or not _rows_are_whole(ragged, dim):
-        raise refusal(op, ragged, f"it writes by index along dim {dim}, and rows are not whole on their rank")
-    into, at, values = (local_of(moved(t, ragged.placements)) for t in (tensor, index, source))
-    return _on_rows(ragged, dim, lambda _, local_dim: op(into, local_dim, at, values))
-
-
 HANDLERS: dict[Any, Handler] = {
     aten._local_scalar_dense.default: _item,
     aten.mean.default: _mean,
@@ -418,11 +349,6 @@ HANDLERS: dict[Any, Handler] = {
     aten.min.default: _extreme_of_all(aten.amin.default),
     aten.amax.default: _combining(_MAX),
     aten.amin.default: _combining(_MIN),
-    aten.argmax.default: _extreme_with_index(True),
-    aten.argmin.default: _extreme_with_index(False),
-    aten.max.dim: _extreme_with_index(True),
-    aten.min.dim: _extreme_with_index(False),
-    aten.scatter.src: _scatter,
     aten.sum.dim_IntList: _combining(_SUM),
     aten.prod.dim_int: _combining(_PRODUCT),
     aten.any.default: _truth,
