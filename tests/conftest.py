@@ -1,4 +1,4 @@
-"""Shared by all tiers: the pools of ranks end with the run, and hypothesis is deterministic.
+"""Shared by all tiers: the pools of ranks end with the run, and hear the warnings that pytest hears.
 
 ``RAGGED_FSDP_TEST_RANKS=1,3`` keeps the tests that run on so many ranks; 0 stands for those on none.
 """
@@ -8,10 +8,14 @@ import os
 import hypothesis
 import pytest
 
-from rank_pool import shutdown_pools
+from rank_pool import WARNING_FILTERS, shutdown_pools
 
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[WARNING_FILTERS] = "\n".join(config.getini("filterwarnings"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

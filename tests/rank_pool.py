@@ -10,13 +10,15 @@ test, once per world size, that runs on every rank of a pool of that size::
 
 Other arguments come from ``pytest.mark.parametrize`` as usual and must be picklable. A rank that
 fails reports its traceback; a rank that hangs is killed with its pool, and the next test gets a
-new one. ``pytest.skip`` on all ranks skips the test; on some of them only it fails.
+new one. Warnings are filtered as pytest's settings say. ``pytest.skip`` on all ranks skips the
+test; on some of them only it fails.
 ``RAGGED_FSDP_TEST_DEVICE=cuda`` runs the same tests over NCCL, several ranks sharing one device if
 there are fewer devices than ranks.
 """
 
 from __future__ import annotations
 
+import builtins
 import faulthandler
 import functools
 import importlib
@@ -28,6 +30,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -36,7 +39,10 @@ from typing import Any
 
 import pytest
 
-__all__ = ["DEVICE", "Rank", "shutdown_pools", "spmd"]
+__all__ = ["DEVICE", "WARNING_FILTERS", "Rank", "shutdown_pools", "spmd"]
+
+WARNING_FILTERS = "RAGGED_FSDP_TEST_WARNINGS"
+"""The environment variable that brings pytest's ``filterwarnings`` to the ranks, one filter a line."""
 
 DEVICE = os.environ.get("RAGGED_FSDP_TEST_DEVICE", "cpu")
 _CONTEXT = mp.get_context("forkserver")
@@ -197,6 +203,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
         TORCHINDUCTOR_CACHE_DIR=tempfile.mkdtemp(prefix="inductor-"),
     )
     faulthandler.enable()
+    _filter_warnings()
     import torch
     import torch.distributed as dist
 
@@ -213,6 +220,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
             break
         pipe.send(_run_one(module, qualname, params, Rank(rank, world_size, Path(shared_dir))))
     os._exit(0)  # a destroy would wait for ranks that were killed
+
+
+def _filter_warnings() -> None:
+    for line in os.environ.get(WARNING_FILTERS, "").splitlines():
+        action, message, category, module = (*line.split(":"), "")[:4]
+        warnings.filterwarnings(action, message, getattr(builtins, category), module)
 
 
 def _run_one(module: str, qualname: str, params: dict, rank: Rank) -> str:

@@ -1,5 +1,7 @@
 """The pool itself: every rank runs, a failing rank is named, and a broken pool is replaced."""
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,3 +40,18 @@ def test_a_test_is_skipped_by_all_ranks_or_none(tmp_path):
         with pytest.raises(pytest.fail.Exception, match=rf"only some of the ranks.*{one}: '.*planted"):
             skipping(world_size=2, tmp_path=tmp_path, ranks=(one,))
     skipping(world_size=2, tmp_path=tmp_path, ranks=())
+
+
+def _warns(rank, category, module):
+    warnings.warn_explicit("planted", category, "file.py", 1, module=module, registry={})
+
+
+@pytest.mark.parametrize("category", [UserWarning, FutureWarning, DeprecationWarning])
+def test_a_warning_from_our_own_frames_is_an_error(tmp_path, category):
+    with pytest.raises(category, match="planted"):
+        _warns(None, category, "ragged_fsdp.dtensor.moves")
+    warned = spmd(2)(_warns)
+    with pytest.raises(pytest.fail.Exception, match="planted"):
+        warned(world_size=2, tmp_path=tmp_path, category=category, module="ragged_fsdp.dtensor.moves")
+    _warns(None, category, "torch.distributed")
+    warned(world_size=2, tmp_path=tmp_path, category=category, module="torch.distributed")
