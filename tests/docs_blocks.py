@@ -76,15 +76,13 @@ def check_command(line: str) -> None:
 
 
 def _parse(words: list[str]) -> None:
-    from importlib import import_module
+    import click
 
-    import typer
+    from ragged_fsdp.cli.main import main
 
-    found = import_module(f"ragged_fsdp.cli.{words[0]}").command
-    command = typer.main.get_command(found) if isinstance(found, typer.Typer) else found
-    name, *arguments = words
-    while hasattr(command, "resolve_command"):  # a group; typer may carry a click of its own
-        name, command, arguments = command.resolve_command(command.context_class(command), arguments)
+    name, command, arguments = "ragged-fsdp", main, words
+    while isinstance(command, click.Group):
+        name, command, arguments = command.resolve_command(click.Context(command), arguments)
     kinds = [getattr(parameter, "type", None) for parameter in command.params]
     files = [kind for kind in kinds if getattr(kind, "exists", False)]
     for kind in files:
@@ -144,18 +142,15 @@ def at_hand(folder: Path) -> dict[str, Any]:
 
 def known_flags() -> set[str]:
     """Every option of every subcommand."""
-    from importlib import import_module
-
-    import typer
+    import click
 
     from ragged_fsdp.cli.main import main
 
-    flags, found = set(), [main]
-    for name in main.list_commands(None):
-        command = import_module(f"ragged_fsdp.cli.{name}").command
-        found.append(typer.main.get_command(command) if isinstance(command, typer.Typer) else command)
+    flags, found = {"--help"}, [main]
     for command in found:
-        found += getattr(command, "commands", {}).values()
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            found += [command.get_command(context, name) for name in command.list_commands(context)]
         for parameter in command.params:
             flags |= {*parameter.opts, *parameter.secondary_opts}
-    return flags | {"--help"}
+    return flags

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 
 from .case import ALLOCATORS, REDUCE_DTYPES, Case
@@ -15,32 +16,47 @@ from .wire import DELIVERIES, PAYLOADS
 
 __all__ = ["app"]
 
-app = typer.Typer(
-    help="Measure ragged_fsdp and its peers.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
+
 _ALL = "none,ours,fsdp2,fsdp1,megatron,deepspeed"
 _CONSOLE = Console(width=170)
+_PATH = click.Path(path_type=Path)
+_OUT = click.option("--out", type=_PATH, help="Write the results here as JSON.")
+_LIMIT = click.option("--limit", default=120.0, help="Seconds one implementation may take.")
+_OPTION = click.option("--option", multiple=True, help="name=value for our fully_shard; repeatable.")
+_COMPARED = click.option("--implementations", default="none,ours,ours-all-to-all,fsdp2", help="Which to run.")
+_RANKS = click.option("--ranks", default=64, help="Ranks to be rank 0 of.")
+
+
+class _InOrder(click.Group):
+    """Help lists the commands as this file has them, not by the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(
+    cls=_InOrder,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+)
+def app() -> None:
+    """Measure ragged_fsdp and its peers."""
 
 
 def _wires(text: str) -> tuple[float | None, ...]:
     try:
         return tuple(None if part == "free" else float(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"expected 'free' or GB/s, separated by commas, got {text!r}") from None
+        raise click.BadParameter(f"expected 'free' or GB/s, separated by commas, got {text!r}") from None
 
 
-def _options(pairs: list[str]) -> tuple[tuple[str, Any], ...]:
+def _options(pairs: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
     """``name=value`` pairs; numbers, true, false and none are converted, anything else stays text."""
     words = {"true": True, "false": False, "none": None}
     found: dict[str, Any] = {}
     for pair in pairs:
         name, sign, value = pair.partition("=")
         if not sign:
-            raise typer.BadParameter(f"expected name=value, got {pair!r}")
+            raise click.BadParameter(f"expected name=value, got {pair!r}")
         try:
             found[name] = words[value] if value in words else int(value)
         except ValueError:
@@ -52,27 +68,35 @@ def _need_cuda() -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise typer.BadParameter("this benchmark needs a CUDA device, and torch sees none")
+        raise click.BadParameter("this benchmark needs a CUDA device, and torch sees none")
 
 
 @app.command()
+@click.option("--model", default="gpt-oss-120b", help=f"One of {', '.join(MODELS)}.")
+@click.option("--layers", default=4, help="Number of layers.")
+@click.option("--tokens", default=8192, help="Tokens of this rank: whole sequences.")
+@click.option("--ranks", default="64", help="Ranks to be rank 0 of; several separated by commas.")
+@click.option("--wire", default="free,400", help="'free' or GB/s; several separated by commas.")
+@click.option("--implementations", default=_ALL, help="Which to run, in this order.")
+@click.option("--reduce-dtype", default="fp32", help=f"Reduction: {' or '.join(REDUCE_DTYPES)}.")
+@click.option("--payload", default="repeat", help=f"What gathers deliver: {' or '.join(PAYLOADS)}.")
+@click.option("--delivery", default="fake", help=f"How it is copied: {' or '.join(DELIVERIES)}.")
+@click.option("--allocator", default="default", help=f"CUDA allocator: {' or '.join(ALLOCATORS)}.")
+@click.option("--warmup", default=3, help="Steps before the timed ones.")
+@click.option("--iterations", default=8, help="Timed steps; the median counts.")
+@_LIMIT
+@_OPTION
+@_OUT
+@click.option("--traces", type=_PATH, help="Keep the profiler's traces in this folder.")
 def step(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "gpt-oss-120b",
-    layers: Annotated[int, typer.Option(help="Number of layers.")] = 4,
-    tokens: Annotated[int, typer.Option(help="Tokens of this rank: whole sequences.")] = 8192,
-    ranks: Annotated[str, typer.Option(help="Ranks to be rank 0 of; several separated by commas.")] = "64",
-    wire: Annotated[str, typer.Option(help="'free' or GB/s; several separated by commas.")] = "free,400",
-    implementations: Annotated[str, typer.Option(help="Which to run, in this order.")] = _ALL,
-    reduce_dtype: Annotated[str, typer.Option(help=f"Reduction: {' or '.join(REDUCE_DTYPES)}.")] = "fp32",
-    payload: Annotated[str, typer.Option(help=f"What gathers deliver: {' or '.join(PAYLOADS)}.")] = "repeat",
-    delivery: Annotated[str, typer.Option(help=f"How it is copied: {' or '.join(DELIVERIES)}.")] = "fake",
-    allocator: Annotated[str, typer.Option(help=f"CUDA allocator: {' or '.join(ALLOCATORS)}.")] = "default",
-    warmup: Annotated[int, typer.Option(help="Steps before the timed ones.")] = 3,
-    iterations: Annotated[int, typer.Option(help="Timed steps; the median counts.")] = 8,
-    limit: Annotated[float, typer.Option(help="Seconds one implementation may take.")] = 120.0,
-    option: Annotated[list[str], typer.Option(help="name=value for our fully_shard; repeatable.")] = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
-    traces: Annotated[Path | None, typer.Option(help="Keep the profiler's traces in this folder.")] = None,
+    ranks: str,
+    wire: str,
+    implementations: str,
+    limit: float,
+    option: tuple[str, ...],
+    out: Path | None,
+    traces: Path | None,
+    **case_fields: Any,
 ) -> None:
     """Time and memory of training steps on rank 0 of N.
 
@@ -84,21 +108,14 @@ def step(
 
     names = implementations.split(",")
     if unknown := set(names) - set(IMPLEMENTATIONS):
-        raise typer.BadParameter(
+        raise click.BadParameter(
             f"implementations: got {sorted(unknown)}, expected any of {', '.join(IMPLEMENTATIONS)}"
         )
     try:
-        shared = {
-            "wires": _wires(wire),
-            "reduce_dtype": reduce_dtype,
-            "payload": payload,
-            "delivery": delivery,
-            "allocator": allocator,
-        }
-        shared |= {"warmup": warmup, "iterations": iterations, "options": _options(option)}
-        cases = [Case(model, layers, tokens, int(n), **shared) for n in ranks.split(",")]
+        shared = {"wires": _wires(wire), "options": _options(option), **case_fields}
+        cases = [Case(ranks=int(n), **shared) for n in ranks.split(",")]
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise click.BadParameter(str(error)) from None
     _need_cuda()
     results = []
     for case in cases:
@@ -111,15 +128,25 @@ def step(
 
 
 @app.command()
+@click.option("--layers", default=24, help="Number of small layers.")
+@click.option("--tokens", default=128, help="Tokens of this rank: whole sequences.")
+@_RANKS
+@_COMPARED
+@click.option("--rounds", default=8, help="Turns each takes, five steps each; the median counts.")
+@click.option(
+    "--graphs/--no-graphs", default=True, help="Also capture the step as a CUDA graph and replay it."
+)
+@_OPTION
+@_OUT
 def overhead(
-    layers: Annotated[int, typer.Option(help="Number of small layers.")] = 24,
-    tokens: Annotated[int, typer.Option(help="Tokens of this rank: whole sequences.")] = 128,
-    ranks: Annotated[int, typer.Option(help="Ranks to be rank 0 of.")] = 64,
-    implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,ours-all-to-all,fsdp2",
-    rounds: Annotated[int, typer.Option(help="Turns each takes, five steps each; the median counts.")] = 8,
-    graphs: Annotated[bool, typer.Option(help="Also capture the step as a CUDA graph and replay it.")] = True,
-    option: Annotated[list[str], typer.Option(help="name=value for our fully_shard; repeatable.")] = [],  # noqa: B006
-    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
+    layers: int,
+    tokens: int,
+    ranks: int,
+    implementations: str,
+    rounds: int,
+    graphs: bool,
+    option: tuple[str, ...],
+    out: Path | None,
 ) -> None:
     """Host time per layer.
 
@@ -140,14 +167,13 @@ def overhead(
 
 
 @app.command()
-def real(
-    ranks: Annotated[str, typer.Option(help="Numbers of ranks, separated by commas.")] = "2,4",
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 50,
-    device: Annotated[str, typer.Option(help="cuda (NCCL) or cpu (gloo).")] = "cuda",
-    debug: Annotated[bool, typer.Option(help="Run ours a second time with freed storage poisoned.")] = True,
-    limit: Annotated[float, typer.Option(help="Seconds one run may take.")] = 120.0,
-    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
-) -> None:
+@click.option("--ranks", default="2,4", help="Numbers of ranks, separated by commas.")
+@click.option("--steps", default=50, help="Training steps.")
+@click.option("--device", default="cuda", help="cuda (NCCL) or cpu (gloo).")
+@click.option("--debug/--no-debug", default=True, help="Run ours a second time with freed storage poisoned.")
+@click.option("--limit", default=120.0, help="Seconds one run may take.")
+@_OUT
+def real(ranks: str, steps: int, device: str, debug: bool, limit: float, out: Path | None) -> None:
     """Train over real collectives: losses and memory.
 
     The same model under ours, FSDP2 and DDP.
@@ -179,11 +205,10 @@ def real(
 
 
 @app.command()
-def calls(
-    ranks: Annotated[int, typer.Option(help="Ranks to be rank 0 of.")] = 64,
-    implementations: Annotated[str, typer.Option(help="Which to run.")] = "none,ours,ours-all-to-all,fsdp2",
-    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
-) -> None:
+@_RANKS
+@_COMPARED
+@_OUT
+def calls(ranks: int, implementations: str, out: Path | None) -> None:
     """Python calls per layer, counted on the CPU.
 
     Needs no device and has no noise.
@@ -204,11 +229,10 @@ def calls(
 
 
 @app.command()
-def weight_gradients(
-    model: Annotated[str, typer.Option(help="A model of dense layers.")] = "llama-3-70b",
-    tokens: Annotated[int, typer.Option(help="Tokens of this rank.")] = 4096,
-    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
-) -> None:
+@click.option("--model", default="llama-3-70b", help="A model of dense layers.")
+@click.option("--tokens", default=4096, help="Tokens of this rank.")
+@_OUT
+def weight_gradients(model: str, tokens: int, out: Path | None) -> None:
     """Time of one layer's weight gradients.
 
     Kept, cast into a gradient buffer, or written into it.
@@ -226,12 +250,11 @@ def weight_gradients(
 
 
 @app.command()
-def reduction_error(
-    ranks: Annotated[str, typer.Option(help="Emulated ranks, separated by commas.")] = "4,64,256,1024",
-    noise: Annotated[str, typer.Option(help="Noise of each rank over the common signal.")] = "1,4,16",
-    real_ranks: Annotated[int, typer.Option(help="Ranks to run for real over gloo.")] = 4,
-    out: Annotated[Path | None, typer.Option(help="Write the results here as JSON.")] = None,
-) -> None:
+@click.option("--ranks", default="4,64,256,1024", help="Emulated ranks, separated by commas.")
+@click.option("--noise", default="1,4,16", help="Noise of each rank over the common signal.")
+@click.option("--real-ranks", default=4, help="Ranks to run for real over gloo.")
+@_OUT
+def reduction_error(ranks: str, noise: str, real_ranks: int, out: Path | None) -> None:
     """Error of the reductions of bf16 gradients.
 
     In fp32, in bf16, and by all-to-all with a local fp32 sum.
@@ -250,14 +273,15 @@ def reduction_error(
 
 
 @app.command()
+@click.option("--out", type=_PATH, default=Path("results"), help="Folder for the result files.")
+@click.option("--only", default="", help="Cases to run, in this order, separated by commas.")
+@click.option("--skip", default="", help="Cases to leave out, separated by commas.")
+@click.option("--list", "listed", is_flag=True, help="Name the cases and end.")
+@click.option("--deadline", default=3600.0, help="Start nothing new after this many seconds.")
+@_LIMIT
+@click.option("--traces", type=_PATH, help="Keep our traces in this folder.")
 def suite(
-    out: Annotated[Path, typer.Option(help="Folder for the result files.")] = Path("results"),
-    only: Annotated[str, typer.Option(help="Cases to run, in this order, separated by commas.")] = "",
-    skip: Annotated[str, typer.Option(help="Cases to leave out, separated by commas.")] = "",
-    listed: Annotated[bool, typer.Option("--list", help="Name the cases and end.")] = False,
-    deadline: Annotated[float, typer.Option(help="Start nothing new after this many seconds.")] = 3600.0,
-    limit: Annotated[float, typer.Option(help="Seconds one implementation may take.")] = 120.0,
-    traces: Annotated[Path | None, typer.Option(help="Keep our traces in this folder.")] = None,
+    out: Path, only: str, skip: str, listed: bool, deadline: float, limit: float, traces: Path | None
 ) -> None:
     """Run every case of the committed figures.
 
@@ -267,25 +291,24 @@ def suite(
 
     chosen, left_out = (list(filter(None, text.split(","))) for text in (only, skip))
     if unknown := sorted({*chosen, *left_out} - set(SUITE)):
-        raise typer.BadParameter(f"cases: got {unknown}, expected any of {', '.join(SUITE)}")
+        raise click.BadParameter(f"cases: got {unknown}, expected any of {', '.join(SUITE)}")
     names = [name for name in chosen or SUITE if name not in left_out]
     if listed:
         for name in names:
             _CONSOLE.out(f"{name}: {', '.join(SUITE[name].implementations)}")
         return
     _need_cuda()
-    show(run_suite(out, _CONSOLE.out, names=names, deadline_s=deadline, limit_s=limit, trace_dir=traces))
+    _show(run_suite(out, _CONSOLE.out, names=names, deadline_s=deadline, limit_s=limit, trace_dir=traces))
 
 
 @app.command()
-def segments(
-    case: Annotated[str, typer.Argument(help="A case of the suite.")] = "llama-64",
-    implementation: Annotated[str, typer.Option(help="Whose memory.")] = "ours-all-to-all",
-    out: Annotated[Path | None, typer.Option(help="Write the result here as JSON.")] = None,
-) -> None:
+@click.argument("case", default="llama-64")
+@click.option("--implementation", default="ours-all-to-all", help="Whose memory.")
+@click.option("--out", type=_PATH, help="Write the result here as JSON.")
+def segments(case: str, implementation: str, out: Path | None) -> None:
     """What torch's allocator reserves memory for.
 
-    In the first steps: why it is more than is used.
+    In the first steps of CASE, a case of the suite (llama-64 if none is given): why it is more than is used.
     """
     from .implementations import IMPLEMENTATIONS
     from .report import segment_table
@@ -295,7 +318,7 @@ def segments(
 
     for name, given, known in (("case", case, SUITE), ("implementation", implementation, IMPLEMENTATIONS)):
         if given not in known:
-            raise typer.BadParameter(f"{name}: got {given!r}, expected one of {', '.join(known)}")
+            raise click.BadParameter(f"{name}: got {given!r}, expected one of {', '.join(known)}")
     _need_cuda()
     found = recorded_segments(SUITE[case].case, implementation)
     _CONSOLE.print(segment_table(found))
@@ -304,12 +327,18 @@ def segments(
 
 
 @app.command()
-def show(
-    results: Annotated[list[Path], typer.Argument(help="JSON files written by the other commands.")],
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print tables for a document.")] = False,
-    plots: Annotated[Path | None, typer.Option(help="Draw figures into this folder.")] = None,
-) -> None:
-    """Show saved results as tables, and draw them."""
+@click.argument("results", nargs=-1, required=True, type=_PATH)
+@click.option("--markdown", is_flag=True, help="Print tables for a document.")
+@click.option("--plots", type=_PATH, help="Draw figures into this folder.")
+def show(results: tuple[Path, ...], markdown: bool, plots: Path | None) -> None:
+    """Show saved results as tables, and draw them.
+
+    RESULTS are JSON files written by the other commands.
+    """
+    _show(results, markdown, plots)
+
+
+def _show(results: Sequence[Path], markdown: bool = False, plots: Path | None = None) -> None:
     from . import report
 
     loaded, tables = report.other_tables(report.load(results))
@@ -328,29 +357,33 @@ def show(
 
 
 @app.command()
-def goals(
-    folder: Annotated[Path, typer.Argument(help="Folder of result files that 'suite' wrote.")],
-) -> None:
+@click.argument("folder", type=_PATH)
+def goals(folder: Path) -> None:
     """What was aimed at and what was reached.
 
-    A table for a document; bold misses its goal.
+    A table for a document, of the result files that 'suite' wrote to FOLDER; bold misses its goal.
     """
     from .goals import goal_table
     from .report import markdown_table
 
     if not folder.is_dir():
-        raise typer.BadParameter(f"folder: expected one with result files, got {folder}")
+        raise click.BadParameter(f"folder: expected one with result files, got {folder}")
     print(markdown_table(goal_table(folder)), end="")
 
 
 @app.command()
-def timeline(
-    traces: Annotated[list[Path], typer.Argument(help="Traces kept with 'step --traces'.")],
-    out: Annotated[Path, typer.Option(help="The figure to write; the ending chooses the format.")] = Path(
-        "timeline.svg"
-    ),
-) -> None:
-    """Draw what each stream did in profiled steps."""
+@click.argument("traces", nargs=-1, required=True, type=_PATH)
+@click.option(
+    "--out",
+    type=_PATH,
+    default=Path("timeline.svg"),
+    help="The figure to write; the ending chooses the format.",
+)
+def timeline(traces: tuple[Path, ...], out: Path) -> None:
+    """Draw what each stream did in profiled steps.
+
+    TRACES are files kept with 'step --traces'.
+    """
     from .timeline import draw_timeline
 
     _CONSOLE.out(f"wrote {draw_timeline(traces, out)}")

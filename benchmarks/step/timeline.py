@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from .kernels import Kernel, kind_of, read_trace
@@ -48,7 +49,7 @@ def spans(kernels: list[Kernel], wire: bool) -> list[tuple[float, float, str]]:
     return found
 
 
-def draw_timeline(traces: list[Path], out: Path) -> Path:
+def draw_timeline(traces: Sequence[Path], out: Path) -> Path:
     """One panel per trace, on a common time axis."""
     import matplotlib
 

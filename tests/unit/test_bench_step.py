@@ -312,7 +312,7 @@ def test_the_suite_saves_as_it_goes_goes_on_and_stops_at_its_deadline(tmp_path, 
 def test_the_suite_has_known_cases_only():
     from benchmarks.step.app import app
     from benchmarks.step.suite import SUITE
-    from typer.testing import CliRunner
+    from click.testing import CliRunner
 
     named = {name for planned in SUITE.values() for name in planned.implementations}
     assert named <= set(IMPLEMENTATIONS) & set(report.LABELS)

@@ -74,13 +74,13 @@ def test_a_wrong_command_is_named():
 
 
 def test_a_missing_command_line_package_is_one_line():
-    program = "import sys; sys.modules['typer'] = None; from ragged_fsdp.__main__ import main; main()"
+    program = "import sys; sys.modules['click'] = None; from ragged_fsdp.__main__ import main; main()"
     result = _run(program=program)
     assert result.returncode == 1
-    assert result.stderr.strip() == "ragged-fsdp: typer is not installed; pip install 'ragged-fsdp[cli]'"
+    assert result.stderr.strip() == "ragged-fsdp: click is not installed; pip install 'ragged-fsdp[cli]'"
 
 
-@pytest.mark.parametrize("module", ["typer", "ragged_fsdp.cli.plan"])
+@pytest.mark.parametrize("module", ["click", "ragged_fsdp.cli.plan"])
 def test_an_interrupt_during_imports_ends_as_any_other(module):
     program = f"""
 import sys

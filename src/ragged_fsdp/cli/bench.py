@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import click
-import typer
 
 __all__ = ["command"]
 
@@ -19,7 +18,7 @@ def _source_tree() -> Path | None:
     return next((p for start in starts for p in (start, *start.parents) if (p / _MARK).is_file()), None)
 
 
-def _load() -> typer.Typer | click.Command:
+def _load() -> click.Command:
     root = _source_tree()
     if root is None:
 

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 import click
-import typer
 
 __all__ = ["main"]
 
@@ -21,24 +20,11 @@ _COMMANDS = {
 }
 
 
-def _typer_command(app: typer.Typer, name: str) -> click.Command:
-    """Hands the arguments to ``app``: typer may carry a click of its own, whose exits this one would miss."""
-    settings = {"ignore_unknown_options": True, "help_option_names": []}
-
-    @click.command(name, context_settings=settings, help=_COMMANDS[name])
-    @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    @click.pass_context
-    def run(context: click.Context, arguments: tuple[str, ...]) -> None:
-        app(args=list(arguments), prog_name=context.command_path)
-
-    return run
-
-
 class _LazyGroup(click.Group):
-    """Subcommands live in ``ragged_fsdp.cli.<name>`` as a typer app or click command named ``command``."""
+    """Subcommands live in ``ragged_fsdp.cli.<name>`` as a command named ``command``."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Also the import of the subcommand: an interrupt then ends as one that comes later."""
+        """Run the subcommand; an interrupt while it is being imported exits with 130, as a later one does."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -50,8 +36,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
-        found = importlib.import_module(f"ragged_fsdp.cli.{name}").command
-        return _typer_command(found, name) if isinstance(found, typer.Typer) else found
+        return importlib.import_module(f"ragged_fsdp.cli.{name}").command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.markup import escape
 
@@ -22,92 +22,102 @@ from ragged_fsdp.cli.plan_table import advice_table, group_table, summary_table
 
 __all__ = ["command"]
 
-command = typer.Typer(
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-)
-
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _DETAILED_SIZES = 3
+_FILE = click.Path(path_type=Path)
+_FROM_ONE = click.IntRange(min=1)
+_FROM_ZERO = click.FloatRange(min=0)
+_HELP = f"""Lay a model's parameters out over FSDP ranks and show padding, bounds and buffers.
 
-Model = Annotated[
-    str,
-    typer.Argument(metavar="MODEL", help=f"{', '.join(NAMED_MODELS)}, a config.json, or a JSON of tensors."),
-]
-Sizes = Annotated[str, typer.Option("--fsdp", "-n", help="FSDP sizes: 64 or 8,16 or FROM:TO:STEP.")]
-Rules = Annotated[
-    list[str],
-    typer.Option(
-        "--granularity",
-        "-g",
-        metavar="PATTERN=RULE",
-        help="what stays on one rank: 128rows, 256elements or whole; A|B compares; the first match wins.",
-    ),
-]
-Wraps = Annotated[
-    list[str],
-    typer.Option(
-        "--wrap",
-        "-w",
-        metavar="NAME",
-        help="what has a buffer of its own: layers, model, or a pattern of module names.",
-    ),
-]
-Experts = Annotated[str, typer.Option(help="published, fused (one tensor per layer) or separate.")]
-Dtype = Annotated[str, typer.Option(help=f"element type of the buffers: {', '.join(_ELEMENT_BYTES)}.")]
-Order = Annotated[str, typer.Option(help="of the tensors in a buffer: best, default, block or numel.")]
-Nearest = Annotated[
-    bool, typer.Option(help="where a rule does not divide a tensor, take the largest block that does.")
-]
-Node = Annotated[int, typer.Option(min=1, help="ranks per node: sizes named in advice are multiples.")]
-Plot = Annotated[Path | None, typer.Option("--plot", help="padding against ranks, svg or png.")]
-Threshold = Annotated[float, typer.Option(min=0, help="warn above this padding, in percent.")]
-Memory = Annotated[float | None, typer.Option(help="GiB per GPU for state and buffers, for --advise.")]
-State = Annotated[float, typer.Option(min=0, help="bytes of training state per parameter, for --advise.")]
+MODEL is {", ".join(NAMED_MODELS)}, a config.json, or a JSON of tensors.
+
+ragged-fsdp plan deepseek-v3 -g '*.mlp.*=128rows' -n 512,1024
+
+ragged-fsdp plan gpt-oss-120b -g '*.experts.*_proj=1rows|16rows|128rows' -n 8:1024:8 --plot padding.svg
+
+ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.*=32rows' -n 16 --show model.layers.0
+
+ragged-fsdp plan llama3-70b -g '*=whole' --advise --gpus 512 --memory 60
+"""
 
 
-@command.command()
-def plan(
-    model: Model,
-    fsdp: Sizes = "8,16,32,64,128,256,512,1024",
-    granularity: Rules = [],  # noqa: B006
-    wrap: Wraps = ["layers"],  # noqa: B006
-    experts: Experts = "published",
-    ep: Annotated[int, typer.Option(min=1, help="expert-parallel size: plan the experts of one rank.")] = 1,
-    dtype: Dtype = "bf16",
-    unit: Annotated[int, typer.Option(min=1, help="a shard is a multiple of this many elements.")] = 128,
-    align: Annotated[int, typer.Option(min=1, help="tensors start at multiples of this many elements.")] = 1,
-    order: Order = "best",
-    max_buffers: Annotated[int, typer.Option(min=1, help="split a group into up to this many buffers.")] = 1,
-    nearest: Nearest = False,
-    threshold: Threshold = 3.0,
-    node: Node = 8,
-    json_output: Annotated[bool, typer.Option("--json", help="print JSON and nothing else.")] = False,
-    plot_file: Plot = None,
-    show: Annotated[str | None, typer.Option(help="draw the layout of this group at one FSDP size.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="write the picture of --show to this file.")] = None,
-    rows: Annotated[int, typer.Option(min=1, help="most ranks that --show draws.")] = 32,
-    advise_sizes: Annotated[bool, typer.Option("--advise", help="recommend FSDP sizes for --gpus.")] = False,
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs of the job, for --advise.")] = 1024,
-    memory: Memory = None,
-    state_bytes: State = 16.0,
+@click.command(help=_HELP, context_settings={"show_default": True})
+@click.argument("model")
+@click.option(
+    "-n", "--fsdp", default="8,16,32,64,128,256,512,1024", help="FSDP sizes: 64 or 8,16 or FROM:TO:STEP."
+)
+@click.option(
+    "-g",
+    "--granularity",
+    multiple=True,
+    metavar="PATTERN=RULE",
+    help="what stays on one rank: 128rows, 256elements or whole; A|B compares; the first match wins.",
+)
+@click.option(
+    "-w",
+    "--wrap",
+    multiple=True,
+    metavar="NAME",
+    default=["layers"],
+    help="what has a buffer of its own: layers, model, or a pattern of module names.",
+)
+@click.option("--experts", default="published", help="published, fused (one tensor per layer) or separate.")
+@click.option("--ep", type=_FROM_ONE, default=1, help="expert-parallel size: plan the experts of one rank.")
+@click.option("--dtype", default="bf16", help=f"element type of the buffers: {', '.join(_ELEMENT_BYTES)}.")
+@click.option("--unit", type=_FROM_ONE, default=128, help="a shard is a multiple of this many elements.")
+@click.option("--align", type=_FROM_ONE, default=1, help="tensors start at multiples of this many elements.")
+@click.option("--order", default="best", help="of the tensors in a buffer: best, default, block or numel.")
+@click.option("--max-buffers", type=_FROM_ONE, default=1, help="split a group into up to this many buffers.")
+@click.option(
+    "--nearest/--no-nearest",
+    default=False,
+    help="where a rule does not divide a tensor, take the largest block that does.",
+)
+@click.option("--threshold", type=_FROM_ZERO, default=3.0, help="warn above this padding, in percent.")
+@click.option(
+    "--node", type=_FROM_ONE, default=8, help="ranks per node: sizes named in advice are multiples."
+)
+@click.option("--json", "as_json", is_flag=True, help="print JSON and nothing else.")
+@click.option("--plot", "plot_file", type=_FILE, help="padding against ranks, svg or png.")
+@click.option("--show", help="draw the layout of this group at one FSDP size.")
+@click.option("--svg", type=_FILE, help="write the picture of --show to this file.")
+@click.option("--rows", type=_FROM_ONE, default=32, help="most ranks that --show draws.")
+@click.option("--advise", "advising", is_flag=True, help="recommend FSDP sizes for --gpus.")
+@click.option("--gpus", type=_FROM_ONE, default=1024, help="GPUs of the job, for --advise.")
+@click.option("--memory", type=float, help="GiB per GPU for state and buffers, for --advise.")
+@click.option(
+    "--state-bytes",
+    type=_FROM_ZERO,
+    default=16.0,
+    help="bytes of training state per parameter, for --advise.",
+)
+def command(
+    model: str,
+    fsdp: str,
+    granularity: tuple[str, ...],
+    wrap: tuple[str, ...],
+    experts: str,
+    ep: int,
+    dtype: str,
+    threshold: float,
+    node: int,
+    as_json: bool,
+    plot_file: Path | None,
+    show: str | None,
+    svg: Path | None,
+    rows: int,
+    advising: bool,
+    gpus: int,
+    memory: float | None,
+    state_bytes: float,
+    **planner: Any,
 ) -> None:
-    """Lay a model's parameters out over FSDP ranks and show padding, bounds and buffers.
-
-    ragged-fsdp plan deepseek-v3 -g '*.mlp.*=128rows' -n 512,1024
-
-    ragged-fsdp plan gpt-oss-120b -g '*.experts.*_proj=1rows|16rows|128rows' -n 8:1024:8 --plot padding.svg
-
-    ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.*=32rows' -n 16 --show model.layers.0
-
-    ragged-fsdp plan llama3-70b -g '*=whole' --advise --gpus 512 --memory 60
-    """
+    """Plan ``model`` and show what was asked for; ``planner`` are fields of ``PlanSettings``."""
     console, status = _console(), Console(stderr=True)
     with _errors_in_one_line(status):
-        base = PlanSettings((), nearest, unit, align, _element_bytes(dtype), max_buffers, order)
+        base = PlanSettings(element_bytes=_element_bytes(dtype), **planner)
         compared = [replace(base, rules=rules) for rules in expand_rules(granularity)]
-        sizes = _sizes_for(gpus, node) if advise_sizes else parse_sizes(fsdp)
+        sizes = _sizes_for(gpus, node) if advising else parse_sizes(fsdp)
         if show is not None and (len(sizes) > 1 or len(compared) > 1):
             raise ValueError("--show draws one layout: give one --fsdp size and one granularity.")
         if svg is not None and show is None:
@@ -123,8 +133,8 @@ def plan(
             curves = [_curve(settings, plans) for settings, _, plans in results]
             plot(plot_file, f"{shapes.title}: padding of the sharded buffers", curves)
             status.print(f"wrote {plot_file}")
-        report = _Report(shapes.title, status, threshold / 100, node, gpus, state_bytes, memory, advise_sizes)
-        if json_output:
+        report = _Report(shapes.title, status, threshold / 100, node, gpus, state_bytes, memory, advising)
+        if as_json:
             print(json.dumps(report.as_json(results), indent=1))
         else:
             report.print(console, results)
@@ -137,7 +147,7 @@ def _errors_in_one_line(status: Console) -> Iterator[None]:
         yield
     except (ValueError, TypeError, OSError) as error:
         status.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
+        raise click.exceptions.Exit(2) from None
 
 
 def _element_bytes(dtype: str) -> int:
