@@ -6,10 +6,9 @@ import random
 import pytest
 from ortools.sat.python import cp_model
 
-from ragged_fsdp.planner.earliest import place_in_order
-from ragged_fsdp.planner.mixing import Mix, best_mix
+from ragged_fsdp.planner.mixing import Link, Mix, best_mix
 from ragged_fsdp.planner.paper import algorithm1
-from ragged_fsdp.planner.problem import Problem
+from ragged_fsdp.planner.problem import Problem, place_in_order
 from ragged_fsdp.planner.search import best_layout
 
 
@@ -107,9 +106,7 @@ def test_the_programme_finds_an_order_where_one_exists(chained):
 
 
 def chain_of(counted):
-    from ragged_fsdp.planner.mixing import Piece
-
-    return tuple(Piece(kind, (kind,)) for kind, count in counted for _ in range(count))
+    return tuple(Link(kind, (kind,)) for kind, count in counted for _ in range(count))
 
 
 def published_shards(kinds, shard: int) -> int:

@@ -7,10 +7,8 @@ from hypothesis import strategies as st
 
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.planner import plan_group
-from ragged_fsdp.planner.earliest import place_in_order
-from ragged_fsdp.planner.problem import Problem
-from ragged_fsdp.planner.search import best_layout
-from ragged_fsdp.planner.settle import settle
+from ragged_fsdp.planner.problem import Problem, place_in_order
+from ragged_fsdp.planner.search import best_layout, settle
 
 tensors = st.tuples(st.integers(1, 40), st.integers(1, 12)).map(lambda t: (t[0] * t[1], t[0]))
 groups = st.lists(tensors, min_size=1, max_size=10)

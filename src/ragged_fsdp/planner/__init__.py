@@ -1,12 +1,14 @@
 """Lays the tensors of a group out in one buffer of equal shards, with as little padding as can be.
 
-Needs no torch. ``plan_group`` is what the runtime calls; ``plan`` is the same on plain integers.
+Needs no torch. ``plan_group`` is what the runtime calls; ``plan`` answers on plain integers. From the ground
+up: ``problem`` (what is asked, and whether an order fits), ``orders``, ``bounds`` (which sizes can work),
+``mixing`` (the best order at one size), ``search`` (the smallest size), ``group`` (the entry points);
+``paper`` is the published algorithm, for comparison.
 """
 
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
-from ragged_fsdp.planner.group import bound_group, plan, plan_group
+from ragged_fsdp.planner.group import SPLIT_THRESHOLD, bound_group, plan, plan_buffers, plan_group
 from ragged_fsdp.planner.orders import ORDERS, Order, register_order
-from ragged_fsdp.planner.split import SPLIT_THRESHOLD, plan_buffers
 
 __all__ = [
     "ORDERS",

@@ -12,9 +12,11 @@ one array over the counts of all kinds but one (the last count is what is missin
 Kinds that would make the product too large are *chained*: they are placed in one fixed relative order,
 freely interleaved with the others, and take one axis together. A band keeps the first axis within some
 distance of proportional mixing. Without chain and band the programme is exact over all orders.
+``full_mixes`` chooses what is counted and what is chained, ``relaxed_mix`` what a proof may leave out.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,14 +24,20 @@ import numpy.typing as npt
 
 from ragged_fsdp.planner.problem import Kind, Problem, align_up
 
-__all__ = ["Mix", "Piece", "best_mix"]
+__all__ = ["Link", "Mix", "best_mix", "full_mixes", "joined_links", "relaxed_mix"]
 
 _Array = npt.NDArray[np.int64]
+_MOST_BYTES = 1 << 27  # of choices kept
+_MOST_COUNTED = 6  # kinds with an axis of their own, beside a chain
+_MOST_RELAXED = 24  # kinds of an exact programme
+_SMALL = 16  # a tensor this many times smaller than a shard matters little to a proof
+_BANDS = (None, 64, 16)  # widest first
+_CHAIN_LENGTHS = (64, 32, 16, 8, 4, 1)
 _UNREACHED = np.int64(2**60)  # above every position, yet two of them add up without overflow
 
 
 @dataclass(frozen=True)
-class Piece:
+class Link:
     """One link of a chain: a tensor, or several that may be cut anywhere, laid end to end."""
 
     kind: Kind
@@ -38,10 +46,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class Mix:
-    """The kinds a programme runs over: counted ones by multiplicity, chained pieces in order."""
+    """The kinds a programme runs over: counted ones by multiplicity, chained links in order."""
 
     counted: tuple[tuple[Kind, int], ...]
-    chain: tuple[Piece, ...] = ()
+    chain: tuple[Link, ...] = ()
     band: int | None = None
 
     @property
@@ -82,6 +90,71 @@ class Mix:
         return (self.tensor_count + 1) * self.level_work
 
 
+def full_mixes(problem: Problem, work: int) -> Iterator[Mix]:
+    """Programmes over all tensors, best first; a single one where it is exact."""
+    counts = problem.counts
+    exact = Mix(tuple(counts.items()))
+    if len(counts) <= _MOST_RELAXED and exact.work <= work:
+        yield exact
+        return
+    free = [kind for kind in counts if problem.align % kind[1] == 0]
+    coarse = sorted(
+        (kind for kind in counts if kind not in free), key=lambda k: (-counts[k], -k[0] * counts[k], k)
+    )
+    for limit in (work, 2 * work):  # groups of thousands of tensors get fewer, dearer runs
+        for counted in range(min(len(coarse), _MOST_COUNTED), 0, -1):
+            mix = _mix(problem, coarse[:counted], coarse[counted:], free, limit)
+            if mix is not None:
+                yield mix
+                return
+
+
+def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind], work: int) -> Mix | None:
+    """The widest affordable programme that counts ``counted`` and chains the rest, None if none is."""
+    counts = problem.counts
+    bars = tuple((kind, counts[kind]) for kind in counted)
+    links = [
+        Link(kind, (kind,)) for kind in sorted(odd, key=lambda k: (-k[1], -k[0])) for _ in range(counts[kind])
+    ]
+    for length in _CHAIN_LENGTHS:
+        chain = (*links, *joined_links(problem, free, length))
+        for band in _BANDS:
+            mix = Mix(bars, chain, band)
+            if mix.work <= work and mix.choice_bytes <= _MOST_BYTES:
+                return mix
+    return None
+
+
+def joined_links(problem: Problem, free: list[Kind], most: int) -> list[Link]:
+    """Tensors that may be cut anywhere, joined to at most ``most`` links, longest first."""
+    tensors = [kind for kind in free for _ in range(problem.counts[kind])]
+    tensors.sort(key=lambda kind: (-kind[0], kind[1]))
+    groups: list[list[Kind]] = [[kind] for kind in tensors[:most]]
+    for place, kind in enumerate(tensors[most:]):
+        groups[-1 - place % len(groups)].append(kind)
+    links = []
+    for group in groups:
+        length = sum(align_up(numel, problem.align) for numel, _ in group)
+        links.append(Link((length, 1), tuple(group)))
+    return sorted(links, key=lambda link: (-link.kind[0], link.parts))
+
+
+def relaxed_mix(problem: Problem, shard: int, work: int) -> Mix | None:
+    """An exact programme over the tensors that matter most: what does not fit without the rest never fits.
+
+    Tensors far smaller than a shard change little and multiply the states, so they are left out first.
+    """
+    counts = problem.counts
+    weight = sorted(counts, key=lambda kind: (-kind[0] * counts[kind], -kind[1], -kind[0]))
+    chosen: list[tuple[Kind, int]] = []
+    for kind in weight[:_MOST_RELAXED]:
+        grown = Mix((*chosen, (kind, counts[kind])))
+        small = kind[0] * _SMALL < shard
+        if grown.work <= (work // 8 if small else work):
+            chosen.append((kind, counts[kind]))
+    return Mix(tuple(chosen)) if chosen else None
+
+
 def best_mix(problem: Problem, mix: Mix, shard: int, divisor: int) -> tuple[list[Kind] | None, int]:
     """An order of the tensors of ``mix`` that fits at ``shard``, if the programme finds one, and its cost."""
     programme = _Programme(problem, mix, shard, divisor)
@@ -97,8 +170,8 @@ class _Programme:
         counted = sorted(mix.counted, key=lambda item: (-item[1], item[0]))
         (self.implied, self.implied_count), axes = counted[0], counted[1:]
         self.axes = [kind for kind, _ in axes]
-        self.pieces = mix.chain
-        self.chain = [piece.kind for piece in mix.chain]
+        self.links = mix.chain
+        self.chain = [link.kind for link in mix.chain]
         self.levels_run = 0
         self.levels = mix.tensor_count
         shape = [count + 1 for _, count in axes] + [len(self.chain) + 1]
@@ -184,7 +257,7 @@ class _Programme:
         return grown
 
     def _place(self, ends: _Array, room: _Array, kind: Kind) -> _Array:
-        """Ends after one more tensor of ``kind``: the closed form of ``earliest``, on arrays."""
+        """Ends after one more tensor of ``kind``: ``earliest_start`` on arrays."""
         numel, block = kind
         length = align_up(numel, self.align)
         head_unit = math.lcm(block, self.align)
@@ -236,7 +309,7 @@ class _Programme:
                 order.append(self.axes[axis])
                 cell -= self.strides[axis]
             else:
-                order.extend(reversed(self.pieces[int(self.index[axis, cell]) - 1].parts))
+                order.extend(reversed(self.links[int(self.index[axis, cell]) - 1].parts))
                 cell -= 1
         order.reverse()
         return order

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import lcm
 
-from ragged_fsdp.planner.earliest import place_in_order
-from ragged_fsdp.planner.problem import Kind, Problem
+from ragged_fsdp.planner.problem import Kind, Problem, place_in_order
 
 __all__ = ["algorithm1"]
 
