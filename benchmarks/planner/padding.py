@@ -18,10 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ragged_fsdp.cli.plan_models import load_shapes
-from ragged_fsdp.cli.plan_plot import Curve, draw_curves
-from ragged_fsdp.cli.plan_report import PlanSettings, SpecGroup, merge_equal, plan_model
-from ragged_fsdp.cli.plan_rules import parse_rule, wrap_groups
+from ragged_fsdp.cli.plan_costs import PlanSettings, SpecGroup, merge_equal, plan_model
+from ragged_fsdp.cli.plan_display import Curve, draw_curves
+from ragged_fsdp.cli.plan_inputs import load_shapes, parse_rule, wrap_groups
 from ragged_fsdp.planner.group import _plan_kinds
 from ragged_fsdp.planner.orders import by_block, by_numel, default
 from ragged_fsdp.planner.paper import algorithm1

@@ -16,8 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from planner_corpus import all_cases, best_known
-from ragged_fsdp.cli.plan_models import NAMED_MODELS, load_shapes
-from ragged_fsdp.cli.plan_rules import parse_rule, spec_of, wrap_groups
+from ragged_fsdp.cli.plan_inputs import NAMED_MODELS, load_shapes, parse_rule, spec_of, wrap_groups
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group
 from ragged_fsdp.planner.group import _plan_kinds

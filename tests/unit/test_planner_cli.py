@@ -8,11 +8,24 @@ import pytest
 from click.testing import CliRunner
 
 from ragged_fsdp.cli.main import main
-from ragged_fsdp.cli.plan_advice import advise, recommendation, warnings_for
-from ragged_fsdp.cli.plan_models import TensorShape, load_shapes
-from ragged_fsdp.cli.plan_picture import ascii_picture
-from ragged_fsdp.cli.plan_report import PlanSettings, merge_equal, plan_model
-from ragged_fsdp.cli.plan_rules import expand_rules, parse_rule, parse_sizes, spec_of, wrap_groups
+from ragged_fsdp.cli.plan_costs import (
+    PlanSettings,
+    advise,
+    merge_equal,
+    plan_model,
+    recommendation,
+    warnings_for,
+)
+from ragged_fsdp.cli.plan_display import ascii_picture
+from ragged_fsdp.cli.plan_inputs import (
+    TensorShape,
+    expand_rules,
+    load_shapes,
+    parse_rule,
+    parse_sizes,
+    spec_of,
+    wrap_groups,
+)
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group
 

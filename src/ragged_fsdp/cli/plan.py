@@ -1,29 +1,54 @@
 """``ragged-fsdp plan``: what a layout costs before anything is launched."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import Progress
 
-from ragged_fsdp.cli.plan_advice import Candidate, PaddingWarning, advise, recommendation, warnings_for
-from ragged_fsdp.cli.plan_models import NAMED_MODELS, load_shapes
-from ragged_fsdp.cli.plan_picture import ascii_picture, svg_picture
-from ragged_fsdp.cli.plan_plot import Curve, plot
-from ragged_fsdp.cli.plan_progress import progress
-from ragged_fsdp.cli.plan_report import ModelPlan, PlanSettings, SpecGroup, merge_equal, plan_model
-from ragged_fsdp.cli.plan_rules import Group, expand_rules, parse_sizes, wrap_groups
-from ragged_fsdp.cli.plan_table import advice_table, group_table, summary_table
+from ragged_fsdp.cli.plan_costs import (
+    Candidate,
+    PaddingWarning,
+    PlannedModel,
+    PlanSettings,
+    SpecGroup,
+    advise,
+    merge_equal,
+    plan_model,
+    recommendation,
+    warnings_for,
+)
+from ragged_fsdp.cli.plan_display import (
+    Curve,
+    advice_table,
+    ascii_picture,
+    group_table,
+    plot,
+    summary_table,
+    svg_picture,
+)
+from ragged_fsdp.cli.plan_inputs import (
+    NAMED_MODELS,
+    Group,
+    expand_rules,
+    load_shapes,
+    parse_sizes,
+    wrap_groups,
+)
 
 __all__ = ["command"]
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _DETAILED_SIZES = 3
+_PATIENCE_SECONDS = 1.0  # before a progress bar appears
+_Item = TypeVar("_Item")
 _FILE = click.Path(path_type=Path)
 _FROM_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.FloatRange(min=0)
@@ -133,7 +158,8 @@ def command(
             curves = [_curve(settings, plans) for settings, _, plans in results]
             plot(plot_file, f"{shapes.title}: padding of the sharded buffers", curves)
             status.print(f"wrote {plot_file}")
-        report = _Report(shapes.title, status, threshold / 100, node, gpus, state_bytes, memory, advising)
+        held = None if memory is None else int(memory * 2**30)
+        report = _Report(shapes.title, status, threshold / 100, node, gpus, state_bytes, held, advising)
         if as_json:
             print(json.dumps(report.as_json(results), indent=1))
         else:
@@ -142,7 +168,7 @@ def command(
 
 @contextmanager
 def _errors_in_one_line(status: Console) -> Iterator[None]:
-    """What the user got wrong, without a traceback."""
+    """Print what the user got wrong without a traceback, and exit with 2."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -167,32 +193,50 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=140)
 
 
-Planned = tuple[PlanSettings, list[SpecGroup], list[ModelPlan]]
+_Compared = tuple[PlanSettings, list[SpecGroup], list[PlannedModel]]
 
 
 def _plan_all(
     groups: list[Group], sizes: list[int], compared: list[PlanSettings], status: Console
-) -> list[Planned]:
+) -> list[_Compared]:
     """Every granularity at every size, with progress when it takes long."""
     merged = [(settings, merge_equal(groups, settings)) for settings in compared]
-    results: list[Planned] = [(settings, specs, []) for settings, specs in merged]
+    results: list[_Compared] = [(settings, specs, []) for settings, specs in merged]
     work = [(place, size) for place in range(len(results)) for size in sizes]
-    for place, size in progress(work, "planning", status):
+    for place, size in _progress(work, "planning", status):
         settings, specs, plans = results[place]
         plans.append(plan_model(specs, size, settings))
     return results
+
+
+def _progress(items: Sequence[_Item], label: str, console: Console) -> Iterator[_Item]:
+    """``items`` in turn; the bar starts once they have taken a second and goes when they end."""
+    began = time.monotonic()
+    bar: Progress | None = None
+    try:
+        for done, item in enumerate(items):
+            if bar is None and time.monotonic() - began > _PATIENCE_SECONDS:
+                bar = Progress(console=console, transient=True)
+                task = bar.add_task(label, total=len(items), completed=done)
+                bar.start()
+            if bar is not None:
+                bar.update(task, completed=done)
+            yield item
+    finally:
+        if bar is not None:
+            bar.stop()
 
 
 def _label(settings: PlanSettings) -> str:
     return ", ".join(rule.text for rule in settings.rules) or "element-wise"
 
 
-def _curve(settings: PlanSettings, plans: list[ModelPlan]) -> Curve:
+def _curve(settings: PlanSettings, plans: list[PlannedModel]) -> Curve:
     return Curve(_label(settings), [plan.ranks for plan in plans], [plan.padding_ratio for plan in plans])
 
 
 def _show(
-    console: Console, groups: list[SpecGroup], plan: ModelPlan, wanted: str, svg: Path | None, rows: int
+    console: Console, groups: list[SpecGroup], plan: PlannedModel, wanted: str, svg: Path | None, rows: int
 ) -> None:
     """Draw the buffers of the group that has ``wanted`` among its names."""
     chosen = [g for g in plan.groups if wanted in (*g.group.names, g.group.title)]
@@ -211,29 +255,23 @@ def _show(
             console.print(f"wrote {path}")
 
 
+@dataclass(frozen=True)
 class _Report:
     """Tables or JSON for all granularities compared."""
 
-    def __init__(
-        self,
-        title: str,
-        status: Console,
-        threshold: float,
-        node: int,
-        gpus: int,
-        state_bytes: float,
-        memory: float | None,
-        advising: bool,
-    ) -> None:
-        self.title, self.status = title, status
-        self.threshold, self.node, self.gpus = threshold, node, gpus
-        self.state_bytes, self.advising = state_bytes, advising
-        self.memory_bytes = None if memory is None else int(memory * 2**30)
+    title: str
+    status: Console
+    threshold: float
+    node: int
+    gpus: int
+    state_bytes: float
+    memory_bytes: int | None
+    advising: bool
 
-    def _candidates(self, plans: list[ModelPlan]) -> list[Candidate]:
+    def _candidates(self, plans: list[PlannedModel]) -> list[Candidate]:
         return advise(plans, self.gpus, self.state_bytes, self.memory_bytes)
 
-    def as_json(self, results: list[Planned]) -> dict[str, Any]:
+    def as_json(self, results: list[_Compared]) -> dict[str, Any]:
         planned = []
         for settings, _, plans in results:
             entry: dict[str, Any] = {"granularity": [rule.text for rule in settings.rules]}
@@ -246,7 +284,7 @@ class _Report:
             planned.append(entry)
         return {"model": self.title, "plans": planned}
 
-    def print(self, console: Console, results: list[Planned]) -> None:
+    def print(self, console: Console, results: list[_Compared]) -> None:
         for settings, _, plans in results:
             console.print(f"[bold]{escape(self.title)}[/], {escape(_label(settings))}", highlight=False)
             if self.advising:
@@ -261,7 +299,7 @@ class _Report:
             for warning in self._warnings(settings, plans):
                 console.print(f"[yellow]warning:[/] {escape(warning.text)}", highlight=False)
 
-    def _warnings(self, settings: PlanSettings, plans: list[ModelPlan]) -> list[PaddingWarning]:
+    def _warnings(self, settings: PlanSettings, plans: list[PlannedModel]) -> list[PaddingWarning]:
         """Warnings for the sizes shown in detail, or for the worst one of a range."""
         worst = plans if len(plans) <= _DETAILED_SIZES else [max(plans, key=lambda plan: plan.padding_ratio)]
         with self.status.status("looking for sizes with less padding"):
