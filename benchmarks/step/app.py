@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -329,31 +329,38 @@ def segments(case: str, implementation: str, out: Path | None) -> None:
 @app.command()
 @click.argument("results", nargs=-1, required=True, type=_PATH)
 @click.option("--markdown", is_flag=True, help="Print tables for a document.")
+@click.option("--headline", is_flag=True, help="Print short tables for a document.")
 @click.option("--plots", type=_PATH, help="Draw figures into this folder.")
-def show(results: tuple[Path, ...], markdown: bool, plots: Path | None) -> None:
+def show(results: tuple[Path, ...], markdown: bool, headline: bool, plots: Path | None) -> None:
     """Show saved results as tables, and draw them.
 
     RESULTS are JSON files written by the other commands.
     """
-    _show(results, markdown, plots)
+    from . import report
+
+    loaded = _show(results, report.headline if headline else report.markdown if markdown else None)
+    if plots is not None:
+        from .plots import draw
+
+        for path in draw(loaded, plots):
+            _CONSOLE.out(f"wrote {path}")
 
 
-def _show(results: Sequence[Path], markdown: bool = False, plots: Path | None = None) -> None:
+def _show(
+    results: Sequence[Path], for_a_document: Callable[[dict[str, Any]], str] | None = None
+) -> list[dict[str, Any]]:
+    """Print the tables of all files; returns the results of steps."""
     from . import report
 
     loaded, tables = report.other_tables(report.load(results))
     for table in tables:
         _CONSOLE.print(table)
     for result in loaded:
-        if markdown:
-            print(report.markdown(result))
-        else:
+        if for_a_document is None:
             _CONSOLE.print(report.step_table(result))
-    if plots is not None:
-        from .plots import draw
-
-        for path in draw(loaded, plots):
-            _CONSOLE.out(f"wrote {path}")
+        else:
+            print(for_a_document(result))
+    return loaded
 
 
 @app.command()

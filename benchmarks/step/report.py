@@ -18,6 +18,7 @@ __all__ = [
     "copy_table",
     "error_table",
     "floor_ms",
+    "headline",
     "load",
     "markdown",
     "markdown_table",
@@ -147,6 +148,38 @@ def step_table(result: dict[str, Any]) -> Table:
 def markdown(result: dict[str, Any]) -> str:
     """One case for a document."""
     return f"**{title(result)}**\n\n{markdown_table([_COLUMNS, *_cells(result)])}"
+
+
+def headline(result: dict[str, Any]) -> str:
+    """One case in a few columns for a document, one row per implementation.
+
+    Those that gather in bf16 and reduce in fp32, as all peers do, come first. Reserved memory is the larger
+    of the wires'.
+    """
+    wires = dict.fromkeys(row["bandwidth_gb_s"] for row in result["rows"] if "forward_backward_ms" in row)
+    head = ["implementation"]
+    for wire in wires:
+        head += [
+            f"ms, {'free wire' if wire is None else f'{wire:g} GB/s'}",
+            "/ floor" if wire is None else "/ bound",
+        ]
+    head += ["reserved GiB", "moved GiB"]
+    names = dict.fromkeys(row["implementation"] for row in result["rows"])
+    lines: list[list[str]] = [head]
+    for name in sorted(names, key=lambda name: "all-to-all" in name or "bf16" in name):
+        rows = {row.get("bandwidth_gb_s"): row for row in result["rows"] if row["implementation"] == name}
+        done = [row for row in rows.values() if "forward_backward_ms" in row]
+        if not done:
+            lines.append([LABELS[name], _why_not(*rows.values()), *[""] * (len(head) - 2)])
+            continue
+        cells = [LABELS[name]]
+        for wire in wires:
+            time, bound = rows[wire]["forward_backward_ms"] if wire in rows else None, bound_ms(result, wire)
+            cells += [f"{time:.1f}", f"{time / bound:.2f}"] if time and bound else ["", ""]
+        reserved = max(row["peak_reserved_gib"] for row in done)
+        moved = max(sum(row["moved_gib"].values()) for row in done)
+        lines.append([*cells, f"{reserved:.1f}", f"{moved:.1f}"])
+    return f"**{title(result)}**\n\n{markdown_table(lines)}"
 
 
 def markdown_table(rows: Iterable[Iterable[str]]) -> str:

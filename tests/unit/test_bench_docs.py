@@ -1,8 +1,10 @@
-"""Each table of steps in docs/benchmarks.md is what ``bench show --markdown`` makes of a committed result."""
+"""Each table of steps in the benchmark pages is what ``bench show`` makes of a committed result."""
 
 import re
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -11,22 +13,49 @@ from benchmarks.step import report  # noqa: E402
 from benchmarks.step.goals import GOALS, goal_table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "step" / "results"
+HEADLINES, METHOD, LOG = (
+    (ROOT / "docs" / f"benchmarks{part}.md").read_text() for part in ("", "-method", "-log")
+)
 
 
-def test_tables_are_those_of_the_committed_results():
+def _tables(text):
+    """The tables of steps in a page, each with its title."""
+    return re.findall(r"\*\*[^\n]*rank 0 of[^\n]*\*\*\n\n(?:\|[^\n]*\n)+", text)
+
+
+@pytest.mark.parametrize(
+    ("page", "option", "made", "least"),
+    [(LOG, "--markdown", report.markdown, 12), (HEADLINES, "--headline", report.headline, 4)],
+)
+def test_tables_are_those_of_the_committed_results(page, option, made, least):
     files = sorted(RESULTS.glob("*.json"))
     steps = [found for path in files for found in report.other_tables(report.load([path]))[0]]
-    committed = {report.markdown(result).strip() for result in steps}
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
-    shown = re.findall(r"\*\*[^\n]*rank 0 of[^\n]*\*\*\n\n(?:\|[^\n]*\n)+", text)
-    assert len(shown) >= 8, "the page has no tables"
+    committed = {made(result).strip() for result in steps}
+    shown = _tables(page)
+    assert len(shown) >= least, "the page has no tables"
     strange = [table.splitlines()[0] for table in shown if table.strip() not in committed]
-    assert not strange, f"not what `bench show --markdown` prints of results/*.json: {strange}"
+    assert not strange, f"not what `bench show {option}` prints of results/*.json: {strange}"
+
+
+def test_a_headline_has_the_equal_rows_first():
+    for table in _tables(HEADLINES):
+        names = [line.split("|")[1].strip() for line in table.splitlines()[4:]]
+        assert names[:3] == ["no sharding", "ragged_fsdp", "FSDP2"]
+        less = ["all-to-all" in name for name in names]
+        assert any(less) and less == sorted(less)
+
+
+def test_pages_keep_to_their_parts():
+    assert "One GPU, modelled network" in METHOD.split("\n\n")[1].split(".")[0]
+    for page in (HEADLINES, METHOD):
+        assert not re.search(r"\b\d\d:\d\d\b", page), "times of day belong in the log"
+    entries = re.findall(r"^## (\d{4}-\d\d-\d\d, \d\d:\d\d)", LOG, re.MULTILINE)
+    assert entries == sorted(entries, reverse=True), "the log has the newest entry first"
 
 
 def test_goals_are_compared_with_the_committed_results(tmp_path):
     table = goal_table(RESULTS)
-    assert report.markdown_table(table) in (ROOT / "docs" / "benchmarks.md").read_text()
+    assert report.markdown_table(table) in LOG
     assert len(table) == 1 + len(GOALS) and all(reached for _, _, reached, *_ in table)
     missed = goal_table(tmp_path)  # nothing was measured there
     assert all(row[2:] == ("", "", "") for row in missed[1:])
@@ -34,8 +63,8 @@ def test_goals_are_compared_with_the_committed_results(tmp_path):
     assert above.startswith("**") and not GOALS[0].cell(GOALS[0].limit).startswith("**")
 
 
-def test_every_result_is_named_on_the_page():
-    text = (ROOT / "docs" / "benchmarks.md").read_text()
+def test_every_result_is_named_on_a_page():
     files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    text = HEADLINES + METHOD + LOG
     unnamed = [path.name for path in files if f"results/{path.relative_to(RESULTS)}" not in text]
     assert files and not unnamed

@@ -1,4 +1,4 @@
-"""The figures in README are those of docs/benchmarks.md, rounded: one source for both."""
+"""The figures in README are those of the benchmark pages, rounded: one source for both."""
 
 import re
 
@@ -18,7 +18,8 @@ def test_readme_compares_with_the_figures_of_the_benchmarks():
     compared = (ROOT / "README.md").read_text().split("## How it compares")[1].split("\n## ")[0]
     table = [row for row in _rows(compared) if any(re.fullmatch(r"[\d.]+", cell) for cell in row)]
     assert len(table) >= 3, "README has no table of figures"
-    source = _rows((ROOT / "docs" / "benchmarks.md").read_text())
+    pages = ("benchmarks.md", "benchmarks-log.md")
+    source = [row for page in pages for row in _rows((ROOT / "docs" / page).read_text())]
     for name, *cells in table:
         measured = [
             float(x) for row in source if row[0] == name for x in row[1:] if re.fullmatch(r"[\d.]+", x)
@@ -26,4 +27,4 @@ def test_readme_compares_with_the_figures_of_the_benchmarks():
         for cell in cells:
             digits = len(cell.partition(".")[2])
             known = cell == "-" or float(cell) in {round(x, digits) for x in measured}
-            assert known, f"README says {cell} of {name!r}; docs/benchmarks.md does not"
+            assert known, f"README says {cell} of {name!r}; {' and '.join(pages)} do not"
