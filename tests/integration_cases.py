@@ -21,7 +21,7 @@ LLAMA = {
 
 
 def llama(**changes: object) -> nn.Module:
-    """The same weights on every call."""
+    """A small Llama with the same weights on every call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(7)

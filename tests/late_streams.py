@@ -36,7 +36,7 @@ class LateStream:
         self.launched = 0
         self._tasks: deque[tuple[Callable[[], Any], list[torch.Tensor]]] = deque()
         self._own: list[torch.Tensor] = []
-        """Allocated on this stream, which may let it go whenever it likes."""
+        """Tensors allocated on this stream, which may let them go whenever it likes."""
 
     def launch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Call ``function`` later, with other tensors over the same memory: the caller's may go."""
@@ -44,7 +44,7 @@ class LateStream:
         self._add(lambda: function(*args, **kwargs), (args, kwargs))
 
     def launch_new(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The same for a function that makes tensors: they are there at once, their values later."""
+        """Call ``function``, which makes tensors, later: the tensors are there at once, their values then."""
         made = function(*args, **kwargs)
         args, kwargs, own = tree_map(_alias, (args, kwargs, made))
         self._own += tree_leaves(own)
@@ -145,7 +145,9 @@ class _Current:
 
 
 def make_streams_late(patch: pytest.MonkeyPatch) -> None:
-    """From here on, until ``patch`` is undone; models must be made afterwards."""
+    """Put work on the runtime's side streams off until somebody waits for it, until ``patch`` is undone.
+
+    Models must be made afterwards."""
     current = _Current()
     for name in ("on_stream", "record", "record_launch", "wait", "join"):
         method = getattr(current, name.removesuffix("_launch"))

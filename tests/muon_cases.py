@@ -92,7 +92,7 @@ def _ragged_ep(full: Tensor, mesh) -> DTensor:
 
 
 def _strided_ep(full: Tensor, mesh) -> DTensor:
-    """What FSDP2 makes of expert-parallel parameters."""
+    """Experts over the inner dim, then over the outer one: what FSDP2 makes of expert-parallel parameters."""
     if full.ndim < 3:
         return distribute_tensor(full, mesh, [Shard(0), Replicate()])
     shards, experts = mesh.get_coordinate()

@@ -24,7 +24,7 @@ SHAPES = {
 def plain_parameters(
     device: str, shapes: dict[str, tuple[int, ...]] = SHAPES
 ) -> dict[str, torch.nn.Parameter]:
-    """The same parameters on every rank."""
+    """Unsharded parameters with the same values on every rank."""
     generator = torch.Generator().manual_seed(7)
     return {
         name: torch.nn.Parameter(torch.randn(shape, generator=generator).to(device))
@@ -33,7 +33,7 @@ def plain_parameters(
 
 
 def gradients(step: int, device: str, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:
-    """The same gradients on every rank, of very different magnitudes within a tensor."""
+    """Gradients of a step, equal on every rank, of very different magnitudes within a tensor."""
     generator = torch.Generator().manual_seed(1000 + step)
     out = {}
     for name, shape in shapes.items():

@@ -202,5 +202,5 @@ def all_cases() -> list[Case]:
 
 
 def best_known() -> dict[str, dict[str, int]]:
-    """By case: ``shard``, the smallest size ever found, and ``bound``, the largest lower bound."""
+    """The record by case: ``shard``, the smallest size ever found, and ``bound``, the largest lower bound."""
     return json.loads(BEST_KNOWN.read_text()) if BEST_KNOWN.exists() else {}

@@ -36,12 +36,12 @@ def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train(run_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Run it on processes of its own; returns the outcome."""
+    """Train on processes of its own; returns the outcome."""
     return start(from_values(settings(run_dir, **changes)))
 
 
 def train_on_pool(run_dir: Path, **changes: Any) -> dict[str, Any]:
-    """Run it on the ranks of a test's pool, all of which call this."""
+    """Train on the ranks of a test's pool, all of which call this."""
     import torch
     import torch.distributed as dist
 

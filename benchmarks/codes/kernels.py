@@ -36,20 +36,20 @@ TILES = {"gpt-oss-120b": [(64, 64), (32, 32), (1, 64)], "llama-3-70b": [(128, 12
 
 
 def least_ms(run: Callable[[], Any], launches: int = 5) -> float:
-    """Of a launch, after one to compile it."""
+    """The shortest of some launches of ``run``, in milliseconds, after one to compile it."""
     run()
     return min(device_ms(run) for _ in range(launches))
 
 
 def copy_bytes_per_ms() -> float:
-    """Read and written."""
+    """Bytes read and written per millisecond by a large copy: what a kernel can reach at best."""
     source = torch.empty(4 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / least_ms(lambda: target.copy_(source))
 
 
 def decoding(shapes: list[tuple[int, ...]], codes: BlockCodes) -> tuple[int, float, float]:
-    """Elements of the layer, and the times of the kernel and of torch's operators."""
+    """Decode a gathered layer: its elements, and the times of the kernel and of torch's operators."""
     names, count = [f"p{index}" for index in range(len(shapes))], len(shapes)
     blocks = [codes.granularity.block_numel(shape) for shape in shapes]
     tensors = GroupTensors(names, shapes, blocks, [torch.float32] * count, torch.bfloat16)
@@ -62,7 +62,7 @@ def decoding(shapes: list[tuple[int, ...]], codes: BlockCodes) -> tuple[int, flo
 
 
 def encoding(shapes: list[tuple[int, ...]], codes: BlockCodes) -> tuple[int, float, float]:
-    """The same of a shard: as much of the largest matrix as a rank holds."""
+    """Encode a shard, as much of the largest matrix as a rank holds: its elements, and both times."""
     rows, columns = codes.block_shape
     width = max(shapes, key=math.prod)[-1]
     bands = -(-sum(map(math.prod, shapes)) // RANKS // (rows * width))

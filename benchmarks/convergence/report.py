@@ -141,7 +141,7 @@ def _draw(scan: Sequence[Curve], curves: Sequence[Curve], tokens: float, path: P
 
 
 def _best(scan: Sequence[Curve]) -> list[Curve]:
-    """Of each model and optimizer, the curve of the best learning rate."""
+    """The curve of the best learning rate for each model and optimizer."""
     best: dict[tuple[str, str], Curve] = {}
     for curve in (c for c in scan if c.seed == 1):
         key = (curve.model, curve.optimizer)

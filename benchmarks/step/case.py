@@ -30,7 +30,7 @@ class Case:
     payload: str = "repeat"
     delivery: str = "fake"
     allocator: str = "default"
-    """Of torch's caching allocator: ``expandable`` sets ``expandable_segments:True``."""
+    """How torch's caching allocator is set: ``expandable`` is ``expandable_segments:True``."""
     warmup: int = 3
     iterations: int = 8
     options: tuple[tuple[str, Any], ...] = ()

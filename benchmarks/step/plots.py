@@ -51,7 +51,10 @@ def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
 
 
 def _by_model(results: list[dict[str, Any]], allocator: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
-    """By model and tokens, what figures show: default payload and delivery, of equal cases the widest."""
+    """The results that figures show, by model and tokens.
+
+    Those with the default payload and delivery; where several files have a case, the one with most rows.
+    """
     wanted = {"payload": "repeat", "delivery": "fake", "allocator": allocator, "options": []}
     widest: dict[tuple[str, int, int], dict[str, Any]] = {}
     for result in results:

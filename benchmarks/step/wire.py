@@ -57,7 +57,7 @@ class Copy(NamedTuple):
 
     @property
     def in_place(self) -> bool:
-        """Whether the source lies in its part already."""
+        """Whether the source lies where the copy would put it, so that nothing need be copied."""
         return self.source.data_ptr() == self.target.data_ptr() + self.own * self.source.nbytes
 
 
@@ -81,7 +81,7 @@ class Wire:
     _stream: torch.Stream | None = None
     _pools: dict[torch.dtype, torch.Tensor] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)
-    """Where large rows were delivered."""
+    """Addresses of large rows that were delivered once: ``fake`` does not write them again."""
 
     def __post_init__(self) -> None:
         if self.payload not in PAYLOADS:
@@ -135,7 +135,7 @@ class Wire:
         hold_since(hold_ns)
 
     def worth_making(self, kind: str, copies: Sequence[Copy]) -> Sequence[Copy]:
-        """Those of the copies of a collective that this delivery makes."""
+        """The copies of a collective that this delivery makes; the others are free in its model."""
         if self.delivery != "fake" or kind == "all_gather":
             return copies
         if kind != "all_to_all" or self.payload == "nothing":

@@ -101,7 +101,7 @@ class BlockCodes:
 
     @property
     def granularity(self) -> Rows:
-        """What keeps every tile on one rank."""
+        """The granularity that keeps every tile on one rank: whole rows of tiles."""
         return Rows(self.block_shape[0])
 
 

@@ -65,7 +65,7 @@ class CheckpointReader:
 
 
 class _CachedReader(dcp.FileSystemReader):
-    """Every load asks for the metadata; of a large model it takes long to parse."""
+    """A reader that parses the metadata once: every load asks for it, and a large model's takes long."""
 
     _parsed: Metadata | None = None
 

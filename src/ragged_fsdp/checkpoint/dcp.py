@@ -59,7 +59,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Until the checkpoint that is being written, if any, is complete; raises what made it fail."""
+        """Wait until the checkpoint that is being written, if any, is complete; raises what made it fail."""
         if self._pending is None:
             return
         step, future = self._pending

@@ -175,7 +175,7 @@ MixTokens = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
 
 
 def mix_here(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """All experts are here, and so are the tokens."""
+    """Mix the tokens of this rank with experts that are all on this rank."""
     order, counts = by_expert(chosen, experts.count)
     y = experts.apply_to_groups(x[order // chosen.shape[1]], counts)
     return combine(y[order.argsort()], weights)  # an index_add would sum in any order
@@ -205,7 +205,7 @@ def loop_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """The same in one kernel, without asking the device for the counts."""
+    """Do what ``loop_matmul`` does in one kernel, without asking the device for the counts."""
     return F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
 
 

@@ -54,7 +54,7 @@ def _blocks(model: nn.Module) -> list[Block]:
 
 
 def _hold_some(experts: Experts, mesh: DeviceMesh) -> None:
-    """Each rank of the mesh has as many experts as the others."""
+    """Leave this rank its part of the experts; every rank of the mesh has as many as the others."""
     for name, parameter in list(experts.named_parameters()):
         part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(part))

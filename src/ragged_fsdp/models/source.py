@@ -41,7 +41,7 @@ class ModelSource:
     tp: Split | str
     """How tensor parallelism splits the model, or why it cannot."""
     ep: Split | str
-    """The same of expert parallelism."""
+    """How expert parallelism splits the model, or why it cannot."""
     weights: Path | None = None
     """A folder of safetensors to start from, or None for random initial values."""
 

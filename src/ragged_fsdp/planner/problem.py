@@ -47,7 +47,7 @@ class Problem:
     def build(
         cls, sizes: Sequence[int], blocks: Sequence[int], ranks: int, unit: int, align: int = 1
     ) -> "Problem":
-        """From parallel lists that were already validated; keeps the order of the tensors with elements."""
+        """The problem of validated parallel lists; keeps the order of the tensors with elements."""
         kinds = tuple((numel, block) for numel, block in zip(sizes, blocks) if numel)
         return cls(kinds, ranks, math.lcm(unit, align), align)
 

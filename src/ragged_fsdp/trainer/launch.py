@@ -96,7 +96,8 @@ def launch(target: str, argument: Any, processes: int) -> Any:
 
 
 def _start_fork_server() -> None:
-    """A terminal's Ctrl-C reaches it too, and must not end it while it loads torch: it inherits the mask."""
+    """Start the fork server with SIGINT blocked, which it inherits: a terminal's Ctrl-C reaches it too, and
+    must not end it while it loads torch."""
     resource_tracker.ensure_running()  # first: it unblocks signals when it starts
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

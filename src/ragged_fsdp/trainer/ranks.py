@@ -42,9 +42,9 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
-    """Over (replica, shard) for HSDP, over ``shard`` alone otherwise: all ranks."""
+    """The mesh over all ranks that FSDP uses: (replica, shard) for HSDP, ``shard`` alone otherwise."""
     split: "SplitMesh | None"
-    """The same ranks with a dim for tensor or expert parallelism."""
+    """A mesh over all ranks with a dim for tensor or expert parallelism; None without it."""
     control: dist.ProcessGroup
     """A gloo group for small agreements on the host, so that asking never waits for a device."""
 
@@ -55,7 +55,7 @@ class Ranks:
 
     @property
     def data_index(self) -> int:
-        """Which part is this rank's."""
+        """Which of the ``data_parts`` of a batch this rank reads."""
         return self.rank // self._sharing
 
     @property

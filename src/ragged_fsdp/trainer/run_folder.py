@@ -62,7 +62,7 @@ class StartingPoint:
     path: Path | None
     info: dict[str, Any]
     notes: list[str]
-    """What the user should know about it."""
+    """Lines for the user: damaged checkpoints that were passed over, settings that were changed."""
 
 
 def starting_point(

@@ -36,7 +36,7 @@ class Counters:
 
     @classmethod
     def from_info(cls, info: dict[str, Any]) -> "Counters":
-        """From the values that a manifest holds."""
+        """The counters that a checkpoint's manifest holds."""
         return cls(**{name: info[name] for name in cls.__dataclass_fields__ if name in info})
 
     def to_info(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ __all__ = ["StepResult", "evaluate", "train_step"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """On the device, so that asking for it can wait until the device is done."""
+    """Loss and gradient norm of a step. They stay on the device, so that the host need not wait to go on."""
 
     loss: Tensor
     grad_norm: Tensor
