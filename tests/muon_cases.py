@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard
 from ragged_fsdp.dtensor import distribute_tensor as collective_distribute_tensor
-from ragged_fsdp.optim.matrices import Fused
+from ragged_fsdp.optim.exchange.matrices import Fused
 from ragged_fsdp.torch_internals import StridedShard
 
 SHAPES = {

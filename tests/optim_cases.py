@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
-from ragged_fsdp.optim.quant_grid import block_grid
+from ragged_fsdp.optim.blocks import block_grid
 
 SHAPES = {
     "wide": (128, 96),  # tiles divide it

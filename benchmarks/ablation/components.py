@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ragged_fsdp import collectives
 from ragged_fsdp.dtensor import RaggedShard
 from ragged_fsdp.optim import AdamW8bit
-from ragged_fsdp.optim.quant_grid import block_grid
+from ragged_fsdp.optim.blocks import block_grid
 
 __all__ = ["CopyingGather", "CopyingReduce", "RedistributingAdamW8bit"]
 

@@ -17,9 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ragged_fsdp.layout import TensorSpec
-from ragged_fsdp.optim.matrices import Fused, MatrixRule, matrix_shape
-from ragged_fsdp.optim.muon_plan import ExchangePlan, Holding, ParameterLayout, plan_exchange
+from ragged_fsdp.optim.exchange.matrices import Fused, MatrixRule, matrix_shape
+from ragged_fsdp.optim.exchange.plan import ExchangePlan, MatrixLayout, PlannedParameter, plan_exchange
+from ragged_fsdp.optim.muon.newton_schulz import newton_schulz_flops
 from ragged_fsdp.planner import plan_group
+from ragged_fsdp.routes import flat_boxes
 
 Shape = tuple[int, ...]
 GATE_UP = Fused(-1, (2880, 2880), interleaved=True)
@@ -60,15 +62,17 @@ def plan_of(model: str, ranks: int, bucket_numel: int) -> ExchangePlan:
     layers, weights = MODELS[model]
     group = plan_group([TensorSpec(str(i), math.prod(s)) for i, (s, _) in enumerate(weights)], ranks)
     layouts = []
-    for layer in range(layers):
-        for index, (shape, rule) in enumerate(weights):
-            box = matrix_shape(shape, rule)
-            parts = [group.local_range(index, rank) for rank in range(ranks)]
-            holdings = [Holding((0, 0, 0), box, p.tensor_start, p.tensor_start + p.numel) for p in parts]
-            layouts.append(
-                ParameterLayout(f"{layer}.{index}", shape, rule, tuple(holdings), (0,) * ranks),
-            )
-    return plan_exchange(layouts, ranks, bucket_numel)
+    for index, (shape, rule) in enumerate(weights):
+        parts = [group.local_range(index, rank) for rank in range(ranks)]
+        box = matrix_shape(shape, rule)
+        regions = [tuple(flat_boxes(box, p.tensor_start, p.tensor_start + p.numel)) for p in parts]
+        layouts.append(MatrixLayout(shape, rule, tuple(regions), (0,) * ranks))
+    parameters = [
+        PlannedParameter(f"{layer}.{index}", layout)
+        for layer in range(layers)
+        for index, layout in enumerate(layouts)
+    ]
+    return plan_exchange(parameters, ranks, bucket_numel, newton_schulz_flops)
 
 
 def measure(model: str, ranks: int, bucket_numel: int) -> Row:
@@ -78,16 +82,16 @@ def measure(model: str, ranks: int, bucket_numel: int) -> Row:
     for tasks in plan.buckets:
         work, sent, received = [0] * ranks, [0] * ranks, [0] * ranks
         for task in tasks:
-            work[task.root] += plan.slab(task).flops
+            work[task.root] += task.cost
             for rank in set(range(ranks)) - {task.root}:
-                numel = sum(copy.numel for copy in plan.copies(task, rank))
+                numel = sum(near.numel for near, _ in plan.shared(task, rank))
                 sent[rank] += numel
                 received[task.root] += numel
         work_by_bucket += max(work)
         busiest += max(map(max, sent, received))
         moved += sum(sent)
     even_work = sum(plan.load()) / ranks
-    elements = sum(math.prod(layout.shape) for layout in plan.parameters)
+    elements = sum(math.prod(parameter.layout.shape) for parameter in plan.parameters)
     return Row(
         model,
         ranks,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ragged_fsdp import fully_shard
 from ragged_fsdp.dtensor import wrap_local
 from ragged_fsdp.optim import Muon
-from ragged_fsdp.optim.newton_schulz import orthogonalize, per_iteration
+from ragged_fsdp.optim.muon.newton_schulz import orthogonalize, per_iteration
 
 from ..ranks import join_ranks, start_ranks
 from ..step.wire import Wire, join
@@ -80,8 +80,9 @@ def optimizer_of(named: list[tuple[str, Tensor]], in_flight: int, bucket_numel: 
 def iteration_ms(optimizer: Muon, repeats: int) -> float:
     """The iteration of this rank's matrices by itself, in the batches of the plan."""
     coefficients = per_iteration(COEFFICIENTS, STEPS)
-    (bound,) = optimizer._latest
-    kinds = [item for program in bound.exchange.programs for item in program.batches]
+    (exchange,) = optimizer._latest
+    batches = [batch for program in exchange.programs for batch in program.batches]
+    kinds = [(batch.kind, len(batch.slabs)) for batch in batches]
 
     def iterate() -> None:
         for kind, count in kinds:
@@ -98,9 +99,9 @@ def iteration_ms(optimizer: Muon, repeats: int) -> float:
 
 def wire_bytes(optimizer: Muon) -> int:
     """Bytes of all transfers of a step on this rank: the larger of what is sent and received, each way."""
-    (bound,) = optimizer._latest
-    routes = [route for program in bound.exchange.programs for route in (program.gather, program.scatter)]
-    return sum(max(sum(route.send), sum(route.receive)) for route in routes) * bound.exchange.dtype.itemsize
+    (exchange,) = optimizer._latest
+    transfers = [splits for program in exchange.programs for splits in (program.gather, program.scatter)]
+    return sum(max(sum(t.send), sum(t.receive)) for t in transfers) * exchange.dtype.itemsize
 
 
 def profiled(optimizer: Muon) -> list[StageSpan]:

@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ragged_fsdp.optim.matrices import newton_schulz_flops
 from ragged_fsdp.optim.muon import Muon
-from ragged_fsdp.optim.newton_schulz import orthogonalize_reference
+from ragged_fsdp.optim.muon.newton_schulz import newton_schulz_flops, orthogonalize_reference
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 DION_COEFFICIENTS = (

@@ -30,7 +30,8 @@ from ragged_fsdp.fsdp import exchange
 from ragged_fsdp.fsdp.plan import GroupTensors, make_plan
 from ragged_fsdp.fsdp.quantized import MessageLayout
 from ragged_fsdp.optim import AdamW8bit
-from ragged_fsdp.optim.muon_elementwise import Piece, apply_updates, update_momentum
+from ragged_fsdp.optim.exchange.plan import Spot
+from ragged_fsdp.optim.muon.passes import Strided, apply_updates, update_momentum
 
 from .case import Case
 from .implementations import per_layer
@@ -86,7 +87,7 @@ def train(layers: int, ranks: int, optimizers: list[str], device: torch.device) 
 def kernels() -> None:
     """Launch every kernel of this project on small tensors; :mod:`.spin` has those of the benchmark."""
     from ragged_fsdp.fsdp.block_codes_triton import Decoder, encode
-    from ragged_fsdp.optim.newton_schulz_triton import Terms, gram, symmetric_product
+    from ragged_fsdp.optim.muon.newton_schulz_kernel import Terms, gram, symmetric_product
 
     device = torch.device("cuda")
     weights = [
@@ -98,7 +99,7 @@ def kernels() -> None:
             weight.grad = torch.randn_like(weight)
         optimizer.step()
     grads, buffers, updates = (
-        [Piece(torch.ones(4096, dtype=dtype, device=device), 0, 1, 4096, 4096)]
+        [Strided(torch.ones(4096, dtype=dtype, device=device), Spot(0, 1, 4096, 4096))]
         for dtype in (torch.bfloat16, torch.float32, torch.bfloat16)
     )
     update_momentum(grads, buffers, list(updates), 0.95, True)

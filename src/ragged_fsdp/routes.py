@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, product
 
 __all__ = [
     "Box",
@@ -36,6 +36,7 @@ __all__ = [
     "chunk_of_chunks",
     "flat_boxes",
     "overlap",
+    "packed",
     "plan_route",
     "region_numel",
     "shared_boxes",
@@ -151,6 +152,28 @@ def shared_boxes(source: Region, target: Region) -> list[Shared]:
         for other_start, b in targets
         if (box := _intersection(a, b)) is not None
     ]
+
+
+def packed(sizes: Sequence[tuple[int, int]], ranks: int) -> tuple[Shape, list[int]]:
+    """A buffer that holds things for each of ``ranks`` ranks, ordered by rank, then as they are given.
+
+    Both ends of an all-to-all that walk the same things in the same order get the same places.
+
+    Args:
+        sizes: the rank and the number of elements of each thing.
+        ranks: how many there are; a rank may have nothing.
+
+    Returns:
+        Elements for each rank (the split sizes of the all-to-all), and where each thing begins.
+    """
+    splits = [0] * ranks
+    for rank, numel in sizes:
+        splits[rank] += numel
+    ends, starts = [*starts_of(splits)], []
+    for rank, numel in sizes:
+        starts.append(ends[rank])
+        ends[rank] += numel
+    return tuple(splits), starts
 
 
 def region_numel(region: Region) -> int:
@@ -293,15 +316,11 @@ class _Planner:
         held = [(entry[1][mesh_dim], self.numel(entry)) for entry in self.entries(self.me, done)]
         if kind is HopKind.GATHER:
             return Hop(mesh_dim, kind, None, (sum(numel for _, numel in held),) * len(ranks), receive)
-        slices: list[list[tuple[int, int]]] = [[] for _ in ranks]
-        position = 0
-        for rank, numel in held:
-            if numel:
-                slices[rank].append((position, position + numel))
-            position += numel
-        picks = tuple(part for parts in slices for part in parts)
-        as_it_is = all(stop == start for (_, stop), (start, _) in pairwise(picks))
-        send = tuple(sum(stop - start for start, stop in parts) for parts in slices)
+        send, places = packed(held, len(ranks))
+        positions = starts_of([numel for _, numel in held])
+        parts = sorted((at, start, n) for at, start, (_, n) in zip(places, positions, held) if n)
+        picks = tuple((start, start + numel) for _, start, numel in parts)
+        as_it_is = all(place == start for place, start, _ in parts)
         return Hop(mesh_dim, kind, None if as_it_is else picks, send, receive)
 
     def numel(self, entry: Entry) -> int:

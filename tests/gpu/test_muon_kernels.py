@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ragged_fsdp.optim.exchange.plan import Spot
 from ragged_fsdp.optim.muon import Muon
-from ragged_fsdp.optim.muon_elementwise import Piece, apply_updates, update_momentum
-from ragged_fsdp.optim.newton_schulz import orthogonalize, orthogonalize_reference, per_iteration
+from ragged_fsdp.optim.muon.newton_schulz import orthogonalize, orthogonalize_reference, per_iteration
+from ragged_fsdp.optim.muon.passes import Strided, apply_updates, update_momentum
 
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from ragged_fsdp.optim import newton_schulz_triton as kernels
+from ragged_fsdp.optim.muon import newton_schulz_kernel as kernels
 
 COEFFICIENTS = per_iteration((3.4445, -4.7750, 2.0315), 5)
 SHAPES = [(1, 256, 256), (3, 128, 640), (2, 1000, 264), (2, 72, 8), (1, 1536, 1536), (4, 520, 776)]
@@ -83,12 +84,12 @@ def test_small_and_odd_batches_keep_their_shape() -> None:
 @pytest.mark.parametrize("offset", [0, 3])
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_elementwise_kernels(dtype, offset, nesterov) -> None:
-    """One launch over many pieces equals torch's operations, aligned or not, with and without target."""
+    """One launch over many stretches equals torch's operations, aligned or not, with and without target."""
     sizes = [1, 17, 4096, 100_000]
 
-    def pieces(flat):
+    def parts(flat):
         starts = [offset + sum(-(-n // 16) * 16 for n in sizes[:i]) for i in range(len(sizes))]
-        return [Piece(flat, start, 1, n, n) for start, n in zip(starts, sizes)]
+        return [Strided(flat, Spot(start, 1, n, n)) for start, n in zip(starts, sizes)]
 
     total = offset + sum(-(-n // 16) * 16 for n in sizes)
     gradient, buffer, weight = (torch.randn(total, device="cuda").to(dtype) for _ in range(3))
@@ -96,10 +97,10 @@ def test_elementwise_kernels(dtype, offset, nesterov) -> None:
     expected = [t.cpu() for t in (gradient, buffer, weight, target)]
     for tensors in ((gradient, buffer, weight, target), expected):
         g, b, w, t = tensors
-        targets: list[Piece | None] = list(pieces(t))
+        targets: list[Strided | None] = list(parts(t))
         targets[1] = None
-        update_momentum(pieces(g), pieces(b), targets, 0.95, nesterov)
-        apply_updates(pieces(w), pieces(t), [0.1, 0.2, 0.3, 0.4], 0.9)
+        update_momentum(parts(g), parts(b), targets, 0.95, nesterov)
+        apply_updates(parts(w), parts(t), [0.1, 0.2, 0.3, 0.4], 0.9)
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     torch.testing.assert_close(buffer.cpu(), expected[1], **tolerance)
     torch.testing.assert_close(weight.cpu(), expected[2], rtol=1e-2, atol=1e-2)
@@ -113,7 +114,7 @@ def test_addresses_at_once_or_one_by_one(dtypes, monkeypatch) -> None:
     results = []
     for at_once in (True, False):
         if not at_once:
-            monkeypatch.setattr("ragged_fsdp.optim.muon_exchange.addresses_of", lambda states: None)
+            monkeypatch.setattr("ragged_fsdp.optim.muon.passes.addresses_of", lambda states: None)
         generator = torch.Generator("cuda").manual_seed(0)
         parameters = []
         for i, shape in enumerate(shapes):

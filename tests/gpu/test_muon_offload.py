@@ -58,4 +58,4 @@ def test_offloaded_parameters(rank, kind):
         atol = 1e-2 if kind == "8bit" else 1e-5  # gradients differ in their last bits, and codes may flip
         torch.testing.assert_close(found, cases.whole(wanted.detach()), rtol=1e-4, atol=atol)
     if isinstance(optimizer, Muon):
-        assert {bound.device.type for bound in optimizer._latest} == {"cuda"}
+        assert {exchange.team.device.type for exchange in optimizer._latest} == {"cuda"}

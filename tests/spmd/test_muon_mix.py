@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import muon_cases as cases
-from ragged_fsdp.optim.matrices import Flattened, Fused, MatrixRule
+from ragged_fsdp.optim.exchange.matrices import Flattened, Fused, MatrixRule
 from ragged_fsdp.optim.muon import Muon
 from rank_pool import spmd
 

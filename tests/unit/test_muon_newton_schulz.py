@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragged_fsdp.optim.newton_schulz import (
+from ragged_fsdp.optim.muon.newton_schulz import (
     choose_backend,
     orthogonalize,
     orthogonalize_plain,

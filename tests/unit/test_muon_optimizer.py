@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ragged_fsdp.optim import Muon
-from ragged_fsdp.optim.matrices import Flattened, Fused
-from ragged_fsdp.optim.muon_rules import is_hidden_matrix, scale_function
+from ragged_fsdp.optim.exchange.matrices import Flattened, Fused
+from ragged_fsdp.optim.muon.rules import is_hidden_matrix, scale_function
 
 
 def parameters(*shapes, seed=0):
@@ -277,7 +277,7 @@ def test_sets_of_gradients_are_forgotten() -> None:
         before = [p.detach().clone() for p in params]
         optimizer.step()
         assert [torch.equal(p, b) for p, b in zip(params, before)] == [i == absent for i in range(12)]
-    assert len(optimizer._local._bound) <= 8
+    assert len(optimizer._local._known) <= 8
 
 
 def test_stages_are_marked_in_profiles() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from ragged_fsdp.optim.quant import (
+from ragged_fsdp.optim.adam8bit.codes import (
     FIRST_OCTAVE,
     _thresholds,
     dequantize,
@@ -22,7 +22,7 @@ from ragged_fsdp.optim.quant import (
     value_table,
     zero_code,
 )
-from ragged_fsdp.optim.quant_grid import block_grid, block_policy, blocks_placements, locate_blocks
+from ragged_fsdp.optim.blocks import block_grid, block_policy, blocks_placements, locate_blocks
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 from ragged_fsdp.policy import Elements, Rows, Whole
 

@@ -1,4 +1,21 @@
-"""Optimizers for ragged parameters; each name is loaded on first use."""
+"""Optimizers for ragged parameters; each name is loaded on first use.
+
+::
+
+    fused        FusedAdamW, FusedAdam, FusedSGD: neighbours in memory as one tensor, torch's kernels
+    adam8bit     AdamW8bit, Adam8bit: moments in 8 bits
+    shampoo      Shampoo, on blocks that stay on their rank
+    muon         Muon, on whole matrices
+    clip         clip_grad_norm_ for any mix of gradients
+
+    exchange     each matrix to one rank and back: for Muon, or a matrix optimizer of your own
+    blocks       which blocks a parameter has and where they lie, state per block: for adam8bit and shampoo
+    base         options, state laid out like parameters, prepared steps: for all of them
+
+What stands above may use what stands below the gap, never the other way round, and ``exchange`` knows no
+optimizer (one exception: Shampoo's step length is that of Adam, whose arithmetic is in ``adam8bit``). Each of
+``muon``, ``adam8bit`` and ``exchange`` says in its own description what its files are.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -6,14 +23,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES
     from ragged_fsdp.optim.adam8bit import Adam8bit as Adam8bit
     from ragged_fsdp.optim.adam8bit import AdamW8bit as AdamW8bit
+    from ragged_fsdp.optim.blocks import block_policy as block_policy
     from ragged_fsdp.optim.clip import clip_grad_norm_ as clip_grad_norm_
-    from ragged_fsdp.optim.fused_adamw import FusedAdam as FusedAdam
-    from ragged_fsdp.optim.fused_adamw import FusedAdamW as FusedAdamW
-    from ragged_fsdp.optim.fused_adamw import FusedSGD as FusedSGD
-    from ragged_fsdp.optim.matrices import Flattened as Flattened
-    from ragged_fsdp.optim.matrices import Fused as Fused
+    from ragged_fsdp.optim.exchange import Flattened as Flattened
+    from ragged_fsdp.optim.exchange import Fused as Fused
+    from ragged_fsdp.optim.fused import FusedAdam as FusedAdam
+    from ragged_fsdp.optim.fused import FusedAdamW as FusedAdamW
+    from ragged_fsdp.optim.fused import FusedSGD as FusedSGD
     from ragged_fsdp.optim.muon import Muon as Muon
-    from ragged_fsdp.optim.quant_grid import block_policy as block_policy
     from ragged_fsdp.optim.shampoo import Shampoo as Shampoo
 
 _HOMES = {
@@ -21,12 +38,12 @@ _HOMES = {
     "AdamW8bit": "ragged_fsdp.optim.adam8bit",
     "Muon": "ragged_fsdp.optim.muon",
     "Shampoo": "ragged_fsdp.optim.shampoo",
-    "Flattened": "ragged_fsdp.optim.matrices",
-    "Fused": "ragged_fsdp.optim.matrices",
-    "block_policy": "ragged_fsdp.optim.quant_grid",
-    "FusedAdam": "ragged_fsdp.optim.fused_adamw",
-    "FusedAdamW": "ragged_fsdp.optim.fused_adamw",
-    "FusedSGD": "ragged_fsdp.optim.fused_adamw",
+    "Flattened": "ragged_fsdp.optim.exchange",
+    "Fused": "ragged_fsdp.optim.exchange",
+    "block_policy": "ragged_fsdp.optim.blocks",
+    "FusedAdam": "ragged_fsdp.optim.fused",
+    "FusedAdamW": "ragged_fsdp.optim.fused",
+    "FusedSGD": "ragged_fsdp.optim.fused",
     "clip_grad_norm_": "ragged_fsdp.optim.clip",
 }
 

@@ -26,8 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_fsdp.dtensor.geometry import settled_placements
-from ragged_fsdp.optim.options import number
-from ragged_fsdp.optim.state import local_of
+from ragged_fsdp.optim.base import local_part, number
 
 __all__ = ["clip_grad_norm_"]
 
@@ -78,7 +77,7 @@ def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     grads = [_summed(param.grad) for param in params if param.grad is not None]
     wide = any(grad.dtype == torch.float64 for grad in grads)
-    device = next((local_of(tensor).device for tensor in [*grads, *params]), torch.device("cpu"))
+    device = next((local_part(tensor).device for tensor in [*grads, *params]), torch.device("cpu"))
     by_mesh: dict[DeviceMesh | None, list[Tensor]] = {None: []}
     cut: dict[DeviceMesh | None, set[int]] = defaultdict(set)
     for tensor in [*(param for param in params if param.requires_grad), *grads]:
@@ -91,7 +90,7 @@ def _total_norm(params: Sequence[Tensor], norm_type: float) -> Tensor:
             by_mesh[mesh].append(grad)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for mesh, of_mesh in by_mesh.items():
-        counted = [local_of(grad) for grad in of_mesh if _counts_here(grad, cut[mesh])]
+        counted = [local_part(grad) for grad in of_mesh if _counts_here(grad, cut[mesh])]
         value = _all_reduced(_power_sum(counted, norm_type, device), mesh, sorted(cut[mesh]), norm_type)
         total = torch.maximum(total, value) if math.isinf(norm_type) else total + value
     norm = total if math.isinf(norm_type) else total ** (1.0 / norm_type)
@@ -165,7 +164,7 @@ def _groups(mesh: DeviceMesh | None, dims: Sequence[int]) -> list[dist.ProcessGr
 
 def _scale(grads: Sequence[Tensor], factor: Tensor) -> None:
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in map(local_of, grads):
+    for grad in map(local_part, grads):
         alike.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, _), tensors in alike.items():
         torch._foreach_mul_(tensors, factor.to(device))

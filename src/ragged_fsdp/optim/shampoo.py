@@ -1,6 +1,6 @@
 """Shampoo on blocks that never leave their rank.
 
-A matrix is cut into blocks, from its global shape alone (see ``quant_grid``). Each block G of its gradient
+A matrix is cut into blocks, from its global shape alone (see ``blocks``). Each block G of its gradient
 has two preconditioners, running means of G G^T and G^T G, and is updated along L^(-1/p) G R^(-1/p), scaled
 to the length that an Adam step of the block would have (*grafting*): the direction is Shampoo's, the step
 size Adam's. Blocks do not know of each other, so a step needs no communication where the sharding keeps them
@@ -17,27 +17,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ragged_fsdp.optim.adam8bit_reference import (
-    AdamScalars,
-    adam_direction,
-    from_blocks,
-    prepared_grad,
-    to_blocks,
-)
-from ragged_fsdp.optim.exact_state import ExactStateOptimizer
-from ragged_fsdp.optim.options import ADAM_RANGES, as_tuple, check_options, is_excluded, name_patterns
-from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
-from ragged_fsdp.optim.state import (
+from ragged_fsdp.optim.adam8bit.reference import AdamScalars, adam_direction, prepared_grad
+from ragged_fsdp.optim.base import (
+    ADAM_RANGES,
+    ExactStateOptimizer,
     StateForm,
+    as_tuple,
+    check_options,
     form_like,
-    form_over_blocks,
-    local_of,
+    is_excluded,
+    local_part,
+    name_patterns,
     require_matching_grad,
     require_optimisable,
-    require_whole_blocks,
     state_like,
-    state_over_blocks,
 )
+from ragged_fsdp.optim.blocks import (
+    LocalBlocks,
+    block_grid,
+    form_over_blocks,
+    from_blocks,
+    require_whole_blocks,
+    state_over_blocks,
+    to_blocks,
+)
+from ragged_fsdp.torch_internals import disable_dynamo
 
 __all__ = ["Shampoo", "inverse_root"]
 
@@ -127,7 +131,7 @@ class Shampoo(ExactStateOptimizer):
                 expected[key] = form_over_blocks(param, blocks.grid, torch.float32, (side, side))
         return expected
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
@@ -147,16 +151,16 @@ class Shampoo(ExactStateOptimizer):
         state["step"] += 1
         step = int(state["step"])
         scalars = AdamScalars.of(group, step, decoupled=True)
-        weight = local_of(param)
-        mean, square = local_of(state["exp_avg"]), local_of(state["exp_avg_sq"])
+        weight = local_part(param)
+        mean, square = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         if not weight.numel():
             return
-        grad = prepared_grad(local_of(param.grad), weight, scalars)  # type: ignore[arg-type]
+        grad = prepared_grad(local_part(param.grad), weight, scalars)  # type: ignore[arg-type]
         new_mean, new_square, direction = adam_direction(grad, mean, square, scalars)
         mean.copy_(new_mean)
         square.copy_(new_square)
         if blocks is not None:
-            statistics = {key: local_of(state[key]) for key in _STATISTICS}
+            statistics = {key: local_part(state[key]) for key in _STATISTICS}
             statistics = {key: s.view(-1, *s.shape[-2:]) for key, s in statistics.items()}
             _accumulate(statistics, _as_matrices(grad, blocks), group["betas"][1])
             since_start = step - group["start_step"]
@@ -180,7 +184,7 @@ _RANGES = {
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
-    local = local_of(param)
+    local = local_part(param)
     state = {"step": torch.zeros((), dtype=torch.float32)}
     for key in ("exp_avg", "exp_avg_sq"):
         zeros = torch.zeros(local.shape, dtype=torch.float32, device=local.device)

@@ -3,12 +3,12 @@
 
 A program owns up to ``ROUNDS * TILES`` neighbouring blocks in one row of blocks of a parameter, ``TILES`` at
 a time: it reads weights, gradients, codes and scales once, and writes weights, codes and scales once.
-Parameters are found through a table of pointers (``adam8bit_launch``), so a step is one launch per kind of
+Parameters are found through a table of pointers (``launch``), so a step is one launch per kind of
 parameter however many there are.
 
-The arithmetic is that of ``adam8bit_reference``, operation for operation: contraction to fused
+The arithmetic is that of ``reference``, operation for operation: contraction to fused
 multiply-adds is off and reciprocal and root round correctly, so the results are equal bit by bit.
-Codes and values are computed (``quant``) from a few constants by octave: looking up 256 values and all float
+Codes and values are computed (``codes``) from a few constants by octave: looking up 256 values and all float
 prefixes took twice as long with stochastic rounding. A GPU issues integer operations, comparisons and
 selections at half the rate of multiplications and additions, and they were what bound this kernel: so an
 index of the map is a float here, and its sign and its rounding are float operations. All tensors of a program
@@ -21,7 +21,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ragged_fsdp.optim.quant import (
+from ragged_fsdp.optim.adam8bit.codes import (
     CELL_OFFSET,
     LARGEST_SQUARE,
     SMALLEST_SCALE,
@@ -32,7 +32,7 @@ from ragged_fsdp.optim.quant import (
 __all__ = ["FIELDS", "exact_step_kernel", "step_kernel"]
 
 FIELDS = tl.constexpr(14)
-"""int64 words per parameter in the table of ``step_kernel``; ``adam8bit_launch`` writes them."""
+"""int64 words per parameter in the table of ``step_kernel``; ``launch`` writes them."""
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 _OFFSET = tl.constexpr(CELL_OFFSET)
 _SIGNED_ONE_EDGE = tl.constexpr(one_edge(True))

@@ -15,6 +15,7 @@ Tile rows are halved, and tile columns doubled, until they divide the rows of th
 granularity of whole blocks always exists. A rank's part of a parameter is *intact* if it is made of
 whole blocks; ``locate_blocks`` finds it for every rank of the mesh at once, so that all ranks agree on
 an error. Per-block state (scales) is laid out like the parameter, over the grid instead of elements.
+:func:`to_blocks` and :func:`from_blocks` turn local elements into a batch of blocks and back.
 """
 
 from __future__ import annotations
@@ -26,14 +27,31 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ragged_fsdp.dtensor.geometry import outer_index, shard_box
+from ragged_fsdp.optim.base import StateForm, wrap_state
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
+from ragged_fsdp.torch_internals import StridedShard
 
-__all__ = ["BlockGrid", "LocalBlocks", "block_grid", "block_policy", "blocks_placements", "locate_blocks"]
+__all__ = [
+    "BlockGrid",
+    "LocalBlocks",
+    "block_grid",
+    "block_policy",
+    "blocks_placements",
+    "form_over_blocks",
+    "from_blocks",
+    "locate_blocks",
+    "require_whole_blocks",
+    "state_over_blocks",
+    "to_blocks",
+]
 
 Shape = tuple[int, ...]
 Index = TypeVar("Index", int, Tensor)
@@ -226,7 +244,7 @@ def blocks_placements(
 ) -> tuple[Placement, ...] | None:
     """Placements under which a tensor over the grid lies where its blocks do; None if there are none."""
     candidates = [tuple(_grid_placement(grid, p) for p in placements)]
-    cut = [d for d, p in enumerate(placements) if isinstance(p, (Shard, _StridedShard, RaggedShard))]
+    cut = [d for d, p in enumerate(placements) if isinstance(p, (Shard, StridedShard, RaggedShard))]
     if len(cut) == 1:
         parts = _along(cut[0], mesh_shape, locate_blocks(grid, mesh_shape, placements))
         units = tuple(part.grid_rows for part in parts if part is not None)
@@ -254,7 +272,7 @@ def _same_place(
     """Whether ``candidate`` over the grid puts on every rank exactly the blocks it holds."""
     shape, ranks = grid.grid_shape, itertools.product(*map(range, mesh_shape))
     for coordinate, part in zip(ranks, locate_blocks(grid, mesh_shape, placements)):
-        if any(isinstance(p, (Shard, _StridedShard)) and p.dim >= len(shape) for p in candidate):
+        if any(isinstance(p, (Shard, StridedShard)) and p.dim >= len(shape) for p in candidate):
             return False
         for p in candidate:
             if isinstance(p, RaggedShard) and not _divides(p, shape, mesh_shape, coordinate, candidate):
@@ -290,3 +308,72 @@ def _first_block(shape: Shape, offset: Shape, size: Shape, start: int) -> tuple[
 
 def _first_block_of(part: LocalBlocks) -> tuple[int, int]:
     return part.source_row(0) // part.grid.block_rows, part.col_base // part.grid.block_cols
+
+
+def state_over_blocks(param: Tensor, grid: BlockGrid, local: Tensor) -> Tensor:
+    """``local``, (blocks on this rank, *rest) values, laid out like the blocks of the parameter."""
+    rest = tuple(local.shape[1:])
+    if not isinstance(param, DTensor):
+        return local.view(*grid.grid_shape, *rest)
+    placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
+    if placements is None:
+        raise ValueError(
+            f"blocks of a parameter of shape {grid.shape} under {param.placements} have no layout."
+        )
+    return wrap_state(param, local, (*grid.grid_shape, *rest), placements)
+
+
+def form_over_blocks(
+    param: Tensor, grid: BlockGrid, dtype: torch.dtype | None = None, rest: tuple[int, ...] = ()
+) -> StateForm:
+    """The form of state with ``rest`` values per block of a parameter."""
+    placements = None
+    if isinstance(param, DTensor):
+        placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
+    return StateForm((*grid.grid_shape, *rest), placements, dtype)
+
+
+def require_whole_blocks(name: str, param: Tensor, grid: BlockGrid) -> LocalBlocks:
+    """The blocks on this rank; raises alike on every rank if the sharding cuts one anywhere."""
+    if not isinstance(param, DTensor):
+        return whole_blocks(grid)
+    mesh_shape = param.device_mesh.shape
+    parts = locate_blocks(grid, mesh_shape, param.placements)
+    block = f"{grid.block_rows} x {grid.block_cols} blocks" if grid.tiled else f"runs of {grid.cols} elements"
+    if None in parts:
+        raise ValueError(
+            f"{name}: the sharding {param.placements} of shape {grid.shape} cuts {block}; let the "
+            f"orig_param_policy of fully_shard answer {grid.granularity} for it (block_policy does), or "
+            "exclude the parameter."
+        )
+    if blocks_placements(grid, mesh_shape, param.placements) is None:
+        raise ValueError(
+            f"{name}: the {block} of shape {grid.shape} under {param.placements} are whole, but "
+            f"no placement describes them; shard it with a granularity of {grid.granularity}, or exclude it."
+        )
+    coordinate = param.device_mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"{name}: this rank is not in the parameter's mesh {param.device_mesh}.")
+    index = 0
+    for size, place in zip(mesh_shape, coordinate):
+        index = index * size + place
+    part = parts[index]
+    assert part is not None
+    return part
+
+
+def to_blocks(flat: Tensor, blocks: LocalBlocks, fill: int = 0) -> Tensor:
+    """The local elements as (count, block_numel), short blocks padded with ``fill``."""
+    grid, rows = blocks.grid, blocks.rows
+    matrix = F.pad(flat, (0, rows * blocks.cols - flat.numel()), value=fill).view(rows, blocks.cols)
+    matrix = F.pad(matrix, (0, blocks.grid_cols * grid.block_cols - blocks.cols), value=fill)
+    tiles = matrix.view(blocks.grid_rows, grid.block_rows, blocks.grid_cols, grid.block_cols)
+    return tiles.transpose(1, 2).reshape(-1, grid.block_rows * grid.block_cols)
+
+
+def from_blocks(tiles: Tensor, blocks: LocalBlocks) -> Tensor:
+    """The inverse of :func:`to_blocks`: the flat local elements."""
+    grid = blocks.grid
+    matrix = tiles.view(blocks.grid_rows, blocks.grid_cols, grid.block_rows, grid.block_cols)
+    matrix = matrix.transpose(1, 2).reshape(blocks.rows, blocks.grid_cols * grid.block_cols)
+    return matrix[:, : blocks.cols].reshape(-1)[: blocks.numel]

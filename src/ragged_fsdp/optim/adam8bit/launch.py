@@ -14,9 +14,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry
-from ragged_fsdp.optim.adam8bit_triton import exact_step_kernel, step_kernel
-from ragged_fsdp.optim.quant import FIRST_OCTAVE, map_constants, rounding_key, rounding_salt
+from ragged_fsdp.optim.adam8bit.codes import FIRST_OCTAVE, map_constants, rounding_key, rounding_salt
+from ragged_fsdp.optim.adam8bit.kernel import exact_step_kernel, step_kernel
+from ragged_fsdp.optim.adam8bit.reference import AdamScalars, BlockEntry
 
 __all__ = ["BlockBatch", "ExactBatch", "kernel_kind"]
 
@@ -165,7 +165,7 @@ _MAPS: dict[torch.device, tuple[Tensor, ...]] = {}
 
 
 def _maps(device: torch.device) -> tuple[Tensor, ...]:
-    """Of the signed map, then of the unsigned: cell widths, and pairs of slope and offset as 64-bit words.
+    """Tables of the signed map, then of the unsigned: cell widths, and 64-bit pairs of slope and offset.
 
     Widths are found by the octave of k + 1/2, from 1/2 on; pairs by the upper nine bits of a float as a
     signed number, from -256 to 255: there is one for every float, so that the kernel need not check it.

@@ -22,16 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "Flattened",
-    "Fused",
-    "MatrixRule",
-    "Slab",
-    "SubMatrix",
-    "matrix_shape",
-    "newton_schulz_flops",
-    "slabs_of",
-]
+__all__ = ["Flattened", "Fused", "MatrixRule", "Slab", "SubMatrix", "matrix_shape", "slabs_of"]
 
 
 @dataclass(frozen=True)
@@ -96,17 +87,6 @@ class Slab:
     def numel(self) -> int:
         """Elements of the slab."""
         return self.rows * self.columns
-
-    @property
-    def flops(self) -> int:
-        """Cost of one Newton-Schulz iteration over its matrices."""
-        return sum(newton_schulz_flops(m.rows, m.columns) for m in self.matrices)
-
-
-def newton_schulz_flops(rows: int, columns: int) -> int:
-    """Floating point operations of one iteration: X X^T, A A and P X, for the short side on the left."""
-    short, long = sorted((rows, columns))
-    return 4 * short * short * long + 2 * short**3
 
 
 def matrix_shape(shape: Sequence[int], rule: MatrixRule) -> tuple[int, int, int]:

@@ -6,9 +6,11 @@
         -> packed all-to-all: updates to the holders
         -> weights (every rank, its own elements)
 
-The state is one momentum buffer per parameter, placed like the parameter: it never depends on how the
-work is divided, so a checkpoint resumes at any world size. What is divided how is the plan
-(:mod:`ragged_fsdp.optim.muon_plan`), made at the first step and compared between ranks before the first
+How matrices travel is :mod:`ragged_fsdp.optim.exchange`, which knows nothing of Muon; what happens to them is
+:mod:`ragged_fsdp.optim.muon.passes`. The state is one momentum buffer per parameter, placed like the
+parameter: it never depends on how the work is divided, so a checkpoint resumes at any world size. What is
+divided how is the plan
+(:mod:`ragged_fsdp.optim.exchange.plan`), made at the first step and compared between ranks before the first
 transfer.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +27,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ragged_fsdp.optim.matrices import MatrixRule, slabs_of
-from ragged_fsdp.optim.muon_adamw import adamw_step
-from ragged_fsdp.optim.muon_exchange import FamilyStep, LocalState
-from ragged_fsdp.optim.muon_groups import Binder, BoundExchange, Member
-from ragged_fsdp.optim.muon_rules import is_hidden_matrix, scale_function
-from ragged_fsdp.optim.newton_schulz import (
+from ragged_fsdp.optim.base import (
+    check_options,
+    form_like,
+    local_part,
+    number,
+    require_matching_grad,
+    require_option,
+    require_state,
+)
+from ragged_fsdp.optim.exchange import Exchange, Exchanges, MatrixRule, Member
+from ragged_fsdp.optim.exchange.matrices import slabs_of
+from ragged_fsdp.optim.muon.newton_schulz import (
     Coefficients,
     check_backend,
     choose_backend,
+    newton_schulz_flops,
     orthogonalize,
     per_iteration,
 )
-from ragged_fsdp.optim.options import check_options, number, require_option
-from ragged_fsdp.optim.state import form_like, local_of, require_matching_grad, require_state
+from ragged_fsdp.optim.muon.passes import FamilyStep, LocalState, MuonWork
+from ragged_fsdp.optim.muon.rules import adamw_step, is_hidden_matrix, scale_function
+from ragged_fsdp.torch_internals import disable_dynamo
 
 __all__ = ["Muon"]
 
@@ -83,7 +94,7 @@ class Muon(Optimizer):
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of the inner AdamW; a learning rate or decay
             of None means Muon's.
         is_matrix: ``(name, parameter) -> bool``, the rule that chooses; by default
-            :func:`~ragged_fsdp.optim.muon_rules.is_hidden_matrix`.
+            :func:`~ragged_fsdp.optim.muon.rules.is_hidden_matrix`.
         split: ``(name, parameter) -> Fused | Flattened | None``: the matrices inside a parameter. Without
             a rule, the last two dims are a matrix and the others count matrices (experts).
         ns_dtype: of the iteration and of what is sent; bfloat16, float32 or float64.
@@ -180,7 +191,7 @@ class Muon(Optimizer):
             del self.param_groups[groups_before:]  # both halves or none
             raise
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of all parameters that have a gradient."""
@@ -191,10 +202,10 @@ class Muon(Optimizer):
         groups = [group for group in self.param_groups if group["algorithm"] == _MUON]
         # Everything that can be wrong is looked at before anything is changed or sent.
         prepared = []
-        for bound in self._exchanges(groups):
-            states = [self._local_state(name, p) for name, p in zip(bound.names, bound.parameters)]
-            families = [self._family_step(group, bound.device) for group in groups]
-            prepared.append((bound, states, families))
+        for exchange in self._exchanges(groups):
+            states = [self._local_state(name, p) for name, p in zip(exchange.names, exchange.parameters)]
+            families = [self._family_step(group, exchange.team.device) for group in groups]
+            prepared.append((exchange, MuonWork(states, families)))
         others = [group for group in self.param_groups if group["algorithm"] == _ADAMW]
         for group in others:
             for name, p in _members_of(group):
@@ -202,16 +213,16 @@ class Muon(Optimizer):
                     require_matching_grad(_label(name, p), p)
         for group in others:
             adamw_step(group, self.state)
-        for bound, states, families in prepared:
-            bound.exchange.run(states, families, bound.device)
+        for exchange, work in prepared:
+            exchange.run(work)
         return loss
 
     def describe(self) -> str:
         """A line per parameter: name, shape, algorithm, its matrices, and the ranks that work on them."""
         roots = {
             id(p): ", ".join(str(rank) for rank in ranks)
-            for bound in self._latest
-            for p, ranks in zip(bound.parameters, bound.roots())
+            for exchange in self._latest
+            for p, ranks in zip(exchange.parameters, exchange.roots())
         }
         lines = []
         for group in self.param_groups:
@@ -223,9 +234,9 @@ class Muon(Optimizer):
                 lines.append(line)
         return "\n".join(lines)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in torch; state that does not lie like its parameter raises, and nothing is changed."""
+        """Load a state dict; state that does not lie like its parameter raises, and nothing is changed."""
         before = self.state, self.param_groups
         try:
             super().load_state_dict(state_dict)
@@ -250,14 +261,17 @@ class Muon(Optimizer):
 
     def _forget_exchanges(self) -> None:
         options = self._options
-        binding = options.bucket_numel, options.buckets_in_flight, options.ns_dtype
-        self._sharded, self._local = Binder(*binding), Binder(*binding)
-        self._latest: tuple[BoundExchange, ...] = ()
+        limits = {"bucket_numel": options.bucket_numel, "buckets_in_flight": options.buckets_in_flight}
+        # Which plain parameters have a gradient may differ between ranks: they are remembered by themselves.
+        self._sharded, self._local = (
+            Exchanges("Muon", newton_schulz_flops, options.ns_dtype, **limits) for _ in range(2)
+        )
+        self._latest: tuple[Exchange, ...] = ()
 
     def _rule_of(self, name: str | None, parameter: Tensor) -> MatrixRule:
         return self._options.split(name, parameter) if self._options.split is not None else None
 
-    def _exchanges(self, groups: list[dict[str, Any]]) -> tuple[BoundExchange, ...]:
+    def _exchanges(self, groups: list[dict[str, Any]]) -> tuple[Exchange, ...]:
         """The exchanges of the trainable parameters, made when that set is first seen.
 
         Sharded parameters without a gradient take part all the same: which gradients there are may differ
@@ -266,10 +280,10 @@ class Muon(Optimizer):
         trainable = [[p for p in group["params"] if p.requires_grad] for group in groups]
         sharded = [[p for p in params if _is_sharded(p)] for params in trainable]
         local = [[p for p in params if p.grad is not None and not _is_sharded(p)] for params in trainable]
-        found: tuple[BoundExchange, ...] = ()
-        for binder, chosen in ((self._sharded, sharded), (self._local, local)):
+        found: tuple[Exchange, ...] = ()
+        for exchanges, chosen in ((self._sharded, sharded), (self._local, local)):
             key = tuple(tuple(map(id, params)) for params in chosen)
-            found += binder.exchanges(key, lambda chosen=chosen: self._members(groups, chosen))  # type: ignore[misc]
+            found += exchanges.remembered(key, partial(self._members, groups, chosen))
         self._latest = found
         return found
 
@@ -278,13 +292,13 @@ class Muon(Optimizer):
         for family, (group, params) in enumerate(zip(groups, chosen)):
             wanted = set(map(id, params))
             pairs = [pair for pair in _members_of(group) if id(pair[1]) in wanted]
-            members += [(name, p, self._rule_of(name, p), family) for name, p in pairs]
+            members += [Member(name, p, self._rule_of(name, p), family) for name, p in pairs]
         return members
 
     def _local_state(self, name: str, parameter: Tensor) -> LocalState:
         gradient = parameter.grad
         if gradient is None:
-            local = local_of(parameter)
+            local = local_part(parameter)
             return LocalState(local, None, local)
         require_matching_grad(name, parameter)
         if not gradient.is_floating_point():
@@ -292,10 +306,10 @@ class Muon(Optimizer):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        buffer = local_of(state["momentum_buffer"])
+        buffer = local_part(state["momentum_buffer"])
         if not buffer.is_contiguous():
             raise ValueError(f"{name}: momentum_buffer must be contiguous, got strides {buffer.stride()}.")
-        return LocalState(local_of(parameter), local_of(gradient).contiguous(), buffer)
+        return LocalState(local_part(parameter), local_part(gradient).contiguous(), buffer)
 
     def _family_step(self, group: dict[str, Any], device: torch.device) -> FamilyStep:
         lr = float(group["lr"])
@@ -368,9 +382,9 @@ def _check_group(
             raise ValueError(
                 f"{label}: Muon needs at least two dims, got shape {tuple(parameter.shape)}; use 'adamw'."
             )
-        if not local_of(parameter).is_contiguous():
+        if not local_part(parameter).is_contiguous():
             raise ValueError(
-                f"{label}: Muon needs contiguous parameters, got strides {local_of(parameter).stride()}."
+                f"{label}: Muon needs contiguous parameters, got strides {local_part(parameter).stride()}."
             )
         try:
             slabs_of(tuple(parameter.shape), rule_of(name, parameter))

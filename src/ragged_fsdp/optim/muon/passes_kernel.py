@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragged_fsdp.optim.muon_elementwise import Piece
+from ragged_fsdp.optim.muon.passes import Strided
 
 __all__ = ["launch_apply", "launch_apply_rows", "launch_momentum", "launch_momentum_rows"]
 
@@ -124,9 +124,13 @@ def _aligned(rows: Integers, address_columns: int) -> bool:
 
 
 def launch_momentum(
-    gradients: list[Piece], buffers: list[Piece], targets: list[Piece | None], momentum: float, nesterov: bool
+    gradients: list[Strided],
+    buffers: list[Strided],
+    targets: list[Strided | None],
+    momentum: float,
+    nesterov: bool,
 ) -> None:
-    """:func:`ragged_fsdp.optim.muon_elementwise.update_momentum` for contiguous pieces on CUDA."""
+    """:func:`ragged_fsdp.optim.muon.passes.update_momentum` for contiguous pieces on CUDA."""
     by_dtype: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[Row]] = {}
     for gradient, buffer, target in zip(gradients, buffers, targets):
         written = target.tensor.dtype if target is not None else torch.bfloat16
@@ -160,8 +164,8 @@ def launch_momentum_rows(
     )
 
 
-def launch_apply(parameters: list[Piece], updates: list[Piece], steps: list[float], decay: float) -> None:
-    """:func:`ragged_fsdp.optim.muon_elementwise.apply_updates` for contiguous pieces on CUDA."""
+def launch_apply(parameters: list[Strided], updates: list[Strided], steps: list[float], decay: float) -> None:
+    """:func:`ragged_fsdp.optim.muon.passes.apply_updates` for contiguous pieces on CUDA."""
     by_dtype: dict[tuple[torch.dtype, torch.dtype], list[Row]] = {}
     for parameter, update, step in zip(parameters, updates, steps):
         bits = struct.unpack("<q", struct.pack("<d", step))[0]

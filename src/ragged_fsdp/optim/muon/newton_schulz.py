@@ -7,7 +7,7 @@ singular values towards 1 and leaves the singular vectors. Three implementations
 ``plain``       torch products, one batch per shape. ``P = a I + b A + c A A`` is formed first, so the
                 third product reads X once. On the CPU it goes matrix by matrix: the result of a
                 matrix then never depends on which others are in the batch.
-``triton``      :mod:`ragged_fsdp.optim.newton_schulz_triton`, which computes the symmetric products
+``triton``      :mod:`ragged_fsdp.optim.muon.newton_schulz_kernel`, which computes the symmetric products
                 once (bf16 on CUDA); batches too small to pay for the launches are left to ``plain``.
 """
 
@@ -22,7 +22,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ragged_fsdp.optim.matrices import newton_schulz_flops
+from ragged_fsdp.torch_internals import with_recompile_limit
 
 __all__ = [
     "BACKENDS",
@@ -30,6 +30,7 @@ __all__ = [
     "check_backend",
     "choose_backend",
     "has_triton",
+    "newton_schulz_flops",
     "orthogonalize",
     "orthogonalize_plain",
     "orthogonalize_reference",
@@ -57,6 +58,12 @@ def per_iteration(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
         raise ValueError(f"ns_steps must be an integer of at least 1, got {steps!r}.")
     chosen = (schedule[min(i, len(schedule) - 1)] for i in range(steps))
     return tuple((float(a), float(b), float(c)) for a, b, c in chosen)
+
+
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Floating point operations of one iteration: X X^T, A A and P X, for the short side on the left."""
+    short, long = sorted((rows, columns))
+    return 4 * short * short * long + 2 * short**3
 
 
 @lru_cache(maxsize=1)
@@ -103,7 +110,7 @@ def orthogonalize(
         return torch.stack([orthogonalize_reference(x, coefficients, min_norm) for x in batch])
     function = _compiled_plain() if compiled else orthogonalize_plain
     # One graph per shape of a batch; the usual limit is meant for accidental recompilation.
-    with torch._dynamo.config.patch(recompile_limit=_COMPILED_SHAPES) if compiled else nullcontext():
+    with with_recompile_limit(_COMPILED_SHAPES) if compiled else nullcontext():
         if batch.device.type == "cpu":
             return torch.cat([function(x, coefficients, min_norm) for x in batch.split(1)])
         return function(batch, coefficients, min_norm)
@@ -140,7 +147,7 @@ def _compiled_plain() -> Callable[..., Tensor]:
 
 
 def _orthogonalize_triton(batch: Tensor, coefficients: tuple[Triple, ...], min_norm: float) -> Tensor:
-    from ragged_fsdp.optim.newton_schulz_triton import ALIGNMENT, orthogonalize_symmetric
+    from ragged_fsdp.optim.muon.newton_schulz_kernel import ALIGNMENT, orthogonalize_symmetric
 
     matrices, rows, columns = batch.shape
     if matrices * newton_schulz_flops(rows, columns) < _WORTH_TRITON_FLOPS:

@@ -79,7 +79,7 @@ def _decades(signed: bool) -> list[tuple[int, float]]:
 
 @cache
 def map_constants(signed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a map, as fp32: slopes and offsets by octave of a magnitude, cell widths by octave of ``k``.
+    """The fp32 numbers of a map: slopes and offsets by octave of a magnitude, cell widths by octave of ``k``.
 
     ``k`` is near ``magnitude * slope + offset + 1/2`` in the decade in which the octave begins. Entry j of
     the widths belongs to k in ``[2^(j-1), 2^j)`` if signed, so that j = 0 is k = 0, and to ``[2^j, 2^(j+1))``

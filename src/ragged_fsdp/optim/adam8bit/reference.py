@@ -9,10 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ragged_fsdp.optim.quant import (
+from ragged_fsdp.optim.adam8bit.codes import (
     LARGEST_SQUARE,
     SMALLEST_SQUARE,
     dequantize,
@@ -20,9 +19,9 @@ from ragged_fsdp.optim.quant import (
     rounding_noise,
     zero_code,
 )
-from ragged_fsdp.optim.quant_grid import LocalBlocks
+from ragged_fsdp.optim.blocks import LocalBlocks, from_blocks, to_blocks
 
-__all__ = ["AdamScalars", "BlockEntry", "from_blocks", "to_blocks", "update_entry", "update_exact"]
+__all__ = ["AdamScalars", "BlockEntry", "adam_direction", "prepared_grad", "update_entry", "update_exact"]
 
 _CHUNK_NUMEL = 1 << 19  # bounds the temporaries of a large parameter, and keeps them in cache
 
@@ -42,7 +41,7 @@ class AdamScalars:
 
     @classmethod
     def of(cls, group: dict, step: int, decoupled: bool) -> AdamScalars:
-        """Of a param group at the ``step``-th update, counted from 1."""
+        """The scalars of a param group at its ``step``-th update, counted from 1."""
         beta1, beta2 = group["betas"]
         lr, decay = float(group["lr"]), float(group["weight_decay"])
         return cls(
@@ -74,23 +73,6 @@ class BlockEntry:
     blocks: LocalBlocks
 
 
-def to_blocks(flat: Tensor, blocks: LocalBlocks, fill: int = 0) -> Tensor:
-    """The local elements as (count, block_numel), short blocks padded with ``fill``."""
-    grid, rows = blocks.grid, blocks.rows
-    matrix = F.pad(flat, (0, rows * blocks.cols - flat.numel()), value=fill).view(rows, blocks.cols)
-    matrix = F.pad(matrix, (0, blocks.grid_cols * grid.block_cols - blocks.cols), value=fill)
-    tiles = matrix.view(blocks.grid_rows, grid.block_rows, blocks.grid_cols, grid.block_cols)
-    return tiles.transpose(1, 2).reshape(-1, grid.block_rows * grid.block_cols)
-
-
-def from_blocks(tiles: Tensor, blocks: LocalBlocks) -> Tensor:
-    """The inverse of :func:`to_blocks`: the flat local elements."""
-    grid = blocks.grid
-    matrix = tiles.view(blocks.grid_rows, blocks.grid_cols, grid.block_rows, grid.block_cols)
-    matrix = matrix.transpose(1, 2).reshape(blocks.rows, blocks.grid_cols * grid.block_cols)
-    return matrix[:, : blocks.cols].reshape(-1)[: blocks.numel]
-
-
 def adam_direction(
     grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: AdamScalars
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +98,7 @@ def update_exact(
     squares: list[Tensor],
     scalars: AdamScalars,
 ) -> None:
-    """One step of local tensors whose moments are fp32: the same arithmetic, one call for all of them."""
+    """One step of local tensors whose moments are fp32: Adam's arithmetic, one call for all of them."""
     weights = [param.float() for param in params]
     gradients = [grad.float() for grad in grads]
     if scalars.maximize:

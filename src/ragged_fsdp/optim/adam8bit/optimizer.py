@@ -15,26 +15,34 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ragged_fsdp.optim.adam8bit_reference import AdamScalars, BlockEntry, update_entry, update_exact
-from ragged_fsdp.optim.exact_state import ExactStateOptimizer
-from ragged_fsdp.optim.options import ADAM_RANGES, as_tuple, check_options, is_excluded, name_patterns
-from ragged_fsdp.optim.quant import rounding_key, zero_code
-from ragged_fsdp.optim.quant_grid import LocalBlocks, block_grid
-from ragged_fsdp.optim.state import (
+from ragged_fsdp.optim.adam8bit.codes import rounding_key, zero_code
+from ragged_fsdp.optim.adam8bit.reference import AdamScalars, BlockEntry, update_entry, update_exact
+from ragged_fsdp.optim.base import (
+    ADAM_RANGES,
+    ExactStateOptimizer,
     Gradients,
     StateForm,
     StepCounters,
+    as_tuple,
+    check_options,
     form_like,
-    form_over_blocks,
-    local_of,
+    is_excluded,
+    local_part,
+    name_patterns,
     require_optimisable,
-    require_whole_blocks,
     state_like,
+)
+from ragged_fsdp.optim.blocks import (
+    LocalBlocks,
+    block_grid,
+    form_over_blocks,
+    require_whole_blocks,
     state_over_blocks,
 )
+from ragged_fsdp.torch_internals import disable_dynamo
 
 if TYPE_CHECKING:
-    from ragged_fsdp.optim.adam8bit_launch import BlockBatch, ExactBatch
+    from ragged_fsdp.optim.adam8bit.launch import BlockBatch, ExactBatch
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 
@@ -93,7 +101,7 @@ class _Members:
     def drop_moved(self) -> None:
         """Forget what was noted of parameters whose memory is another now."""
         for index, (param, slot) in enumerate(zip(self.params, self.slots)):
-            if slot is not None and local_of(param).data_ptr() != slot.address:
+            if slot is not None and local_part(param).data_ptr() != slot.address:
                 self.slots[index] = None
                 self.batches.clear()
 
@@ -120,11 +128,11 @@ class _Members:
             elif slot.entry is None:
                 exact[slot.weight.dtype, grad_dtype, slot.weight.device].append(index)
             else:
-                from ragged_fsdp.optim.adam8bit_launch import kernel_kind
+                from ragged_fsdp.optim.adam8bit.launch import kernel_kind
 
                 blocks[kernel_kind(slot.entry), grad_dtype].append(index)
         if blocks or exact:
-            from ragged_fsdp.optim.adam8bit_launch import BlockBatch, ExactBatch
+            from ragged_fsdp.optim.adam8bit.launch import BlockBatch, ExactBatch
 
             for members in blocks.values():
                 slots = [self.slot(index) for index in members]
@@ -246,7 +254,7 @@ class Adam8bit(ExactStateOptimizer):
         codes, scales = form_like(param, torch.uint8), form_over_blocks(param, blocks.grid, torch.float32)
         return {"step": None, **{key: codes if key.endswith("codes") else scales for key in _QUANTISED}}
 
-    @torch._disable_dynamo
+    @disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
@@ -273,7 +281,7 @@ class Adam8bit(ExactStateOptimizer):
         if is_new:
             state.update(_new_state(param, plan.blocks))
         expected = _EXACT if plan.blocks is None else _QUANTISED
-        moments, weight = tuple(local_of(state[key]) for key in expected), local_of(param)
+        moments, weight = tuple(local_part(state[key]) for key in expected), local_part(param)
         entry = None
         if plan.blocks is not None:
             mean_codes, mean_scales, square_codes, square_scales = moments
@@ -319,7 +327,7 @@ class AdamW8bit(Adam8bit):
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
-    local = local_of(param)
+    local = local_part(param)
     if blocks is None:
         return {key: state_like(param, _filled_like(local, 0, torch.float32)) for key in _EXACT}
     count = blocks.grid_rows * blocks.grid_cols

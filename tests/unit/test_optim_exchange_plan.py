@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import struct
@@ -13,37 +12,57 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragged_fsdp.optim.matrices import Flattened, Fused, newton_schulz_flops, slabs_of
-from ragged_fsdp.optim.muon_addresses import Addresses, apply_rows, columns_of, momentum_rows
-from ragged_fsdp.optim.muon_exchange import _far, _near, _schedule
-from ragged_fsdp.optim.muon_plan import ExchangePlan, Holding, ParameterLayout, Task, plan_exchange
-from ragged_fsdp.optim.muon_program import bucket_program
+from ragged_fsdp.optim.exchange.matrices import Flattened, Fused, slabs_of
+from ragged_fsdp.optim.exchange.plan import (
+    ExchangePlan,
+    MatrixLayout,
+    PlannedParameter,
+    Task,
+    plan_exchange,
+)
+from ragged_fsdp.optim.exchange.program import bucket_program
+from ragged_fsdp.optim.exchange.run import _schedule
+from ragged_fsdp.optim.muon.newton_schulz import newton_schulz_flops
+from ragged_fsdp.optim.muon.passes import Addresses, Strided, apply_rows, momentum_rows
+from ragged_fsdp.routes import Region, flat_boxes, region_numel
+
+Triple = tuple[int, int, int]
 
 
-def interval_holdings(numel: int, shape3: tuple[int, int, int], cuts: list[int]) -> tuple[Holding, ...]:
+def interval(offset: Triple, size: Triple, start: int, stop: int) -> Region:
+    """Elements [start, stop) of the flattened box."""
+    return tuple(
+        (tuple(o + base for o, base in zip(offsets, offset)), sizes)
+        for offsets, sizes in flat_boxes(size, start, stop)
+    )
+
+
+def interval_regions(numel: int, shape3: Triple, cuts: list[int]) -> tuple[Region, ...]:
     """Consecutive intervals of the flattened parameter, ending at the cuts."""
     bounds = [0, *sorted(min(c, numel) for c in cuts), numel]
-    return tuple(Holding((0, 0, 0), shape3, a, b) for a, b in itertools.pairwise(bounds))
+    return tuple(interval((0, 0, 0), shape3, a, b) for a, b in itertools.pairwise(bounds))
 
 
-def column_holdings(shape3: tuple[int, int, int], ranks: int) -> tuple[Holding, ...]:
+def column_regions(shape3: Triple, ranks: int) -> tuple[Region, ...]:
     """Shard of the columns, each cut once more into two intervals that end inside a row."""
     batches, rows, columns = shape3
     width = -(-columns // (ranks // 2)) if ranks > 1 else columns
-    holdings = []
+    regions = []
     for index in range(ranks // 2):
         first = min(index * width, columns)
         size = (batches, rows, min(columns, first + width) - first)
         half = math.prod(size) // 2 + (1 if math.prod(size) > 2 else 0)
-        holdings += [
-            Holding((0, 0, first), size, 0, half),
-            Holding((0, 0, first), size, half, math.prod(size)),
-        ]
-    return tuple(holdings)
+        regions += [interval((0, 0, first), size, 0, half)]
+        regions += [interval((0, 0, first), size, half, math.prod(size))]
+    return tuple(regions)
+
+
+def planned(name: str, shape, rule, regions, replicas, family: int = 0) -> PlannedParameter:
+    return PlannedParameter(name, MatrixLayout(shape, rule, regions, replicas), family)
 
 
 @st.composite
-def layouts(draw, ranks: int, index: int) -> ParameterLayout:
+def parameters(draw, ranks: int, index: int) -> PlannedParameter:
     batches, rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 9)), draw(st.integers(1, 9))
     shape = (rows, columns) if batches == 1 else (batches, rows, columns)
     rule = draw(
@@ -59,34 +78,30 @@ def layouts(draw, ranks: int, index: int) -> ParameterLayout:
     numel, shape3 = math.prod(shape), (batches, rows, columns)
     kind = draw(st.sampled_from(["intervals", "columns", "replicated"]))
     if kind == "columns" and ranks % 2 == 0:
-        return ParameterLayout(f"p{index}", shape, rule, column_holdings(shape3, ranks), (0,) * ranks)
+        return planned(f"p{index}", shape, rule, column_regions(shape3, ranks), (0,) * ranks)
     if kind == "replicated":
-        whole = Holding((0, 0, 0), shape3, 0, numel)
-        return ParameterLayout(f"p{index}", shape, rule, (whole,) * ranks, tuple(range(ranks)))
+        whole = interval((0, 0, 0), shape3, 0, numel)
+        return planned(f"p{index}", shape, rule, (whole,) * ranks, tuple(range(ranks)))
     if ranks == 4 and draw(st.booleans()):  # two replicas of two ranks
-        pair = interval_holdings(numel, shape3, [draw(st.integers(0, numel))])
-        return ParameterLayout(f"p{index}", shape, rule, pair + pair, (0, 0, 1, 1))
+        pair = interval_regions(numel, shape3, [draw(st.integers(0, numel))])
+        return planned(f"p{index}", shape, rule, pair + pair, (0, 0, 1, 1))
     cuts = [draw(st.integers(0, numel)) for _ in range(ranks - 1)]
-    return ParameterLayout(f"p{index}", shape, rule, interval_holdings(numel, shape3, cuts), (0,) * ranks)
+    return planned(f"p{index}", shape, rule, interval_regions(numel, shape3, cuts), (0,) * ranks)
 
 
 @st.composite
 def plans(draw) -> ExchangePlan:
     ranks = draw(st.integers(1, 5))
     count = draw(st.integers(1, 4))
-    return plan_exchange(
-        [draw(layouts(ranks, i)) for i in range(count)], ranks, draw(st.sampled_from([1, 40, 200, 10_000]))
-    )
+    bucket_numel = draw(st.sampled_from([1, 40, 200, 10_000]))
+    drawn = [draw(parameters(ranks, i)) for i in range(count)]
+    return plan_exchange(drawn, ranks, bucket_numel, newton_schulz_flops)
 
 
-def cut(full: torch.Tensor, holding: Holding) -> torch.Tensor:
-    """The flat local tensor of a holding, by definition."""
-    (b, r, c), (nb, nr, nc) = holding.offset, holding.size
-    return full[b : b + nb, r : r + nr, c : c + nc].reshape(-1)[holding.start : holding.stop].clone()
-
-
-def strided(flat: torch.Tensor, start: int, rows: int, run: int, stride: int) -> torch.Tensor:
-    return flat.as_strided((rows, run), (stride, 1), start)
+def cut(full: torch.Tensor, region: Region) -> torch.Tensor:
+    """The flat local tensor of a region, by definition."""
+    boxes = [full[tuple(slice(o, o + n) for o, n in zip(*box))].reshape(-1) for box in region]
+    return torch.cat([*boxes, full.new_empty(0)])
 
 
 @settings(max_examples=120, deadline=None)
@@ -94,57 +109,54 @@ def strided(flat: torch.Tensor, start: int, rows: int, run: int, stride: int) ->
 def test_every_slab_arrives_whole_and_every_element_returns(plan: ExchangePlan) -> None:
     """Pack, transfer, unpack, and back, by the programs of all ranks; the root adds 1000 to what it gets."""
     full = [
-        torch.arange(math.prod(p.shape), dtype=torch.float64).view(p.batches_rows_columns) + 10_000 * i
-        for i, p in enumerate(plan.parameters)
+        torch.arange(math.prod(layout.shape), dtype=torch.float64).view(layout.batches_rows_columns)
+        + 10_000 * i
+        for i, (_, layout, _) in enumerate(plan.parameters)
     ]
     local = [
-        [cut(full[p], plan.parameters[p].holdings[r]) for p in range(len(full))] for r in range(plan.ranks)
+        [cut(whole, plan.parameters[p].layout.regions[r]) for p, whole in enumerate(full)]
+        for r in range(plan.ranks)
     ]
-    result = [[torch.full_like(t, -1) for t in tensors] for tensors in local]
+    found = [[torch.full_like(t, -1) for t in tensors] for tensors in local]
     for bucket in range(len(plan.buckets)):
         programs = [bucket_program(plan, bucket, r) for r in range(plan.ranks)]
         batches = [
-            [torch.full((n * k.rows * k.columns,), -1.0, dtype=torch.float64) for k, n in p.batches]
+            [torch.full((math.prod(b.shape),), -1.0, dtype=torch.float64) for b in p.batches]
             for p in programs
         ]
         sent = [torch.zeros(sum(p.gather.send), dtype=torch.float64) for p in programs]
         for rank, program in enumerate(programs):
-            for s in (*program.outgoing, *program.kept):
-                c, target = s.copy, sent[rank] if s.batch < 0 else batches[rank][s.batch]
-                source = strided(local[rank][s.parameter], c.local_start, c.rows, c.run, c.local_stride)
-                strided(target, c.slab_start, c.rows, c.run, c.slab_stride).copy_(source)
+            for link in itertools.chain(*program.collected):
+                if (target := link.far_of([sent[rank], *batches[rank]])) is not None:
+                    target.copy_(link.near_of(local[rank][link.parameter]))
         received = exchange(sent, [p.gather for p in programs])
         for rank, program in enumerate(programs):
-            for item in program.incoming:
-                c = item.copy
-                source = strided(received[rank], c.local_start, c.rows, c.run, c.local_stride)
-                strided(batches[rank][item.batch], c.slab_start, c.rows, c.run, c.slab_stride).copy_(source)
+            for arrival in program.incoming:
+                arrival.near.view(batches[rank][arrival.batch]).copy_(arrival.far.view(received[rank]))
         check_slabs(plan, bucket, programs, batches, full)
         sent = [torch.zeros(sum(p.scatter.send), dtype=torch.float64) for p in programs]
         for rank, program in enumerate(programs):
-            for item in program.results:
-                c = item.copy
-                source = strided(batches[rank][item.batch], c.slab_start, c.rows, c.run, c.slab_stride)
-                strided(sent[rank], c.local_start, c.rows, c.run, c.local_stride).copy_(source + 1000)
+            for result in program.results:
+                source = result.near.view(batches[rank][result.batch])
+                result.far.view(sent[rank]).copy_(source + 1000)
         received = exchange(sent, [p.scatter for p in programs])
         for rank, program in enumerate(programs):
-            for s in (*program.returned, *program.kept):
-                c, kept = s.copy, s.batch >= 0
-                flat = batches[rank][s.batch] + 1000 if kept else received[rank]
-                target = strided(result[rank][s.parameter], c.local_start, c.rows, c.run, c.local_stride)
+            done = [received[rank], *(batch + 1000 for batch in batches[rank])]
+            for link in itertools.chain(*program.applied):
+                target = link.near_of(found[rank][link.parameter])
                 assert (target == -1).all(), "an element came back twice"
-                target.copy_(strided(flat, c.slab_start, c.rows, c.run, c.slab_stride))
+                target.copy_(link.far_of(done))
     for rank in range(plan.ranks):
-        for found, start in zip(result[rank], local[rank]):
-            assert torch.equal(found, start + 1000)
+        for after, start in zip(found[rank], local[rank]):
+            assert torch.equal(after, start + 1000)
 
 
-def exchange(sent, routes):
+def exchange(sent, splits):
     """An all-to-all: what rank s sends to rank r, in the order of the senders."""
-    parts = [list(flat.split(route.send)) for flat, route in zip(sent, routes)]
+    parts = [list(flat.split(of_rank.send)) for flat, of_rank in zip(sent, splits)]
     received = []
-    for rank, route in enumerate(routes):
-        assert [p[rank].numel() for p in parts] == list(route.receive), "the two ends disagree"
+    for rank, of_rank in enumerate(splits):
+        assert [p[rank].numel() for p in parts] == list(of_rank.receive), "the two ends disagree"
         received.append(torch.cat([p[rank] for p in parts]))
     return received
 
@@ -160,8 +172,8 @@ def check_slabs(plan, bucket, programs, batches, full) -> None:
                 wanted.append(rows.flatten().tolist())
         found = [
             slab.tolist()
-            for (kind, count), flat in zip(program.batches, batches[rank])
-            for slab in flat.view(count, kind.rows * kind.columns)
+            for batch, flat in zip(program.batches, batches[rank])
+            for slab in flat.view(len(batch.slabs), -1)
         ]
         assert sorted(found) == sorted(wanted)
 
@@ -169,7 +181,7 @@ def check_slabs(plan, bucket, programs, batches, full) -> None:
 @settings(max_examples=100, deadline=None)
 @given(plans())
 def test_work_is_balanced_and_buckets_are_bounded(plan: ExchangePlan) -> None:
-    costs = [plan.slab(task).flops for task in plan.tasks]
+    costs = [task.cost for task in plan.tasks]
     assert sum(plan.load()) == sum(costs)
     assert max(plan.load()) <= sum(costs) / plan.ranks + max(costs)
     for tasks in plan.buckets:
@@ -187,67 +199,65 @@ def test_roots_advance_together(model: str, ranks: int) -> None:
         "experts": [(64, 2048, 768), (64, 768, 2048), (2048, 2048), (512, 2048)],
     }[model]
     total = sum(map(math.prod, shapes))
-    layouts = []
+    drawn = []
     for layer in range(16):  # one flat buffer per layer, cut evenly
         start = 0
         for index, shape in enumerate(shapes):
             cuts = [total * rank // ranks - start for rank in range(1, ranks)]
             matrices, numel = ((1,) * (3 - len(shape)) + shape), math.prod(shape)
-            holdings = interval_holdings(numel, matrices, [max(0, cut) for cut in cuts])
-            layouts.append(ParameterLayout(f"{layer}.{index}", shape, None, holdings, (0,) * ranks))
+            regions = interval_regions(numel, matrices, [max(0, cut) for cut in cuts])
+            drawn.append(planned(f"{layer}.{index}", shape, None, regions, (0,) * ranks))
             start += numel
-    plan = plan_exchange(layouts, ranks, 1 << 27)
+    plan = plan_exchange(drawn, ranks, 1 << 27, newton_schulz_flops)
     busiest = 0
     for tasks in plan.buckets:
-        work = [sum(plan.slab(t).flops for t in tasks if t.root == rank) for rank in range(ranks)]
+        work = [sum(t.cost for t in tasks if t.root == rank) for rank in range(ranks)]
         busiest += max(work)
     assert busiest <= 1.2 * sum(plan.load()) / ranks  # 1.0 if all roots were always busy
     if model == "experts":
-        batches = [n for b in range(len(plan.buckets)) for _, n in bucket_program(plan, b, 0).batches]
-        assert sum(batches) / len(batches) >= 4
+        programs = [bucket_program(plan, b, 0) for b in range(len(plan.buckets))]
+        sizes = [len(batch.slabs) for program in programs for batch in program.batches]
+        assert sum(sizes) / len(sizes) >= 4
 
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
 def test_columns_of_addresses(plan: ExchangePlan) -> None:
-    """The rows that kernels are launched with, computed at once, are those of the pieces one by one."""
+    """The rows that kernels are launched with, computed at once, are those of the links one by one."""
     for rank, bucket in itertools.product(range(plan.ranks), range(len(plan.buckets))):
         program = bucket_program(plan, bucket, rank)
-        local = [torch.zeros(layout.holdings[rank].numel, dtype=torch.float64) for layout in plan.parameters]
+        numels = [region_numel(layout.regions[rank]) for _, layout, _ in plan.parameters]
+        local = [torch.zeros(numel, dtype=torch.float64) for numel in numels]
         gradients, buffers = ([t.to(dtype) for t in local] for dtype in (torch.float32, torch.float64))
-        batches = [torch.zeros(n * k.rows * k.columns, dtype=torch.bfloat16) for k, n in program.batches]
+        batches = [torch.zeros(math.prod(batch.shape), dtype=torch.bfloat16) for batch in program.batches]
         pointers = [np.array([t.data_ptr() for t in ts]) for ts in (gradients, buffers, local)]
         addresses = Addresses(*pointers, torch.float32, torch.float64)
-        for segments, sizes in (
-            ((*program.outgoing, *program.kept, *program.elsewhere), program.gather.send),
-            ((*program.returned, *program.kept), program.scatter.receive),
+        for links, sizes in (
+            *((links, program.gather.send) for links in program.collected),
+            *((links, program.scatter.receive) for links in program.applied),
         ):
-            columns = columns_of(segments)
-            contiguous = all(_near(s.copy, local[s.parameter]).contiguous for s in segments)
-            packed = torch.zeros(sum(sizes), dtype=torch.bfloat16)
-            far = [packed, *batches]
-            pieces = [_far(s.copy, far[s.batch + 1]) for s in segments]
-            assert (columns is not None) == (contiguous and all(p.contiguous for p in pieces))
+            columns = links.columns
+            far = [torch.zeros(sum(sizes), dtype=torch.bfloat16), *batches]
+            assert (columns is not None) == all(s.contiguous for link in links for s in (link.near, link.far))
             if columns is None:
                 continue
             steps = {kind: 0.5 + i for i, kind in enumerate(columns.kinds)}
-            for index, (segment, piece) in enumerate(zip(segments, pieces)):
-                near = [_near(segment.copy, ts[segment.parameter]) for ts in (gradients, buffers, local)]
-                target = piece.address if segment.batch >= 0 or segment.sent else 0
+            for index, link in enumerate(links):
+                near = [Strided(ts[link.parameter], link.near).address for ts in (gradients, buffers, local)]
+                target = Strided(far[link.buffer], link.far).address if link.buffer >= 0 else 0
                 row = momentum_rows(columns, addresses, far)[index].tolist()
-                assert row == [near[0].address, near[1].address, target, piece.numel]
+                assert row == [near[0], near[1], target, link.near.numel]
                 row = apply_rows(columns, addresses, far, list(steps.values()))[index].tolist()
-                bits = struct.unpack("<q", struct.pack("<d", steps[segment.kind]))[0]
+                bits = struct.unpack("<q", struct.pack("<d", steps[link.kind]))[0]
                 if target:
-                    assert row == [near[2].address, piece.address, bits, piece.numel]
+                    assert row == [near[2], target, bits, link.near.numel]
 
 
 def test_plans_are_equal_exactly_if_inputs_are() -> None:
-    def build(**change):
-        shape3 = (1, 4, 6)
-        values = {"name": "w", "shape": (4, 6), "rule": None, "replicas": (0, 0)}
-        values["holdings"] = interval_holdings(24, shape3, [change.pop("cut", 10)])
-        return plan_exchange([ParameterLayout(**{**values, **change})], 2, 1000).digest
+    def build(cut: int = 10, name: str = "w", rule=None, family: int = 0) -> str:
+        regions = interval_regions(24, (1, 4, 6), [cut])
+        parameter = planned(name, (4, 6), rule, regions, (0, 0), family)
+        return plan_exchange([parameter], 2, 1000, newton_schulz_flops).text
 
     assert build() == build()
     others = [build(cut=11), build(name="v"), build(rule=Fused(-2, (1, 3))), build(family=1)]
@@ -255,18 +265,18 @@ def test_plans_are_equal_exactly_if_inputs_are() -> None:
 
 
 def test_invalid_plans_raise() -> None:
-    whole = Holding((0, 0, 0), (1, 2, 3), 0, 6)
-    layout = ParameterLayout("w", (2, 3), None, (whole,), (0,))
+    whole = interval((0, 0, 0), (1, 2, 3), 0, 6)
+    parameter = planned("w", (2, 3), None, (whole,), (0,))
     with pytest.raises(ValueError, match="exactly one task"):
-        ExchangePlan((layout,), 1, 10, ())
+        ExchangePlan((parameter,), 1, 10, ())
     with pytest.raises(ValueError, match="outside"):
-        ExchangePlan((layout,), 1, 10, (Task(0, 0, 1, 0),))
-    with pytest.raises(ValueError, match=r"w: .* 6 elements"):
-        ParameterLayout("w", (2, 3), None, (dataclasses.replace(whole, stop=5),), (0,))
-    with pytest.raises(ValueError, match="interval"):
-        dataclasses.replace(whole, stop=7)
+        ExchangePlan((parameter,), 1, 10, (Task(0, 0, 1, 1, 0),))
+    with pytest.raises(ValueError, match="6 elements"):
+        planned("w", (2, 3), None, (interval((0, 0, 0), (1, 2, 3), 0, 5),), (0,))
+    with pytest.raises(ValueError, match="not within"):
+        planned("w", (2, 3), None, (interval((0, 0, 0), (1, 3, 2), 0, 6),), (0,))
     with pytest.raises(ValueError, match="bucket_numel"):
-        plan_exchange([layout], 1, 0)
+        plan_exchange([parameter], 1, 0, newton_schulz_flops)
 
 
 def test_matrices_as_drawn() -> None:

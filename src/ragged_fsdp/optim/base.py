@@ -1,0 +1,396 @@
+"""What the optimizers of this package do alike: check options, lay state out like parameters, prepare steps.
+
+State of a DTensor parameter is a DTensor over the same mesh, laid out like the parameter; checkpoints then
+save, load and reshard it like the parameter. (State with one value per block instead of per element is in
+:mod:`ragged_fsdp.optim.blocks`.) All of it is local bookkeeping: nothing here communicates.
+
+A step that looked everything up anew would cost more host time than the kernels take. So
+:class:`ExactStateOptimizer` plans parameters when they are added and notes where their state lies; whoever
+exchanges either between steps (by loading, moving or clearing it, or by sharding the model afterwards) is
+noticed, and it is planned anew.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_fsdp.dtensor import is_ragged, ragged_layout, ragged_spec, wrap_local
+from ragged_fsdp.dtensor.geometry import shard_box
+from ragged_fsdp.torch_internals import disable_dynamo, local_of, spec_of, version_of
+
+__all__ = [
+    "ADAM_RANGES",
+    "ExactStateOptimizer",
+    "Gradients",
+    "StateForm",
+    "StepCounters",
+    "as_tuple",
+    "check_options",
+    "form_like",
+    "is_excluded",
+    "local_part",
+    "name_patterns",
+    "number",
+    "require_matching_grad",
+    "require_optimisable",
+    "require_option",
+    "require_state",
+    "state_like",
+    "wrap_state",
+]
+
+_CHECKS: dict[str, Callable[[float], bool]] = {
+    "positive": lambda value: value > 0,
+    "non-negative": lambda value: value >= 0,
+    "at least 1": lambda value: value >= 1,
+    "a number": lambda value: not math.isnan(value),
+    "an integer": lambda value: value == math.floor(value) if math.isfinite(value) else False,
+}
+
+ADAM_RANGES = {"lr": "non-negative", "eps": "positive", "weight_decay": "non-negative"}
+"""What optimizers built on Adam expect of the options they share with it."""
+
+
+def check_options(group: dict[str, Any], expected: dict[str, str]) -> None:
+    """Raise, naming the option, unless each has the range that ``expected`` names; betas are in [0, 1)."""
+    for key, what in expected.items():
+        require_option(group, key, _CHECKS[what](number(group[key])), what)
+    if "betas" in group:
+        betas = as_tuple(group["betas"])
+        ok = isinstance(betas, tuple) and len(betas) == 2 and all(0 <= number(beta) < 1 for beta in betas)
+        require_option(group, "betas", ok, "two, in [0, 1)")
+
+
+def as_tuple(value: Any) -> Any:
+    """Several values as a tuple; what is not several stays as it is, for the check that names it."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+
+
+def number(value: Any) -> float:
+    """``value`` as a float; what is no number becomes NaN, which is in no range."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def require_option(group: dict[str, Any], key: str, ok: bool, expected: str) -> None:
+    """Raise if an option of a group is not as it must be."""
+    if not ok:
+        raise ValueError(f"{key} must be {expected}, got {group[key]!r}.")
+
+
+def name_patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    """Shell patterns of names, of which one may be given alone."""
+    found = (patterns,) if isinstance(patterns, str) else as_tuple(patterns)
+    if not isinstance(found, tuple) or not all(isinstance(pattern, str) for pattern in found):
+        raise ValueError(f"exclude must be patterns of names, got {patterns!r}.")
+    return found
+
+
+def is_excluded(name: str, group: dict[str, Any]) -> bool:
+    """Whether the group's ``exclude`` patterns match a parameter; they need names."""
+    if group["exclude"] and "param_names" not in group:
+        raise ValueError(
+            f"exclude={group['exclude']!r} matches names, but parameters came without; pass "
+            "model.named_parameters()."
+        )
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in group["exclude"])
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor, the tensor itself otherwise. Called without autograd."""
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def state_like(param: Tensor, local: Tensor) -> Tensor:
+    """``local``, one value per element of the parameter's local part, laid out like the parameter."""
+    return wrap_state(param, local, tuple(param.shape), getattr(param, "placements", ()))
+
+
+def wrap_state(
+    param: Tensor, local: Tensor, shape: tuple[int, ...], placements: Sequence[Placement]
+) -> Tensor:
+    """``local`` as this rank's part of a tensor over the mesh of ``param``; itself if that has no mesh."""
+    if not isinstance(param, DTensor):
+        return local
+    spec = ragged_spec(param.device_mesh, tuple(placements), shape, local.dtype)
+    if is_ragged(spec):
+        local_shape = ragged_layout(spec).local_shape
+    else:
+        coordinate = tuple(param.device_mesh.get_coordinate() or ())
+        local_shape = shard_box(shape, param.device_mesh.shape, coordinate, spec.placements)[1]
+    return wrap_local(local.view(local_shape), spec)
+
+
+@dataclass(frozen=True)
+class StateForm:
+    """What a tensor of a parameter's state must be; ``placements`` is None of plain tensors."""
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...] | None
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        where = "a plain tensor" if self.placements is None else f"a DTensor under {self.placements}"
+        return f"{where} of shape {self.shape}" + (f" and {self.dtype}" if self.dtype else "")
+
+    def accepts(self, value: Tensor) -> bool:
+        """Whether a tensor has this form; any dtype will do if none is asked for."""
+        return self == form_like(value, self.dtype and value.dtype)
+
+
+def form_like(param: Tensor, dtype: torch.dtype | None = None) -> StateForm:
+    """The form of state with one value per element of a parameter."""
+    return StateForm(tuple(param.shape), getattr(param, "placements", None), dtype)
+
+
+def require_state(
+    name: str, param: Tensor, state: Mapping[str, Any], expected: Mapping[str, StateForm | None]
+) -> None:
+    """Raise unless the state has all that is expected, in its form (None: any) and on the right device."""
+    if missing := [key for key in expected if key not in state]:
+        raise RuntimeError(
+            f"{name}: state {missing} is missing, found {sorted(state)}: it was saved by another "
+            "optimizer or under other options."
+        )
+    for key, form in expected.items():
+        value = state[key]
+        if form is None:
+            continue
+        if not isinstance(value, Tensor) or not form.accepts(value):
+            found = form_like(value, value.dtype) if isinstance(value, Tensor) else type(value).__name__
+            raise RuntimeError(f"{name}: state {key} must be {form}, got {found}.")
+        # of the local parts: the mesh of a DTensor that is kept on the host says another device
+        here, found_on = local_part(param).device, local_part(value).device
+        if found_on != here:
+            raise RuntimeError(f"{name}: state {key} must be on {here}, got {found_on}.")
+
+
+def require_optimisable(name: str, param: Tensor) -> None:
+    """Raise unless the parameter holds floats of which each rank may update its part alone."""
+    if not param.is_floating_point():
+        raise TypeError(f"{name}: expected a floating-point parameter, got {param.dtype}.")
+    for placement in getattr(param, "placements", ()):
+        if placement.is_partial():
+            raise ValueError(f"{name}: a parameter cannot be {placement}; redistribute it first.")
+
+
+def require_matching_grad(name: str, param: Tensor) -> None:
+    """Raise unless the gradient lies where the parameter does: then it can be used part by part."""
+    grad = param.grad
+    if grad is None or grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"{name}: expected a dense gradient, got {'none' if grad is None else 'a sparse one'}."
+        )
+    if not isinstance(param, DTensor) and not isinstance(grad, DTensor):
+        return
+    ours, theirs = getattr(param, "placements", None), getattr(grad, "placements", None)
+    if ours != theirs:
+        raise RuntimeError(f"{name}: the gradient's placements {theirs} differ from the parameter's {ours}.")
+
+
+class Gradients:
+    """Reads the local gradients of a group's parameters: each step the same checks, as cheap as can be."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._expected = [
+            (name, param, spec_of(param) if isinstance(param, DTensor) else None) for name, param in named
+        ]
+
+    def read(self) -> dict[int, Tensor]:
+        """Contiguous local gradients of the parameters that have one, by their index in the group."""
+        grads = {}
+        for index, (name, param, spec) in enumerate(self._expected):
+            grad = param.grad
+            if grad is None:
+                continue
+            plain = type(grad) is Tensor and spec is None and grad.layout is torch.strided
+            sharded = isinstance(grad, DTensor)
+            if not plain and not (sharded and spec_of(grad) is spec):
+                require_matching_grad(name, param)
+            local = local_of(grad) if sharded else grad
+            grads[index] = local if local.is_contiguous() else local.contiguous()
+        return grads
+
+
+class StepCounters:
+    """Step counts of the parameters of a group: one addition counts a step for all of them.
+
+    A parameter's ``state["step"]`` is a scalar view of ``flat``, as optimizers of torch have it.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.flat = torch.zeros(len(params), dtype=torch.float32)
+        self.views = list(self.flat)
+        self.index_of = {param: index for index, param in enumerate(params)}
+        self._counts, self._seen_version = [0] * len(params), version_of(self.flat)
+
+    def counts(self) -> list[int]:
+        """Steps of each parameter; read anew if written to, as by a checkpoint loaded into the views."""
+        if self._seen_version != version_of(self.flat):
+            self._counts = [int(count) for count in self.flat.tolist()]
+            self._seen_version = version_of(self.flat)
+        return self._counts
+
+    def adopt(self, param: Tensor, state: dict[str, Any], missing: float = 0.0) -> None:
+        """Make ``state["step"]`` the parameter's view, keeping a value that was loaded."""
+        index = self.index_of[param]
+        view = self.views[index]
+        if state.get("step") is not view:
+            self.flat[index] = float(state.get("step", missing))
+            state["step"] = view
+
+    def advance(self, indices: Collection[int]) -> None:
+        """Count one step for these parameters."""
+        counts = self.counts()
+        if len(indices) == len(counts):
+            self.flat += 1
+            counts = [count + 1 for count in counts]
+        elif indices:
+            self.flat[torch.tensor(list(indices))] += 1
+            counts = list(counts)
+            for index in indices:
+                counts[index] += 1
+        self._counts, self._seen_version = counts, version_of(self.flat)
+
+    def by_count(self, indices: Iterable[int]) -> dict[int, list[int]]:
+        """Those of ``indices`` that have taken the same number of steps."""
+        counts, members = self.counts(), defaultdict(list)
+        for index in indices:
+            members[counts[index]].append(index)
+        return members
+
+
+@dataclass(frozen=True)
+class _Untouched:
+    """Hides a tensor from ``Optimizer.load_state_dict``, which would cast it to the parameter's dtype."""
+
+    tensor: Tensor
+
+
+class ExactStateOptimizer(torch.optim.Optimizer):
+    """An optimizer that plans each group as it is added, and whose state keeps its dtypes when loaded."""
+
+    _planned: list[list[Tensor]]
+    """The parameters of each group when it was planned."""
+
+    _noted: list[Any] | None = None
+    """All state when a step last noted where it lies; None if it is read anew anyway."""
+
+    def _plan_group(self, index: int) -> None:
+        """Check the options and parameters of a group and prepare for them; may raise, changing nothing."""
+        raise NotImplementedError
+
+    def _forget_plans(self) -> None:
+        """Drop what was prepared: groups or state have been replaced."""
+        raise NotImplementedError
+
+    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
+        """What the state of a parameter must hold, if there is any."""
+        raise NotImplementedError
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; nothing is changed if one of its options or parameters is refused."""
+        super().add_param_group(param_group)
+        try:
+            self._plan_group(len(self.param_groups) - 1)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        self._planned = [list(group["params"]) for group in self.param_groups]
+
+    def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a group with the names given to the constructor, or their position."""
+        group = self.param_groups[group_index]
+        names = group.get("param_names")
+        for index, param in enumerate(group["params"]):
+            yield (names[index] if names else f"param_groups[{group_index}]['params'][{index}]"), param
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # written by an optimizer without some of our options
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._plan_all()  # options may have come with the state
+
+    def _plan_all(self) -> None:
+        self._forget_plans()
+        self._noted = None
+        for index in range(len(self.param_groups)):
+            self._plan_group(index)
+        self._planned = [list(group["params"]) for group in self.param_groups]
+
+    def _follow_changes(self) -> None:
+        """Plan anew if parameters or state were exchanged; called before a step changes anything.
+
+        Accelerate shards after making the optimizer; users clear state, or move it away and back.
+        """
+        planned, current = self._planned, [group["params"] for group in self.param_groups]
+        if [*map(len, planned)] != [*map(len, current)] or not all(map(_are_same, planned, current)):
+            self._plan_all()
+        elif self._noted is not None and not _are_same(self._noted, self._state_values()):
+            self._require_states()
+            self._plan_all()
+
+    def _note_state(self) -> None:
+        """At the end of a step: remember where the state lies, if that is not known."""
+        if self._noted is None:
+            self._noted = self._state_values()
+
+    def _state_values(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self.state.values())))
+
+    def _require_states(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            for name, param in self.named_group_params(index):
+                if state := self.state.get(param):
+                    require_state(name, param, state, self._expected_state(param, group))
+
+    @disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch does, but keep the dtypes of state tensors; they move to the parameter's device.
+
+        State or options that do not fit raise, naming the parameter, and nothing is changed.
+        """
+        hidden = {
+            param_id: {
+                key: _Untouched(value) if isinstance(value, Tensor) and key != "step" else value
+                for key, value in entries.items()
+            }
+            for param_id, entries in state_dict["state"].items()
+        }
+        before = self.state, self.param_groups
+        try:
+            super().load_state_dict({**state_dict, "state": hidden})
+            for param, entries in self.state.items():
+                for key, value in entries.items():
+                    if isinstance(value, _Untouched):
+                        entries[key] = value.tensor.to(device=local_part(param).device)
+            self._require_states()
+        except Exception:
+            self.state, self.param_groups = before
+            self._plan_all()
+            raise
+
+    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
+
+
+def _are_same(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(map(operator.is_, left, right))

@@ -1,0 +1,355 @@
+"""Which ranks exchange the matrices of a parameter, and the exchanges of many parameters.
+
+Which mesh dims take part. A mesh dim that shards the batch dims of an expert tensor beside another
+sharded mesh dim (expert parallelism) leaves whole matrices on its ranks: it is *local*, and the ranks
+of each of its coordinates plan and exchange among themselves. All other dims are *exchanged* over:
+``RaggedShard`` and ``Shard`` cut matrices, ``Replicate`` makes replicas that share the work.
+
+=====================================  ==========================================================
+parameter                              exchange group
+=====================================  ==========================================================
+plain tensor                           none: this process does all of it
+DTensor, 1-D mesh                      the mesh
+(Replicate, Shard/Ragged): HSDP        both dims, flattened
+(Strided ragged/Shard, Shard(0)): EP   the first dim, one group per expert-parallel coordinate
+(Ragged/Shard, Shard(-1)): TP          both dims, flattened
+Partial                                raises
+=====================================  ==========================================================
+
+There is one exchange per group (and device). Its ranks compare what they planned before its first use.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+
+from ragged_fsdp.agreement import compare
+from ragged_fsdp.dtensor.geometry import compute_layout, ragged_mesh_dim, shard_box
+from ragged_fsdp.optim.exchange.matrices import Flattened, MatrixRule, matrix_shape
+from ragged_fsdp.optim.exchange.plan import Cost, ExchangePlan, MatrixLayout, PlannedParameter, plan_exchange
+from ragged_fsdp.optim.exchange.run import Exchange, Team
+from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.routes import Box, Region, region_numel
+from ragged_fsdp.torch_internals import StridedShard, local_of
+
+__all__ = ["Exchanges", "Member", "Spread", "matrix_layout", "spread_of"]
+
+
+class Member(NamedTuple):
+    """A parameter to exchange: its name, its matrices, and its family.
+
+    Matrices of different families never share a batch; a family may be the index of a param group.
+    """
+
+    name: str | None
+    parameter: Tensor
+    rule: MatrixRule = None
+    family: int = 0
+
+    @property
+    def label(self) -> str:
+        """What an error calls the parameter."""
+        return self.name or f"parameter of shape {tuple(self.parameter.shape)}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The exchange group of a parameter: the mesh dims exchanged over and its global ranks, rising.
+
+    Without mesh dims the parameter is local, and ``ranks`` is (0,) in every process. ``coordinate`` is this
+    rank's place in the mesh.
+    """
+
+    ranks: tuple[int, ...]
+    mesh: DeviceMesh | None
+    mesh_dims: tuple[int, ...]
+    coordinate: tuple[int, ...] = ()
+
+    @property
+    def index(self) -> int:
+        """This rank's place in the group."""
+        return self.ranks.index(dist.get_rank()) if self.mesh_dims else 0
+
+    @property
+    def coordinates(self) -> list[tuple[int, ...]]:
+        """The places in the mesh of the ranks of the group, in the order of the ranks."""
+        assert self.mesh is not None
+        here, dims, sizes = self.coordinate, self.mesh_dims, self.mesh.shape
+        ranges = [range(size) if d in dims else (here[d],) for d, size in enumerate(sizes)]
+        ranks = self.mesh.mesh[_group_index(here, dims)].flatten().tolist()
+        return [coordinate for _, coordinate in sorted(zip(ranks, itertools.product(*ranges)))]
+
+
+_LOCAL_RANKS = (0,)
+# Per default group, so that groups of a destroyed world are not used in the next one.
+_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+class Exchanges:
+    """Makes the exchanges of an optimizer, and remembers them by the parameters they are for.
+
+    Args:
+        label: the optimizer's name, in errors and profiles.
+        cost: of the work on a matrix, by which work is divided evenly.
+        dtype: of what is sent and worked on.
+        bucket_numel: elements of one bucket on one root.
+        buckets_in_flight: how many buckets a rank may hold at once: 1, 2 or 3.
+    """
+
+    _MOST = 8
+
+    def __init__(
+        self,
+        label: str,
+        cost: Cost,
+        dtype: torch.dtype,
+        *,
+        bucket_numel: int = 1 << 27,
+        buckets_in_flight: int = 3,
+    ) -> None:
+        self._label = label
+        self._cost = cost
+        self._dtype = dtype
+        self._bucket_numel = bucket_numel
+        self._in_flight = buckets_in_flight
+        self._known: dict[Hashable, tuple[Exchange, ...]] = {}
+
+    def remembered(self, key: Hashable, members: Callable[[], Sequence[Member]]) -> tuple[Exchange, ...]:
+        """What :meth:`bind` made when this key was first seen.
+
+        A few keys are remembered (layers may be frozen and thawed); the oldest is forgotten, so that
+        parameters taken out of the optimizer are freed. Ranks that ask for the same keys in the same order
+        forget alike: sets that may differ between ranks belong in an object of their own.
+        """
+        if key not in self._known:
+            made = self.bind(members())
+            if len(self._known) == self._MOST:
+                del self._known[next(iter(self._known))]
+            self._known[key] = made
+        return self._known[key]
+
+    def bind(self, members: Sequence[Member]) -> tuple[Exchange, ...]:
+        """One exchange per group of ranks (and device), in the order in which the parameters name them.
+
+        Every rank must call this with the same parameters in the same order; if they differ, all raise.
+        """
+        by_group: dict[tuple[tuple[int, ...], torch.device], list[tuple[Member, Spread]]] = {}
+        for member in members:
+            try:
+                spread = spread_of(member.parameter, member.rule)
+            except ValueError as error:
+                raise ValueError(f"{member.label}: {error}") from None
+            by_group.setdefault((spread.ranks, _device(member, spread)), []).append((member, spread))
+        return tuple(self._bind(items, device) for (_, device), items in by_group.items())
+
+    def _bind(self, items: list[tuple[Member, Spread]], device: torch.device) -> Exchange:
+        spread = items[0][1]
+        ranks = spread.ranks if spread.mesh_dims else (dist.get_rank() if dist.is_initialized() else 0,)
+        team = Team(ranks, spread.index, _process_group(spread), device)
+        names = [m.name if m.name is not None else f"parameter {i}" for i, (m, _) in enumerate(items)]
+        plan, error = None, None
+        try:
+            planned = [
+                PlannedParameter(name, _checked_layout(name, member, own_spread), member.family)
+                for name, (member, own_spread) in zip(names, items)
+            ]
+            plan = plan_exchange(planned, len(spread.ranks), self._bucket_numel, self._cost)
+        except ValueError as caught:
+            error = caught
+        self._agree(plan, error, team)
+        assert plan is not None  # _agree raises on every rank otherwise
+        parameters = [member.parameter for member, _ in items]
+        return Exchange(self._label, plan, parameters, team, self._dtype, self._in_flight)
+
+    def _agree(self, plan: ExchangePlan | None, error: ValueError | None, team: Team) -> None:
+        """Compare plans between the ranks of the group, once: a difference raises everywhere, none hangs."""
+        text = f"{plan.text if plan else ''}\n{self._dtype}, buckets_in_flight {self._in_flight}"
+        failure = str(error) if error is not None else None
+        found = compare(text, [team.group], team.device, failure=failure)
+        if found is None and error is not None:
+            raise error  # alone, or all ranks alike
+        if found is None:
+            return
+        if found.failures:
+            raise ValueError(
+                f"{self._label} cannot plan its exchange; by rank: {dict(found.failures)}."
+            ) from error
+        raise RuntimeError(
+            f"the ranks of an exchange group made different {self._label} plans; parameters, their order, "
+            "shapes, placements and param groups, dtype, bucket_numel and buckets_in_flight must be the same "
+            f"on all of them: {found.difference}."
+        )
+
+
+def spread_of(parameter: Tensor, rule: MatrixRule) -> Spread:
+    """Which ranks exchange the matrices of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return Spread(_LOCAL_RANKS, None, ())
+    mesh, placements = parameter.device_mesh, parameter.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ValueError(f"this rank is not in the mesh {mesh} of the parameter.")
+    here, dims = tuple(coordinate), _exchange_dims(mesh, placements, parameter.ndim, rule)
+    if not dims:
+        return Spread(_LOCAL_RANKS, mesh, (), here)
+    return Spread(tuple(sorted(mesh.mesh[_group_index(here, dims)].flatten().tolist())), mesh, dims, here)
+
+
+def _group_index(coordinate: tuple[int, ...], dims: tuple[int, ...]) -> tuple[int | slice, ...]:
+    """What to index a mesh with for the ranks that differ from ``coordinate`` along ``dims`` only."""
+    return tuple(slice(None) if d in dims else place for d, place in enumerate(coordinate))
+
+
+def _exchange_dims(
+    mesh: DeviceMesh, placements: Sequence[Placement], ndim: int, rule: MatrixRule
+) -> tuple[int, ...]:
+    dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1]
+    for d in dims:
+        if not isinstance(placements[d], (Shard, StridedShard, RaggedShard, Replicate)):
+            raise ValueError(
+                f"placement {placements[d]!r} has no whole elements; reduce it before the optimizer."
+            )
+    sharded = [p for p in placements if not isinstance(p, Replicate)]
+    if len(sharded) < 2 or isinstance(rule, Flattened):
+        return tuple(dims)
+
+    def whole_matrices(placement: Placement) -> bool:
+        plain = isinstance(placement, Shard) and not isinstance(placement, StridedShard)
+        return plain and placement.dim % ndim < ndim - 2
+
+    return tuple(d for d in dims if not whole_matrices(placements[d]))
+
+
+def _process_group(spread: Spread) -> dist.ProcessGroup | None:
+    """The process group of a spread: the mesh's own where there is one, else made once and kept."""
+    if spread.mesh is None or not spread.mesh_dims:
+        return None
+    if len(spread.mesh_dims) == 1:
+        group = spread.mesh.get_group(spread.mesh_dims[0])
+        if tuple(dist.get_process_group_ranks(group)) == spread.ranks:
+            return group
+    if spread.ranks == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    world = dist.group.WORLD
+    assert world is not None  # there is a mesh
+    made = _GROUPS.setdefault(world, {})
+    if spread.ranks not in made:
+        # Only members come here, so only members may have to take part in making the group.
+        made[spread.ranks] = dist.new_group(list(spread.ranks), use_local_synchronization=True)
+    return made[spread.ranks]
+
+
+def _device(member: Member, spread: Spread) -> torch.device:
+    """Work is done on the device of the mesh; parameters may be offloaded to the host."""
+    if spread.mesh is None:
+        return member.parameter.device
+    kind = spread.mesh.device_type
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _checked_layout(name: str, member: Member, spread: Spread) -> MatrixLayout:
+    """The layout of a parameter; raises, with its name, unless the local tensor is as large as it says."""
+    parameter = member.parameter
+    placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
+    try:
+        layout = matrix_layout(tuple(parameter.shape), placements, member.rule, spread)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    if isinstance(parameter, DTensor):
+        mine, found = region_numel(layout.regions[spread.index]), local_of(parameter).numel()
+        if mine != found:
+            raise ValueError(
+                f"{name}: placements {placements} imply {mine} local elements, the tensor has {found}."
+            )
+    return layout
+
+
+@lru_cache(maxsize=1024)
+def matrix_layout(
+    shape: tuple[int, ...], placements: tuple[Placement, ...], rule: MatrixRule, spread: Spread
+) -> MatrixLayout:
+    """What the ranks of a spread share of a parameter, and what each of them stores of that.
+
+    Layers repeat, and there are as many regions as ranks: hence the cache.
+    """
+    if spread.mesh is None:
+        size = matrix_shape(shape, rule)
+        return MatrixLayout(shape, rule, ((((0, 0, 0), size),) if math.prod(size) else (),), (0,))
+    mesh_shape, coordinates = spread.mesh.shape, spread.coordinates
+    local = [Replicate() if d in spread.mesh_dims else p for d, p in enumerate(placements)]
+    inner = shard_box(shape, mesh_shape, spread.coordinate, local)
+    regions = _regions(shape, mesh_shape, coordinates, placements)
+    as_matrices = tuple(tuple(_matrix_box(box, inner, rule) for box in region) for region in regions)
+    copied = [d for d in spread.mesh_dims if isinstance(placements[d], Replicate)]
+    replicas = []
+    for coordinate in coordinates:
+        replica = 0
+        for d in copied:
+            replica = replica * mesh_shape[d] + coordinate[d]
+        replicas.append(replica)
+    return MatrixLayout(inner[1], rule, as_matrices, tuple(replicas))
+
+
+def _regions(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    coordinates: list[tuple[int, ...]],
+    placements: tuple[Placement, ...],
+) -> list[Region]:
+    """What the ranks at these coordinates hold, as boxes of the parameter."""
+    ragged_dim = ragged_mesh_dim(placements)
+    if ragged_dim is None:
+        boxes = [shard_box(shape, mesh_shape, c, placements) for c in coordinates]
+        return [(box,) if math.prod(box[1]) else () for box in boxes]
+    layouts = {}
+    regions: list[Region] = []
+    for coordinate in coordinates:
+        # Ranks that differ only along the ragged dim and in replicas cut the same box.
+        outer = tuple(c if isinstance(p, Shard) else 0 for c, p in zip(coordinate, placements))
+        if outer not in layouts:
+            layouts[outer] = compute_layout(shape, mesh_shape, outer, placements)
+        regions.append(tuple(layouts[outer].boxes_of(coordinate[ragged_dim])))
+    return regions
+
+
+def _matrix_box(box: Box, inner: Box, rule: MatrixRule) -> Box:
+    """A box of the parameter, within ``inner``, as a box of its (batches, rows, columns)."""
+    shape = inner[1]
+    dims = [(offset - base, size, full) for offset, base, size, full in zip(box[0], inner[0], box[1], shape)]
+    if isinstance(rule, Flattened):
+        merged = [_as_one_dim(group) for group in ([], dims[:1], dims[1:])]
+    else:
+        merged = [_as_one_dim(group) for group in (dims[:-2], dims[-2:-1], dims[-1:])]
+    if None in merged:
+        last = len(shape) if isinstance(rule, Flattened) else len(shape) - 2
+        raise ValueError(
+            f"a shard cuts one of the dims {tuple(range(1, last))} of shape {shape}; only the first dim and "
+            "the rows and columns of the matrices may be cut."
+        )
+    offsets, sizes = zip(*(interval for interval in merged if interval is not None))
+    return offsets, sizes
+
+
+def _as_one_dim(dims: Sequence[tuple[int, int, int]]) -> tuple[int, int] | None:
+    """Offset, size and full size of neighbouring dims as offset and size in one; None if there are gaps."""
+    offset, size = 0, 1
+    for start, length, full in dims:
+        if size > 1 and length != full:
+            return None
+        offset, size = offset * full + start, size * length
+    return offset, size

@@ -1,0 +1,225 @@
+"""Runs an exchange plan: packed all-to-alls around the work, with a bounded number of buckets.
+
+A bucket passes through three stages on every rank. The optimizer's part of them is a :class:`MatrixWork`:
+
+    start     ``collect``: write this rank's elements into the packed buffer of their root, or straight into
+              a batch if this rank is the root; begin the all-to-all
+    iterate   wait for it, unpack into the batches, ``work`` on their matrices, pack the results, begin the
+              way back
+    finish    wait for it and ``apply`` the results to the parameters
+
+With ``in_flight`` buckets at most between their start and their finish:
+
+    in_flight=3 (default)    start 0, start 1, iterate 0, start 2, iterate 1, finish 0, start 3, ...
+    in_flight=2              start 0, start 1, iterate 0, finish 0, start 2, iterate 1, ...
+    in_flight=1              start 0, iterate 0, finish 0, start 1, ...
+
+so with 2 the gather of bucket k+1 overlaps the iteration of bucket k, and with 3 the way back of bucket
+k-1 does too. All buffers of a bucket live from its start to its finish.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from ragged_fsdp.optim.exchange.plan import ExchangePlan
+from ragged_fsdp.optim.exchange.program import (
+    Batch,
+    BatchKind,
+    BucketProgram,
+    Links,
+    MatrixId,
+    Splits,
+    bucket_program,
+)
+
+__all__ = ["Exchange", "MatrixWork", "Team"]
+
+
+class MatrixWork(Protocol):
+    """What an optimizer does with the matrices of an exchange in one step.
+
+    ``collect`` and ``apply`` see every element of this rank's parameters once; they must compute each element
+    from itself alone, because matrices are cut anywhere. ``work`` sees whole matrices, on their roots.
+    """
+
+    def collect(self, links: Links, buffers: Sequence[Tensor]) -> None:
+        """Write what is to be worked on into the far end of each link, where it has one."""
+
+    def work(self, matrices: Tensor, kind: BatchKind, ids: Sequence[MatrixId]) -> Tensor:
+        """The results for a batch (matrices, rows, columns), which may be overwritten; of its shape."""
+
+    def apply(self, links: Links, buffers: Sequence[Tensor]) -> None:
+        """Take the results from the far ends of the links, and update the parameters with them."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that exchange with each other, and the device of their buffers on this one.
+
+    Without a process group this process does all of the work.
+    """
+
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of the group."""
+    index: int
+    """This rank's place in the group."""
+    group: dist.ProcessGroup | None
+    device: torch.device
+
+
+@dataclass
+class _Bucket:
+    """The buffers of one bucket in flight."""
+
+    program: BucketProgram
+    batches: list[Tensor]
+    packed: Tensor
+    """What is being received, in either direction."""
+    sent: Tensor
+    """Kept until the transfer is over: its memory must not be used for anything else before."""
+    work: dist.Work | None
+
+
+class Exchange:
+    """An exchange plan bound to the parameters and ranks that it is for; :meth:`run` is a step of it."""
+
+    def __init__(
+        self,
+        label: str,
+        plan: ExchangePlan,
+        parameters: Sequence[Tensor],
+        team: Team,
+        dtype: torch.dtype,
+        in_flight: int,
+    ) -> None:
+        if in_flight not in (1, 2, 3):
+            raise ValueError(f"buckets_in_flight must be 1, 2 or 3, got {in_flight}.")
+        self.label = label
+        self.plan = plan
+        self.parameters = tuple(parameters)
+        self.team = team
+        self.dtype = dtype
+        self.in_flight = in_flight
+        self.programs = tuple(bucket_program(plan, b, team.index) for b in range(len(plan.buckets)))
+        self.most_in_flight = 0
+        """Largest number of buckets that were in flight at once."""
+
+    @property
+    def names(self) -> list[str]:
+        """What errors call the parameters."""
+        return [parameter.name for parameter in self.plan.parameters]
+
+    def roots(self) -> list[list[int]]:
+        """For each parameter, the global ranks that work on its matrices."""
+        found: list[set[int]] = [set() for _ in self.parameters]
+        for task in self.plan.tasks:
+            found[task.parameter].add(self.team.ranks[task.root])
+        return [sorted(ranks) for ranks in found]
+
+    def run(self, work: MatrixWork) -> None:
+        """One step of all parameters of the plan. Every rank of the group must call it."""
+        live: dict[int, _Bucket] = {}
+        for stage, index in _schedule(len(self.programs), self.in_flight):
+            with record_function(f"{self.label} {stage} {index}"):  # what profiles are read by
+                if stage == "start":
+                    live[index] = self._start(self.programs[index], work)
+                    self.most_in_flight = max(self.most_in_flight, len(live))
+                elif stage == "iterate":
+                    self._iterate(live[index], work)
+                else:
+                    self._finish(live.pop(index), work)
+
+    def _start(self, program: BucketProgram, work: MatrixWork) -> _Bucket:
+        batches = [self._empty(math.prod(batch.shape)) for batch in program.batches]
+        sent = self._empty(sum(program.gather.send))
+        for links in program.collected:
+            work.collect(links, [sent, *batches])
+        bucket = _Bucket(program, batches, self._empty(sum(program.gather.receive)), sent, None)
+        bucket.work = self._transfer(bucket, program.gather)
+        return bucket
+
+    def _iterate(self, bucket: _Bucket, work: MatrixWork) -> None:
+        program = bucket.program
+        _wait(bucket)
+        _copy([(a.near.view(bucket.batches[a.batch]), a.far.view(bucket.packed)) for a in program.incoming])
+        for index, batch in enumerate(program.batches):
+            slabs = bucket.batches[index].view(batch.shape)
+            bucket.batches[index] = _worked_on(slabs, batch, work).reshape(-1)
+        bucket.sent = self._empty(sum(program.scatter.send))
+        bucket.packed = self._empty(sum(program.scatter.receive))
+        _copy([(a.far.view(bucket.sent), a.near.view(bucket.batches[a.batch])) for a in program.results])
+        bucket.work = self._transfer(bucket, program.scatter)
+
+    def _finish(self, bucket: _Bucket, work: MatrixWork) -> None:
+        _wait(bucket)
+        for links in bucket.program.applied:
+            work.apply(links, [bucket.packed, *bucket.batches])
+
+    def _empty(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.dtype, device=self.team.device)
+
+    def _transfer(self, bucket: _Bucket, splits: Splits) -> dist.Work | None:
+        # Also on a rank that sends and receives nothing: the others would wait for it.
+        if not bucket.program.moves:
+            return None
+        return dist.all_to_all_single(
+            bucket.packed,
+            bucket.sent,
+            list(splits.receive),
+            list(splits.send),
+            group=self.team.group,
+            async_op=True,
+        )
+
+
+def _schedule(buckets: int, in_flight: int) -> Iterator[tuple[str, int]]:
+    """The order of the stages, identical on every rank."""
+    if in_flight == 1:
+        for index in range(buckets):
+            yield from (("start", index), ("iterate", index), ("finish", index))
+        return
+    for index in range(buckets + 2):
+        if in_flight == 2 and index >= 2:
+            yield "finish", index - 2
+        if index < buckets:
+            yield "start", index
+        if 1 <= index <= buckets:
+            yield "iterate", index - 1
+        if in_flight == 3 and index >= 2:
+            yield "finish", index - 2
+
+
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+
+
+def _wait(bucket: _Bucket) -> None:
+    if bucket.work is not None:
+        bucket.work.wait()
+        bucket.work = None
+
+
+def _worked_on(slabs: Tensor, batch: Batch, work: MatrixWork) -> Tensor:
+    """The results for a batch of slabs (count, rows, columns): those of their matrices, shape by shape."""
+    kind, first = batch.kind, batch.kind.matrices[0]
+    if len(kind.matrices) == 1 and (first.rows, first.columns) == (kind.rows, kind.columns):
+        return work.work(slabs, kind, batch.by_shape[0][1])
+    for matrices, ids in batch.by_shape:
+        parts = [
+            slabs[:, m.row :: m.row_step][:, : m.rows, m.column :: m.column_step][:, :, : m.columns]
+            for m in matrices
+        ]
+        done = work.work(torch.cat(parts), kind, ids)
+        for part, result in zip(parts, done.view(len(parts), -1, *done.shape[1:])):
+            part.copy_(result)
+    return slabs

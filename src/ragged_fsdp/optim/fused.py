@@ -1,0 +1,461 @@
+"""AdamW, Adam and SGD over flat buffers: one fused call per buffer instead of one entry per parameter.
+
+Parameters made by ``fully_shard`` are views of one buffer per group, and so are their gradients. Parameters
+whose local parts follow each other in memory form a *chain*; its state is one flat tensor per kind, of which
+the ``state`` of a parameter is a view, laid out like the parameter, as checkpoints expect it::
+
+    weights     | a a a a | b b | c c c c c | . |    a chain: a, b, c       (. padding ends it)
+    exp_avg     | a a a a | b b | c c c c c |        one tensor, three views
+    gradients   | a a a a | b b |   none    |        this step: one span, a and b
+
+A step updates each span of a chain whose gradients follow each other too, and whose parameters are at the
+same step, as one tensor; parameters that have no neighbours are chains of their own. The kernels are torch's
+fused ones, so the numbers are those of ``torch.optim.AdamW(fused=True)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ragged_fsdp.optim.base import (
+    ADAM_RANGES,
+    ExactStateOptimizer,
+    Gradients,
+    StateForm,
+    StepCounters,
+    as_tuple,
+    check_options,
+    form_like,
+    local_part,
+    require_optimisable,
+    require_option,
+    state_like,
+)
+from ragged_fsdp.torch_internals import disable_dynamo
+
+__all__ = ["FusedAdam", "FusedAdamW", "FusedSGD"]
+
+_MOST_REMEMBERED = 8
+"""Sets of spans whose tensors are kept; they rarely are more than one."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One parameter of a chain: its place in its group, and its elements' start and number in the chain."""
+
+    name: str
+    param: Tensor
+    position: int
+    start: int
+    numel: int
+
+
+@dataclass
+class _Chain:
+    """Neighbouring parameters, their weights as one tensor, and their flat state by key.
+
+    A parameter that is alone keeps its shape, so that its gradient needs no view.
+    """
+
+    members: list[_Member]
+    weights: Tensor
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.itemsize = self.weights.element_size()
+        self.held = [member for member in self.members if member.numel]
+        self.kind = (self.weights.dtype, self.weights.device)
+        self.address = self.weights.data_ptr()
+        self.whole = _Span(self, 0, self.weights.numel())
+        self.last_address = self.address + self.held[-1].start * self.itemsize if self.held else 0
+
+    def has_moved(self) -> bool:
+        """Whether the ends of the chain are no longer where its weights are."""
+        if not self.held:
+            return False
+        if local_part(self.held[0].param).data_ptr() != self.address:
+            return True
+        return len(self.held) > 1 and local_part(self.held[-1].param).data_ptr() != self.last_address
+
+
+@dataclass(frozen=True, eq=False)
+class _Span:
+    """Elements [start, stop) of a chain."""
+
+    chain: _Chain
+    start: int
+    stop: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The span's part of a tensor of the chain."""
+        if self.start == 0 and self.stop == flat.numel():
+            return flat
+        return flat.view(-1)[self.start : self.stop]
+
+
+@dataclass
+class _Update:
+    """Spans of one dtype and device whose parameters took ``count`` steps before, and their gradients."""
+
+    count: int
+    spans: list[_Span] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+
+
+class _GroupChains:
+    """The parameters of one group: chains, step counts, and tensors of spans that were updated before."""
+
+    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        self.chains = list(_find_chains(named))
+        self.counters = StepCounters([param for _, param in named])
+        self.gradients = Gradients(named)
+        self.places = {member.position: (chain, member) for chain in self.chains for member in chain.members}
+        self._spans: dict[tuple[int, int, int], _Span] = {}
+        self._tensors: dict[tuple[Any, ...], list[list[Tensor]]] = {}
+
+    def checked_grads(self) -> dict[int, Tensor]:
+        """The gradients of the group, by position; torch's fused kernels want the dtype of the weights."""
+        grads = self.gradients.read()
+        for chain in self.chains:
+            dtype = chain.kind[0]
+            for member in chain.held:
+                grad = grads.get(member.position)
+                if grad is not None and grad.dtype is not dtype:
+                    raise TypeError(f"{member.name}: expected a gradient of {dtype}, got {grad.dtype}.")
+        return grads
+
+    def updates(self, grads: dict[int, Tensor]) -> list[_Update]:
+        """What this step does: neighbours with neighbouring gradients and equal counts are one span."""
+        counts = self.counters.counts()
+        found: dict[Any, _Update] = {}
+        for chain in self.chains:
+            if len(chain.held) == 1:  # most of them, where parameters are not of one buffer
+                position = chain.held[0].position
+                grad = grads.get(position)
+                if grad is None:
+                    continue
+                spans = [(counts[position], chain.whole, grad)]
+            else:
+                spans = list(self._stretches(chain, grads, counts))
+            for count, span, span_grads in spans:
+                key = (count, chain.kind)
+                update = found.get(key)
+                if update is None:
+                    update = found[key] = _Update(count)
+                update.spans.append(span)
+                update.grads.append(span_grads)
+        return list(found.values())
+
+    def _stretches(
+        self, chain: _Chain, grads: dict[int, Tensor], counts: Sequence[int]
+    ) -> Iterator[tuple[int, _Span, Tensor]]:
+        """The spans of a chain with several parameters."""
+        first: _Member | None = None
+        count, stop, expected = 0, 0, 0
+        for member in chain.held:
+            grad = grads.get(member.position)
+            if grad is None:
+                continue
+            address = grad.data_ptr()
+            extends = member.start == stop and counts[member.position] == count and address == expected
+            if first is not None and not extends:
+                yield from self._joined(chain, first, stop, grads, count)
+            if first is None or not extends:
+                first, count = member, counts[member.position]
+            stop, expected = member.start + member.numel, address + member.numel * chain.itemsize
+        if first is not None:
+            yield from self._joined(chain, first, stop, grads, count)
+
+    def _joined(
+        self, chain: _Chain, first: _Member, stop: int, grads: dict[int, Tensor], count: int
+    ) -> Iterator[tuple[int, _Span, Tensor]]:
+        """Neighbours from ``first`` to ``stop`` as one span, if their gradients lie in one storage."""
+        grad, numel = grads[first.position], stop - first.start
+        if numel == first.numel:
+            yield count, self._span(chain, first.start, stop), grad.view(-1)
+        elif (grad.storage_offset() + numel) * chain.itemsize <= grad.untyped_storage().nbytes():
+            yield count, self._span(chain, first.start, stop), _flat_from(grad, numel)
+        else:  # allocations that touch by chance
+            for member in chain.held:
+                if first.start <= member.start < stop:
+                    flat = grads[member.position].view(-1)
+                    yield count, self._span(chain, member.start, member.start + member.numel), flat
+
+    def _span(self, chain: _Chain, start: int, stop: int) -> _Span:
+        if stop - start == chain.weights.numel():
+            return chain.whole
+        return self._spans.setdefault((id(chain), start, stop), _Span(chain, start, stop))
+
+    def tensors(self, spans: Sequence[_Span], keys: Sequence[str]) -> list[list[Tensor]]:
+        """The weights of the spans, then their state by key."""
+        key = (*keys, *spans)
+        if key not in self._tensors:
+            if len(self._tensors) >= _MOST_REMEMBERED:
+                self._tensors.clear()
+            weights = [span.of(span.chain.weights) for span in spans]
+            states = [[span.of(span.chain.state[key]) for span in spans] for key in keys]
+            self._tensors[key] = [weights, *states]
+        return self._tensors[key]
+
+
+def _find_chains(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Chain]:
+    """Parameters in order of their addresses, joined where one ends and the next begins."""
+    every = [(position, name, param) for position, (name, param) in enumerate(named)]
+    members: list[_Member] = []
+    stop = 0
+    for position, name, param in sorted(every, key=lambda item: local_part(item[2]).data_ptr()):
+        local = local_part(param)
+        if not local.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous parameter, got stride {local.stride()}.")
+        if not local.numel():  # a rank that holds nothing still has state to save
+            yield _Chain([_Member(name, param, position, 0, 0)], local.detach())
+            continue
+        if members and not _are_neighbours(local_part(members[-1].param), local):
+            yield _chain_of(members, stop)
+            members, stop = [], 0
+        members.append(_Member(name, param, position, stop, local.numel()))
+        stop += local.numel()
+    if members:
+        yield _chain_of(members, stop)
+
+
+def _chain_of(members: list[_Member], numel: int) -> _Chain:
+    first = local_part(members[0].param).detach()
+    return _Chain(members, first if len(members) == 1 else _flat_from(first, numel))
+
+
+def _are_neighbours(left: Tensor, right: Tensor) -> bool:
+    end = left.data_ptr() + left.numel() * left.element_size()
+    same_storage = left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr()
+    return left.dtype == right.dtype and end == right.data_ptr() and same_storage
+
+
+def _flat_from(first: Tensor, numel: int) -> Tensor:
+    """``numel`` elements from the start of ``first``, beyond its end within its storage."""
+    return torch.as_strided(first, (numel,), (1,), first.storage_offset())
+
+
+class _FlatOptimizer(ExactStateOptimizer):
+    """What the fused optimizers share: chains, their state, and the spans of a step."""
+
+    _expected: ClassVar[dict[str, str]]
+    """Options and their ranges; see :func:`~ragged_fsdp.optim.base.check_options`."""
+
+    _saves_step: ClassVar[bool] = True
+    """Whether torch's optimizer of this kind saves step counts."""
+
+    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
+        self._members: list[_GroupChains] | None = None
+        super().__init__(params, defaults)
+
+    def _forget_plans(self) -> None:
+        self._members = None  # loaded state is moved into flat tensors at the next step
+
+    def _plan_group(self, index: int) -> None:
+        check_options(self.param_groups[index], self._expected)
+        for name, param in self.named_group_params(index):
+            require_optimisable(name, param)
+        self._members = None
+
+    def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
+        """Update spans of one dtype and device; ``tensors`` are their weights, then their state."""
+        raise NotImplementedError
+
+    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
+        steps: dict[str, StateForm | None] = {"step": None} if self._saves_step else {}
+        return {**steps, **dict.fromkeys(self._state_keys(group), form_like(param))}
+
+    @disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; no communication."""
+        loss = self._loss_of(closure)
+        self._follow_changes()
+        every = self._current_members()
+        every_grad = [members.checked_grads() for members in every]  # raises first, if at all
+        for group, members, grads in zip(self.param_groups, every, every_grad):
+            updates = members.updates(grads)
+            counts = members.counters.counts()
+            if fresh := [index for index in grads if counts[index] == 0]:
+                self._start(group, members, fresh)
+            keys = self._state_keys(group)
+            for update in updates:
+                self._apply(group, update, members.tensors(update.spans, keys))
+            members.counters.advance(grads)
+        self._note_state()
+        return loss
+
+    def _current_members(self) -> list[_GroupChains]:
+        """The chains of each group; found again after parameters moved, were added or state was loaded."""
+        known = self._members
+        if known is not None and not any(chain.has_moved() for members in known for chain in members.chains):
+            return known
+        found = [_GroupChains(list(self.named_group_params(i))) for i in range(len(self.param_groups))]
+        for group, members in zip(self.param_groups, found):
+            loaded = [i for i, param in enumerate(group["params"]) if self.state.get(param)]
+            self._start(group, members, loaded)
+        self._members = found
+        return found
+
+    def _start(self, group: dict[str, Any], members: _GroupChains, positions: Sequence[int]) -> None:
+        """Give parameters their views of the chains' state, keeping values they already have.
+
+        In the order of the parameters, not of addresses: ranks must create state in the same order.
+        """
+        self._noted = None
+        for position in positions:
+            chain, member = members.places[position]
+            state = self.state[member.param]
+            members.counters.adopt(member.param, state, missing=1.0 if state else 0.0)
+            for key in self._state_keys(group):
+                if key not in chain.state:
+                    chain.state[key] = torch.zeros_like(chain.weights)
+                view = chain.state[key].view(-1)[member.start : member.start + member.numel]
+                if key in state:
+                    view.copy_(local_part(state[key]).reshape(-1))
+                state[key] = state_like(member.param, view.view(local_part(member.param).shape))
+
+
+class FusedAdam(_FlatOptimizer):
+    """``torch.optim.Adam(fused=True)`` over flat buffers; weight decay is an L2 term.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in torch, also per group.
+    """
+
+    _kernel = staticmethod(torch._fused_adam_)
+    _expected: ClassVar = {**ADAM_RANGES, "eps": "non-negative"}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": as_tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq") + (("max_exp_avg_sq",) if group["amsgrad"] else ())
+
+    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
+        beta1, beta2 = group["betas"]
+        weights, means, squares, *largest = tensors
+        step = torch.full((), float(update.count + 1), dtype=torch.float32, device=weights[0].device)
+        kernel: Callable[..., Any] = self._kernel
+        kernel(
+            weights,
+            update.grads,
+            means,
+            squares,
+            largest[0] if largest else [],
+            [step] * len(weights),
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=group["amsgrad"],
+            maximize=group["maximize"],
+        )
+
+
+class FusedAdamW(FusedAdam):
+    """``torch.optim.AdamW(fused=True)`` over flat buffers; weight decay is decoupled, 0.01 by default."""
+
+    _kernel = staticmethod(torch._fused_adamw_)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize)
+
+
+class FusedSGD(_FlatOptimizer):
+    """``torch.optim.SGD(fused=True)`` over flat buffers.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch, also per group.
+    """
+
+    _saves_step: ClassVar = False
+    _expected: ClassVar = {
+        **dict.fromkeys(("lr", "momentum", "weight_decay"), "non-negative"),
+        "dampening": "a number",
+    }
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def _plan_group(self, index: int) -> None:
+        super()._plan_group(index)
+        group = self.param_groups[index]
+        plain = group["momentum"] > 0 and group["dampening"] == 0
+        ok = not group["nesterov"] or plain
+        require_option(group, "nesterov", ok, "with momentum and without dampening")
+
+    def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] else ()
+
+    def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
+        weights, *buffers = tensors
+        torch._fused_sgd_(
+            weights,
+            update.grads,
+            buffers[0] if buffers else [],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=float(group["lr"]),
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=update.count == 0,
+        )
