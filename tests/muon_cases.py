@@ -1,4 +1,4 @@
-"""Parameters, placements and gradients for the tests of Muon, the same on every rank."""
+"""Parameters, placements and gradients for the tests of Muon and of the exchange, the same on every rank."""
 
 from __future__ import annotations
 
@@ -116,6 +116,11 @@ PLACINGS = {
     "ragged_ep": _ragged_ep,
     "strided_ep": _strided_ep,
 }
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The contiguous memory that a rank has of a parameter."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -159,12 +159,11 @@ class Exchanges:
         spread = items[0][1]
         ranks = spread.ranks if spread.mesh_dims else (dist.get_rank() if dist.is_initialized() else 0,)
         team = Team(ranks, spread.index, _process_group(spread), device)
-        names = [m.name if m.name is not None else f"parameter {i}" for i, (m, _) in enumerate(items)]
         plan, error = None, None
         try:
             planned = [
-                PlannedParameter(name, _checked_layout(name, member, own_spread), member.family)
-                for name, (member, own_spread) in zip(names, items)
+                PlannedParameter(member.label, _checked_layout(member, own_spread), member.family)
+                for member, own_spread in items
             ]
             plan = plan_exchange(planned, len(spread.ranks), self._bucket_numel, self._cost)
         except ValueError as caught:
@@ -176,7 +175,9 @@ class Exchanges:
 
     def _agree(self, plan: ExchangePlan | None, error: ValueError | None, team: Team) -> None:
         """Compare plans between the ranks of the group, once: a difference raises everywhere, none hangs."""
-        text = f"{plan.text if plan else ''}\n{self._dtype}, buckets_in_flight {self._in_flight}"
+        text = ""
+        if plan is not None and team.group is not None:
+            text = f"{plan.text}\n{self._dtype}, buckets_in_flight {self._in_flight}"
         failure = str(error) if error is not None else None
         found = compare(text, [team.group], team.device, failure=failure)
         if found is None and error is not None:
@@ -262,19 +263,20 @@ def _device(member: Member, spread: Spread) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
-def _checked_layout(name: str, member: Member, spread: Spread) -> MatrixLayout:
-    """The layout of a parameter; raises, with its name, unless the local tensor is as large as it says."""
+def _checked_layout(member: Member, spread: Spread) -> MatrixLayout:
+    """The layout of a parameter; raises, naming it, unless the local tensor is as large as it says."""
     parameter = member.parameter
     placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
     try:
         layout = matrix_layout(tuple(parameter.shape), placements, member.rule, spread)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ValueError(f"{member.label}: {error}") from None
     if isinstance(parameter, DTensor):
         mine, found = region_numel(layout.regions[spread.index]), local_of(parameter).numel()
         if mine != found:
             raise ValueError(
-                f"{name}: placements {placements} imply {mine} local elements, the tensor has {found}."
+                f"{member.label}: placements {placements} imply {mine} local elements, the tensor has "
+                f"{found}."
             )
     return layout
 

@@ -80,7 +80,7 @@ class Batch:
 
     @cached_property
     def by_shape(self) -> list[tuple[list[SubMatrix], list[MatrixId]]]:
-        """The matrices of a slab that have one shape; who they are, those of one matrix of all slabs together."""
+        """Matrices of a slab that have one shape, and who they are: one of all slabs, then the next."""
         alike: dict[tuple[int, int], tuple[list[SubMatrix], list[MatrixId]]] = {}
         for index, matrix in enumerate(self.kind.matrices):
             matrices, ids = alike.setdefault((matrix.rows, matrix.columns), ([], []))

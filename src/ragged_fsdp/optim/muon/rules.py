@@ -47,27 +47,11 @@ def is_hidden_matrix(name: str | None, parameter: Tensor) -> bool:
     return not HEAD_OUTSIDE_LAYERS.search(name) or _NUMBERED.search(name) is not None
 
 
-def _original(rows: int, columns: int) -> float:
-    return math.sqrt(max(1.0, rows / columns))
-
-
-def _match_rms_adamw(rows: int, columns: int) -> float:
-    return 0.2 * math.sqrt(max(rows, columns))
-
-
-def _spectral(rows: int, columns: int) -> float:
-    return math.sqrt(rows / columns)
-
-
-def _none(rows: int, columns: int) -> float:
-    return 1.0
-
-
 ADJUST_LR: dict[str, Callable[[int, int], float]] = {
-    "original": _original,
-    "match_rms_adamw": _match_rms_adamw,
-    "spectral": _spectral,
-    "none": _none,
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral": lambda rows, columns: math.sqrt(rows / columns),
+    "none": lambda rows, columns: 1.0,
 }
 """Factor on the learning rate from (fan out, fan in): Keller Jordan's; one that gives updates the RMS that
 AdamW's have (Moonshot); the one that keeps the spectral norm of the change of the outputs; or none."""
