@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ragged_fsdp.layout import TensorSpec
-from ragged_fsdp.optim.exchange.matrices import Fused, MatrixRule, matrix_shape
-from ragged_fsdp.optim.exchange.plan import ExchangePlan, MatrixLayout, PlannedParameter, plan_exchange
+from ragged_fsdp.optim.exchange.matrices import Fused, MatrixLayout, MatrixRule, matrix_shape
+from ragged_fsdp.optim.exchange.plan import ExchangePlan, PlannedParameter, plan_exchange
 from ragged_fsdp.optim.muon.newton_schulz import newton_schulz_flops
 from ragged_fsdp.planner import plan_group
 from ragged_fsdp.routes import flat_boxes

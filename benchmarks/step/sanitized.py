@@ -30,7 +30,7 @@ from ragged_fsdp.fsdp import exchange
 from ragged_fsdp.fsdp.plan import GroupTensors, make_plan
 from ragged_fsdp.fsdp.quantized import MessageLayout
 from ragged_fsdp.optim import AdamW8bit
-from ragged_fsdp.optim.exchange.plan import Spot
+from ragged_fsdp.optim.exchange.matrices import Spot
 from ragged_fsdp.optim.muon.passes import Strided, apply_updates, update_momentum
 
 from .case import Case

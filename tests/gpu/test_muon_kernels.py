@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ragged_fsdp.optim.exchange.plan import Spot
+from ragged_fsdp.optim.exchange.matrices import Spot
 from ragged_fsdp.optim.muon import Muon
 from ragged_fsdp.optim.muon.newton_schulz import orthogonalize, orthogonalize_reference, per_iteration
 from ragged_fsdp.optim.muon.passes import Strided, apply_updates, update_momentum

@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragged_fsdp.optim.exchange.matrices import Flattened, Fused, slabs_of
+from ragged_fsdp.optim.exchange.matrices import Flattened, Fused, MatrixLayout, slabs_of
 from ragged_fsdp.optim.exchange.plan import (
     ExchangePlan,
-    MatrixLayout,
     PlannedParameter,
     Task,
     plan_exchange,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_fsdp.dtensor.redistribute import Division, is_cut, route_between
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
-from ragged_fsdp.routes import HopKind, Part
+from ragged_fsdp.routes import HopKind, Part, packed
 from ragged_strategies import placements
 
 MESHES = [(1,), (3,), (4,), (2, 2), (2, 3), (3, 1, 2), (2, 2, 2)]
@@ -137,3 +137,10 @@ def test_what_arrives_is_sorted_for_the_next_hop():
     full = torch.arange(120).view(5, 6, 4)
     for rank, flat in play(source, target, full)[0].items():
         assert flat.tolist() == held(target, rank, full).tolist(), rank
+
+
+def test_packed_places():
+    """Ordered by rank, then as given; things without elements have a place too."""
+    splits, starts = packed([(2, 3), (0, 4), (2, 0), (0, 1), (2, 5)], 4)
+    assert splits == (5, 0, 8, 0) and starts == [5, 0, 8, 4, 8]
+    assert packed([], 2) == ((0, 0), [])

@@ -348,15 +348,13 @@ def _update_others(
     slots: Sequence[tuple[_Slot, Tensor]], scalars: AdamScalars, noise: tuple[int, int] | None
 ) -> None:
     """The reference, for parameters that no kernel updates."""
-    exact = [(slot, grad) for slot, grad in slots if slot.entry is None]
-    if exact:
-        weights, grads = [slot.weight for slot, _ in exact], [grad for _, grad in exact]
-        means, squares = ([slot.moments[i] for slot, _ in exact] for i in (0, 1))
-        update_exact(weights, grads, means, squares, scalars)
     for slot, grad in slots:
-        if slot.entry is not None:
-            weight = slot.weight.contiguous()  # a copy if strided
-            key = rounding_key(*noise, slot.plan.position) if noise else None
-            update_entry(replace(slot.entry, param=weight), grad, scalars, key)
-            if weight is not slot.weight:
-                slot.weight.copy_(weight)
+        if slot.entry is None:
+            mean, square = slot.moments
+            update_exact(slot.weight, grad, mean, square, scalars)
+            continue
+        weight = slot.weight.contiguous()  # a copy if strided
+        key = rounding_key(*noise, slot.plan.position) if noise else None
+        update_entry(replace(slot.entry, param=weight), grad, scalars, key)
+        if weight is not slot.weight:
+            slot.weight.copy_(weight)

@@ -91,34 +91,14 @@ def prepared_grad(grad: Tensor, param: Tensor, scalars: AdamScalars) -> Tensor:
     return grad + param * scalars.l2 if scalars.l2 else grad
 
 
-def update_exact(
-    params: list[Tensor],
-    grads: list[Tensor],
-    means: list[Tensor],
-    squares: list[Tensor],
-    scalars: AdamScalars,
-) -> None:
-    """One step of local tensors whose moments are fp32: Adam's arithmetic, one call for all of them."""
-    weights = [param.float() for param in params]
-    gradients = [grad.float() for grad in grads]
-    if scalars.maximize:
-        gradients = list(torch._foreach_neg(gradients))
-    if scalars.l2:
-        gradients = list(torch._foreach_add(gradients, torch._foreach_mul(weights, scalars.l2)))
-    torch._foreach_mul_(means, scalars.beta1)
-    torch._foreach_add_(means, torch._foreach_mul(gradients, 1 - scalars.beta1))
-    torch._foreach_mul_(squares, scalars.beta2)
-    rest = torch._foreach_mul(gradients, 1 - scalars.beta2)
-    torch._foreach_mul_(rest, gradients)
-    torch._foreach_add_(squares, rest)
-    roots = [correct_sqrt(square) for square in squares]
-    torch._foreach_mul_(roots, scalars.root_scale)
-    torch._foreach_add_(roots, scalars.eps)
-    torch._foreach_reciprocal_(roots)
-    direction = torch._foreach_mul(means, roots)
-    torch._foreach_mul_(direction, scalars.step_size)
-    decayed = torch._foreach_mul(weights, scalars.decay_factor)
-    torch._foreach_copy_(params, torch._foreach_sub(decayed, direction))
+def update_exact(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scalars: AdamScalars) -> None:
+    """One step of a local tensor whose moments are fp32, in place."""
+    weight = param.float()
+    grad = prepared_grad(grad, weight, scalars)
+    new_mean, new_square, direction = adam_direction(grad, mean, square, scalars)
+    mean.copy_(new_mean)
+    square.copy_(new_square)
+    param.copy_(weight * scalars.decay_factor - direction * scalars.step_size)
 
 
 def correct_sqrt(square: Tensor) -> Tensor:

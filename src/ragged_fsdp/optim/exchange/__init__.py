@@ -15,9 +15,9 @@ object with these three methods (:class:`MatrixWork`) and a cost by which the wo
     for exchange in exchanges.bind([Member(name, p) for name, p in model.named_parameters() if p.ndim > 1]):
         exchange.run(MyWork(exchange.parameters))
 
-Read in this order: ``matrices`` (which matrices a parameter has), ``plan`` (who works on which, and when),
-``program`` (what one rank sends, keeps and receives), ``run`` (the transfers), ``members`` (from parameters
-and their placements to exchanges).
+Read in this order: ``matrices`` (which a parameter has, and who stores what of them), ``plan`` (who works on
+which, and when), ``program`` (what one rank sends, keeps and receives), ``run`` (the transfers), ``members``
+(from parameters and their placements to exchanges).
 """
 
 from ragged_fsdp.optim.exchange.matrices import Flattened, Fused, MatrixRule

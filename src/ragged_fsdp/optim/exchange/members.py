@@ -38,8 +38,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dtensor.geometry import compute_layout, ragged_mesh_dim, shard_box
-from ragged_fsdp.optim.exchange.matrices import Flattened, MatrixRule, matrix_shape
-from ragged_fsdp.optim.exchange.plan import Cost, ExchangePlan, MatrixLayout, PlannedParameter, plan_exchange
+from ragged_fsdp.optim.exchange.matrices import Flattened, MatrixLayout, MatrixRule, matrix_shape
+from ragged_fsdp.optim.exchange.plan import Cost, ExchangePlan, PlannedParameter, plan_exchange
 from ragged_fsdp.optim.exchange.run import Exchange, Team
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.routes import Box, Region, region_numel

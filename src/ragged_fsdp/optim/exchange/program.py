@@ -7,6 +7,10 @@ Memory of a bucket on a rank, all in the dtype of the exchange:
   by task, then as its region lies in memory. Both ends walk the same tasks in the same order, so a position
   in one buffer is the same position in the other.
 
+What two ranks share and where it is packed comes from :mod:`ragged_fsdp.routes`. A whole ``Route`` would not
+do: it takes one tensor from one layout to another, while here slabs of many parameters share a transfer,
+leave one replica and return to all, and begin or end in batches instead of a buffer.
+
 Elements that a rank stores are packed for another root, written straight into a batch (its root is this
 rank), or, with replicas, neither: then another replica sends the same elements.
 """
@@ -21,8 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ragged_fsdp.optim.exchange.matrices import SubMatrix
-from ragged_fsdp.optim.exchange.plan import ExchangePlan, Spot, Task, continued
+from ragged_fsdp.optim.exchange.matrices import Spot, SubMatrix, continued
+from ragged_fsdp.optim.exchange.plan import ExchangePlan, Task
 from ragged_fsdp.routes import packed
 
 if TYPE_CHECKING:
@@ -175,13 +179,13 @@ class BucketProgram:
 
     batches: tuple[Batch, ...]
     collected: tuple[Links, ...]
-    """Every element that this rank stores of the slabs of the bucket, on its way to their roots."""
+    """Every element that this rank stores of the slabs of the bucket, on its way to a root."""
     gather: Splits
     incoming: tuple[Arrival, ...]
     results: tuple[Arrival, ...]
     scatter: Splits
     applied: tuple[Links, ...]
-    """The same elements, on their way back."""
+    """Every element that this rank stores of the slabs of the bucket, on its way back from a root."""
     moves: bool
     """Whether any rank of the group sends anything in this bucket (the same answer on all of them)."""
 

@@ -55,7 +55,7 @@ class MatrixWork(Protocol):
         """Write what is to be worked on into the far end of each link, where it has one."""
 
     def work(self, matrices: Tensor, kind: BatchKind, ids: Sequence[MatrixId]) -> Tensor:
-        """The results for a batch (matrices, rows, columns), which may be overwritten; of its shape."""
+        """Results for a batch (matrices, rows, columns), of its shape and dtype; it may be overwritten."""
 
     def apply(self, links: Links, buffers: Sequence[Tensor]) -> None:
         """Take the results from the far ends of the links, and update the parameters with them."""
@@ -168,7 +168,7 @@ class Exchange:
         return torch.empty(numel, dtype=self.dtype, device=self.team.device)
 
     def _transfer(self, bucket: _Bucket, splits: Splits) -> dist.Work | None:
-        # Also on a rank that sends and receives nothing: the others would wait for it.
+        # By what all ranks do, not by what this one sends: the others would wait for it.
         if not bucket.program.moves:
             return None
         return dist.all_to_all_single(
@@ -220,6 +220,6 @@ def _worked_on(slabs: Tensor, batch: Batch, work: MatrixWork) -> Tensor:
             for m in matrices
         ]
         done = work.work(torch.cat(parts), kind, ids)
-        for part, result in zip(parts, done.view(len(parts), -1, *done.shape[1:])):
+        for part, result in zip(parts, done.reshape(len(parts), len(slabs), *done.shape[1:])):
             part.copy_(result)
     return slabs

@@ -210,7 +210,7 @@ class Muon(Optimizer):
         for group in others:
             for name, p in _members_of(group):
                 if p.grad is not None:
-                    require_matching_grad(_label(name, p), p)
+                    require_matching_grad(Member(name, p).label, p)
         for group in others:
             adamw_step(group, self.state)
         for exchange, work in prepared:
@@ -244,7 +244,7 @@ class Muon(Optimizer):
                 for name, p in _members_of(group):
                     if state := self.state.get(p):
                         expected = dict.fromkeys(_STATE_KEYS[group["algorithm"]], form_like(p))
-                        require_state(_label(name, p), p, state, expected)
+                        require_state(Member(name, p).label, p, state, expected)
         except Exception:
             self.state, self.param_groups = before
             raise
@@ -338,11 +338,6 @@ def _members_of(group: dict[str, Any]) -> Iterator[tuple[str | None, Tensor]]:
     return zip(group.get("param_names", [None] * len(group["params"])), group["params"])
 
 
-def _label(name: str | None, parameter: Tensor) -> str:
-    """What an error calls a parameter."""
-    return name or f"parameter of shape {tuple(parameter.shape)}"
-
-
 def _named(params: Any) -> list[tuple[str | None, Tensor]]:
     items = [params] if isinstance(params, Tensor) else list(params)
     named = [item if isinstance(item, tuple) else (None, item) for item in items]
@@ -375,7 +370,7 @@ def _check_group(
     per_iteration(group["ns_coefficients"], group["ns_steps"])
     scale_function(group["adjust_lr_fn"], group["transposed"])
     for name, parameter in members:
-        label = _label(name, parameter)
+        label = Member(name, parameter).label
         if not parameter.is_floating_point():
             raise ValueError(f"{label}: Muon needs floating point parameters, got {parameter.dtype}.")
         if parameter.ndim < 2:

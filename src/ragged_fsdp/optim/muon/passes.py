@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ragged_fsdp.optim.exchange.plan import Spot
+from ragged_fsdp.optim.exchange.matrices import Spot
 from ragged_fsdp.optim.exchange.program import BatchKind, LinkColumns, Links, MatrixId
 from ragged_fsdp.optim.muon.newton_schulz import has_triton
 
@@ -50,7 +50,7 @@ class FamilyStep:
     scale_of: Callable[[int, int], float]
     """Factor on the learning rate for a matrix of so many rows and columns."""
     orthogonalize: Callable[[Tensor], Tensor]
-    """Of a batch (matrices, rows, columns), which may be overwritten."""
+    """Makes a batch (matrices, rows, columns), which may be overwritten, orthogonal."""
 
     def slab_scale(self, kind: BatchKind) -> float:
         """A slab is applied with the scale of its first matrix; :meth:`MuonWork.work` scales the others."""
