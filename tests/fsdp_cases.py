@@ -1,4 +1,9 @@
-"""Models, references and comparisons that the tests of ``fully_shard`` share.
+"""The zoo of the tests of ``fully_shard``: models, batches, unsharded references, comparisons.
+
+A test builds a model and its reference with :func:`build`, shards the one, runs both on the batches of
+:func:`tokens` or :func:`rows`, lets :func:`average_gradients` do for the reference what DDP would, and
+compares with :func:`assert_same`. Collectives are counted with ``collective_calls.py``; what cannot be seen
+from outside is in ``fsdp_inside.py``. A model that exists to misbehave in one test stays beside that test.
 
 ``FSDP_IMPL`` names the module that ``fully_shard`` is taken from (``ragged_fsdp`` unless set), so
 that each test can be shown to hold for stock FSDP2 too: ``FSDP_IMPL=torch.distributed.fsdp``.
@@ -8,9 +13,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +27,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 IMPL_NAME = os.environ.get("FSDP_IMPL", "ragged_fsdp")
 RAGGED = IMPL_NAME == "ragged_fsdp"
@@ -29,6 +35,10 @@ fully_shard = fsdp.fully_shard
 ragged_only = pytest.mark.skipif(not RAGGED, reason="tests what stock FSDP2 does not have")
 
 VOCAB, DIM, SEQ = 33, 12, 6
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1),
+}
 
 
 class Attention(nn.Module):
@@ -108,6 +118,20 @@ class Transformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+class Stack(nn.Module):
+    """Residual feed-forward layers, and a linear head that is the root's own; any dims, float inputs."""
+
+    def __init__(self, layers: int = 2, dim: int = DIM, hidden: int = 20) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(FeedForward(dim, hidden) for _ in range(layers))
+        self.head = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
 def build(factory: Callable[[], nn.Module], device: str, seed: int = 0) -> tuple[nn.Module, nn.Module]:
     """Two models with equal values on every rank: the one to shard and its unsharded reference."""
     torch.manual_seed(seed)
@@ -164,6 +188,52 @@ def backward_both(
     average_gradients(reference, group)
 
 
+def backward_through(
+    reference: nn.Module, weights: Mapping[str, Tensor], batch: Tensor, scale: float = 1.0
+) -> Tensor:
+    """The loss of ``reference`` computed with other ``weights``, by name.
+
+    Their gradients, times ``scale``, are added to the reference's own parameters, in the parameters' dtype.
+    """
+    leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    loss = torch.func.functional_call(reference, leaves, (batch,)).sum()
+    (loss * scale).backward()
+    for name, parameter in reference.named_parameters():
+        if (gradient := leaves[name].grad) is not None:
+            before = 0 if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.to(parameter.dtype) + before
+    return loss.detach()
+
+
+def in_dtype(reference: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The parameters of ``reference`` as mixed precision computes with them, by name."""
+    return {name: parameter.detach().to(dtype) for name, parameter in reference.named_parameters()}
+
+
+def train_both(
+    model: nn.Module,
+    reference: nn.Module,
+    rank: Any,
+    *,
+    optimizer: str = "sgd",
+    steps: int = 4,
+    tolerance: float = 1e-6,
+    batches: Callable[[Any, int], Tensor] = tokens,
+) -> None:
+    """Train both on the same batches; equal losses at each step and equal parameters at the end."""
+    optimizers = [OPTIMIZERS[optimizer](module.parameters()) for module in (model, reference)]
+    for step in range(steps):
+        losses = [module(batches(rank, step)).float().square().sum() for module in (model, reference)]
+        torch.testing.assert_close(*losses, rtol=max(tolerance, 1e-6), atol=0)
+        for loss in losses:
+            loss.backward()
+        average_gradients(reference)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    assert_same(model, reference, tolerance=tolerance)
+
+
 def full(tensor: Tensor) -> Tensor:
     """The whole tensor, gathered if it is distributed."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
@@ -217,33 +287,41 @@ def assert_steps_agree(
         assert_same(model, reference, tolerance=tolerance, grads=True, wrapper=wrapper)
 
 
-class _Counter(TorchDispatchMode):
-    """Counts c10d operators; unlike ``CommDebugMode`` it survives recomputation in a backward."""
-
-    KINDS = {  # noqa: RUF012
-        "_allgather_base_": "gather",
-        "_reduce_scatter_base_": "reduce_scatter",
-        "allreduce_": "all_reduce",
-    }
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # desugar first: count what really runs
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            name = func.__name__.split(".")[0]
-            self.counts[self.KINDS.get(name, name)] += 1
-        return func(*args, **(kwargs or {}))
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """What this package logs within it."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ragged_fsdp")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
-def count(fn: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """Run ``fn`` and count the collectives by kind."""
-    with _Counter() as counter:
-        result = fn()
-    return result, dict(counter.counts)
+class GatheredMemory:
+    """The memory of the weights that modules compute with: what is allocated of it, at any later time.
+
+    A sharded module's parameters are noted at its forward, when the gathered ones are registered.
+    """
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self._storages: dict[nn.Module, dict[int, torch.UntypedStorage]] = {module: {} for module in modules}
+        for module in modules:
+            module.register_forward_pre_hook(self._note)
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        for parameter in module.parameters():
+            if not isinstance(parameter, DTensor):
+                storage = parameter.untyped_storage()
+                self._storages[module][storage._cdata] = storage
+
+    def nbytes(self, module: nn.Module) -> int:
+        """Bytes that are allocated now."""
+        assert self._storages[module], "the module has had no forward"
+        return sum(storage.nbytes() for storage in self._storages[module].values())
 
 
 def is_sharded(parameters: Iterable[nn.Parameter]) -> bool:

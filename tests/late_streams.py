@@ -19,12 +19,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ragged_fsdp import collectives
-from ragged_fsdp.fsdp.schedule import CommContext
+import fsdp_inside
 
 __all__ = ["LateStream", "make_streams_late"]
 
-_COLLECTIVES = ("all_gather_", "reduce_scatter", "all_reduce_", "all_to_all")
 _STREAM_OF = {"gather": "gather", "reduce": "reduce", "all_reduce": "reduce"}
 _AT_ONCE = ("alias", "detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_")
 
@@ -36,7 +34,7 @@ class LateStream:
         self.launched = 0
         self._tasks: deque[tuple[Callable[[], Any], list[torch.Tensor]]] = deque()
         self._own: list[torch.Tensor] = []
-        """Tensors allocated on this stream, which may let them go whenever it likes."""
+        """Allocated on this stream, which may let it go whenever it likes."""
 
     def launch(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         """Call ``function`` later, with other tensors over the same memory: the caller's may go."""
@@ -44,7 +42,7 @@ class LateStream:
         self._add(lambda: function(*args, **kwargs), (args, kwargs))
 
     def launch_new(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call ``function``, which makes tensors, later: the tensors are there at once, their values then."""
+        """Call a ``function`` that makes tensors: they are there at once, their values later."""
         made = function(*args, **kwargs)
         args, kwargs, own = tree_map(_alias, (args, kwargs, made))
         self._own += tree_leaves(own)
@@ -113,7 +111,7 @@ class _Current:
         self.stack: list[LateStream] = []
         self._of: dict[tuple[int, str], LateStream] = {}
 
-    def on_stream(self, context: CommContext, name: str, stream: Any = None) -> ExitStack:
+    def on_stream(self, context: Any, name: str, stream: Any = None) -> ExitStack:
         target = self._of.setdefault((id(context), _STREAM_OF[name]), LateStream())
         entered = ExitStack()
         entered.callback(self.stack.pop)
@@ -121,14 +119,14 @@ class _Current:
         entered.enter_context(_Late(target))
         return entered
 
-    def record(self, context: CommContext, *_: Any) -> tuple[LateStream, int] | None:
+    def record(self, context: Any, *_: Any) -> tuple[LateStream, int] | None:
         return (self.stack[-1], self.stack[-1].launched) if self.stack else None
 
-    def wait(self, context: CommContext, event: tuple[LateStream, int] | None) -> None:
+    def wait(self, context: Any, event: tuple[LateStream, int] | None) -> None:
         if event is not None:
             event[0].run_until(event[1])
 
-    def join(self, context: CommContext) -> None:
+    def join(self, context: Any) -> None:
         for (owner, _), stream in self._of.items():
             if owner == id(context):
                 stream.run_until(stream.launched)
@@ -145,13 +143,6 @@ class _Current:
 
 
 def make_streams_late(patch: pytest.MonkeyPatch) -> None:
-    """Put work on the runtime's side streams off until somebody waits for it, until ``patch`` is undone.
-
-    Models must be made afterwards."""
-    current = _Current()
-    for name in ("on_stream", "record", "record_launch", "wait", "join"):
-        method = getattr(current, name.removesuffix("_launch"))
-        patch.setattr(CommContext, name, lambda self, *args, _method=method: _method(self, *args))
-    for name in _COLLECTIVES:
-        patch.setattr(collectives, name, current.later(getattr(collectives, name)))
+    """From here on, until ``patch`` is undone; models must be made afterwards."""
+    fsdp_inside.intercept_streams(patch, _Current())
     patch.setenv("RAGGED_FSDP_DEBUG", "1")  # released memory is filled with NaN

@@ -68,7 +68,11 @@ def _found(patterns: tuple[str, ...]) -> set[str]:
 
 
 _POISONED = {"RAGGED_FSDP_DEBUG": "1"}
-_RUNTIME = (*_spmd("dbuffer"), *_spmd("fsdp_core"), *_spmd("fsdp", "exchange", "parallelism", "reuse"))
+_RUNTIME = (
+    *_spmd("dbuffer"),
+    *_spmd("fsdp", "buffers", "casts", "debug", "edges", "exchange", "gradients", "kept_layers"),
+    *_spmd("fsdp", "late_streams", "memory_pools", "parallelism", "recovery", "reuse"),
+)
 _PIPELINE = _spmd("fsdp", "pipeline")
 _USE = tuple(_found(_spmd("fsdp")) - _found((*_RUNTIME, *_PIPELINE)))
 _RUNS = _spmd("train", "runs")
@@ -119,7 +123,7 @@ GROUPS = {  # those that take longest first
         shares=False,
     ),
     "faults": Group("a rank that is killed, or fails alone", _RUNS, ("-k", _ENDS_RANKS), shares=False),
-    "timeout": Group("a rank that stays away", ("tests/gpu/test_fsdp_core_timeout.py",), shares=False),
+    "timeout": Group("a rank that stays away", ("tests/gpu/test_fsdp_timeout.py",), shares=False),
 }
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ragged_fsdp import fully_shard
-from ragged_fsdp.fsdp import exchange
+import fsdp_inside
+from fsdp_cases import build, fully_shard, rows
 from rank_pool import DEVICE, spmd
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs RAGGED_FSDP_TEST_DEVICE=cuda")
@@ -24,16 +24,15 @@ SLEEP_CYCLES = 200_000_000  # about 100 ms
 
 
 def _model(rank, dtype, **options):
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS))).to(rank.device)
+    linears = (nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS))
+    model, _ = build(lambda: nn.Sequential(*linears), rank.device)
     for layer in model:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
 
 
 def _input(rank, dtype):
-    generator = torch.Generator().manual_seed(rank.rank)
-    return torch.randn(8, WIDTH, generator=generator).to(rank.device, dtype)
+    return rows(rank, 0, dim=WIDTH, batch=8).to(dtype)
 
 
 class _Spoiler:
@@ -62,16 +61,14 @@ def test_the_sum_of_an_exchange(rank):
         gc.collect()
         model = _model(rank, torch.bfloat16, mp_policy=policy, reduction="all_to_all")
         spoiler = _Spoiler(model, WIDTH * (WIDTH + 1) // rank.world_size * 4)
-        add = exchange._sum_rows
 
-        def add_and_wait(*args, spoiler=spoiler, add=add):
-            add(*args)
+        def wait(spoiler=spoiler):
             spoiler.event = torch.cuda.current_stream().record_event()
             torch.cuda._sleep(SLEEP_CYCLES)
 
         with pytest.MonkeyPatch.context() as patch:
             if spoiled:
-                patch.setattr(exchange, "_sum_rows", add_and_wait)
+                fsdp_inside.on_sum_of_exchange(patch, wait)
             model(_input(rank, torch.bfloat16)).square().sum().backward()
         assert bool(spoiler.taken) == spoiled
         results.append([p.grad.to_local().clone() for p in model.parameters()])

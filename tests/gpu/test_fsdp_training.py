@@ -8,12 +8,14 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import fsdp_inside
+from collective_calls import FUNCTIONS
 from fsdp_cases import (
+    Stack,
     Transformer,
     assert_same,
     build,
@@ -21,6 +23,7 @@ from fsdp_cases import (
     full,
     fully_shard,
     relative_error,
+    rows,
     shard_blocks,
     tokens,
 )
@@ -29,7 +32,7 @@ from rank_pool import DEVICE, spmd
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs RAGGED_FSDP_TEST_DEVICE=cuda")
 
-STEPS = 5
+STEPS, WIDTH = 5, 1024
 SLEEP_CYCLES = 20_000_000  # about 10 ms: long enough to expose a missing wait
 
 
@@ -73,17 +76,14 @@ def test_mixed_precision_equals_stock_fsdp2(rank, hsdp):
         assert relative_error(full(p), full(q)) < 2e-2, name
 
 
-class _Wide(nn.Module):
-    """Layers of a few MiB, so that buffers are real allocations."""
+class _Wide(Stack):
+    """Layers of a few MiB, so that buffers are real allocations; returns a loss."""
 
-    def __init__(self, width=1024, layers=4) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+    def __init__(self) -> None:
+        super().__init__(layers=4, dim=WIDTH, hidden=WIDTH // 2)
 
     def forward(self, x):
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x.float().square().mean()
+        return super().forward(x).float().square().mean()
 
 
 def _wide(rank, reshard, **options):
@@ -95,8 +95,7 @@ def _wide(rank, reshard, **options):
 
 
 def _batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank.rank)
-    return torch.randn(64, 1024, generator=generator).to(rank.device)
+    return rows(rank, step, dim=WIDTH, batch=64)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
@@ -136,17 +135,16 @@ def test_resharding_frees_the_gathered_layers(rank):
         torch.cuda.synchronize()
         held[reshard] = torch.cuda.memory_allocated() - before
         del model, loss
-    layer_bytes = 1024 * 1025 * 2
+    layer_bytes = 2 * WIDTH * WIDTH
     assert held[False] - held[True] >= 2 * layer_bytes, held
 
 
 def _slow(patch, where):
     """Delay the GPU before or after each collective, or in compute, to expose missing waits."""
-    names = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
-    for name in (*names, "all_to_all", "all_to_all_single"):
-        original = getattr(dist, name, None)
-        if original is None:
+    for name, kind in FUNCTIONS.items():
+        if kind == "all_reduce":
             continue
+        original = getattr(dist, name)
 
         def delayed(*args, _original=original, **kwargs):
             if where == "before":
@@ -217,7 +215,7 @@ def test_offloaded_weights_may_be_written_after_a_forward_without_gradients(rank
     with torch.no_grad():
         expected = reference(tokens(rank, 0))
         model(tokens(rank, 0))
-        with torch.cuda.stream(model._get_fsdp_state().comm.streams["gather"]):
+        with torch.cuda.stream(fsdp_inside.gather_stream(model)):
             torch.cuda._sleep(SLEEP_CYCLES * 10)
         found = model(tokens(rank, 0))
         model.reshard()  # the root stays gathered after its forward

@@ -3,13 +3,17 @@
 import pytest
 import torch
 
+from collective_calls import count
 from fsdp_cases import (
     Transformer,
     assert_same,
     average_gradients,
+    backward_through,
     build,
-    count,
+    fsdp,
+    in_dtype,
     is_sharded,
+    ragged_only,
     shard_blocks,
     tokens,
 )
@@ -119,24 +123,60 @@ def test_hsdp_defers_the_all_reduce(rank, reduce_scatter_each):
         reference.zero_grad()
 
 
+@spmd(4)
+def test_hsdp_with_offload_without_sync_then_without_all_reduce(rank):
+    """Gradients wait whole on the device, then as sums of a shard, and arrive on the host after both."""
+    model, reference = build(Transformer, rank.device)
+    model.cpu()
+    offload = fsdp.CPUOffloadPolicy(pin_memory=False)
+    shard_blocks(model, mesh=rank.mesh(2, 2, names=("replicate", "shard")), offload_policy=offload)
+
+    def before(index):
+        model.set_requires_gradient_sync(index > 0)
+        model.set_requires_all_reduce(index > 1)
+        assert all(p.grad is None for p in model.parameters())
+
+    _accumulate(model, reference, rank, before)
+    assert all(p.device.type == p.grad.device.type == "cpu" for p in model.parameters())
+    assert_same(model, reference.cpu(), tolerance=2e-6, grads=True)
+
+
 @spmd(2)
 def test_mixed_precision_accumulates_in_the_reduce_dtype(rank):
     """bf16 gradients summed in float32: the sum equals the float32 sum of the bf16 gradients."""
-    from fsdp_cases import fsdp
-
     model, reference = build(Transformer, rank.device)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard_blocks(model, mp_policy=policy)
-    low = {name: p.detach().bfloat16().requires_grad_() for name, p in reference.named_parameters()}
-    total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in low.items()}
     for index in range(MICROBATCHES):
         model.set_requires_gradient_sync(index == MICROBATCHES - 1)
         model(tokens(rank, index)).backward()
-        torch.func.functional_call(reference, low, (tokens(rank, index),)).backward()
-        for name, p in low.items():
-            total[name] += p.grad.float()
-            p.grad = None
-    for name, parameter in reference.named_parameters():
-        parameter.grad = total[name]
+        backward_through(reference, in_dtype(reference, torch.bfloat16), tokens(rank, index))
     average_gradients(reference)
     assert_same(model, reference, tolerance=1e-6, grads=True)
+
+
+@ragged_only
+@spmd(2)
+def test_manual_finalization_and_kept_storage(rank):
+    """Backwards without sync, then one finalization reduces them; gathered storage keeps its address."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    model.set_manual_backward_finalization(True)
+    model.set_keep_unsharded_storage(True)
+    model.set_requires_gradient_sync(False)
+    addresses = []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda m, args: addresses.append(m.norm1.weight.data_ptr()))
+    for step in range(2):
+        model(tokens(rank, step)).backward()
+        reference(tokens(rank, step)).backward()
+    assert addresses[:2] == addresses[2:]
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_gradient_sync(True)
+    _, seen = count(lambda: model.finalize_backward(async_op=True).wait())
+    assert seen == {"reduce_scatter": GROUPS}
+    average_gradients(reference)
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+    model.set_manual_backward_finalization(False)
+    with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
+        model.finalize_backward()

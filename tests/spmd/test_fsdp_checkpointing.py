@@ -8,13 +8,13 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from collective_calls import count
 from fsdp_cases import (
     Transformer,
     assert_same,
     assert_steps_agree,
     backward_both,
     build,
-    count,
     fsdp,
     fully_shard,
     ragged_only,

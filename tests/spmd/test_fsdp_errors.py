@@ -1,13 +1,14 @@
 """What ``fully_shard`` and its methods refuse, with FSDP2's exceptions and texts."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard, init_device_mesh
 
-import ragged_fsdp.fsdp.build as build
+import fsdp_inside
 from fsdp_cases import DIM, FeedForward, fsdp, fully_shard, is_sharded, ragged_only, rows
 from rank_pool import spmd
 
@@ -170,35 +171,40 @@ def test_sparse_gradients(rank):
     assert torch.equal(model(tokens), expected)
 
 
-def _scalar(model):
-    model.scalar_p = nn.Parameter(torch.tensor(1.0))
-    return {}
-
-
-def _out_of_memory(model):
-    def fail(*args, **kwargs):
-        raise torch.OutOfMemoryError("no memory for the shard")
-
-    model.restore = build.MainShard
-    build.MainShard = fail
-    return {}
+@ragged_only  # stock FSDP2 shards the parameters of a parent again
+@pytest.mark.parametrize("after_forward", [False, True])
+@spmd(2)
+def test_a_child_after_its_parent(rank, after_forward):
+    """The parent's call took the child's parameters: top-down order is refused, on every rank."""
+    model = nn.Sequential(FeedForward(), FeedForward()).to(rank.device)
+    fully_shard(model)
+    if after_forward:
+        model(rows(rank, 0))
+    with pytest.raises(ValueError, match=r"'up\.weight' is already sharded by a call on a module above"):
+        fully_shard(model[1])
+    assert type(model[1]) is FeedForward
+    model(rows(rank, 0)).sum().backward()
 
 
 def _raises(*args):
     raise KeyError("from the policy")
 
 
-FAULTS = {  # what is wrong, then what its rank raises
+def _scalar(model, _):
+    model.scalar_p = nn.Parameter(torch.tensor(1.0))
+    return {}
+
+
+FAULTS = {  # the arguments, of a new model and of a sharded one, and what the rank that gives them raises
     "scalar": (_scalar, ValueError, "Change scalar_p to a 1D tensor"),
-    "policy": (lambda model: {"orig_param_policy": _raises}, KeyError, "from the policy"),
-    "placement": (lambda model: {"shard_placement_fn": lambda p: Shard(9)}, AssertionError, "Shard dim 9"),
-    "ignored": (lambda model: {"ignored_params": model.up.weight}, TypeError, "ignored_params.*Parameter"),
-    "option": (lambda model: {"reduction": "sum"}, ValueError, "reduction must be one of"),
-    "memory": (_out_of_memory, torch.OutOfMemoryError, "no memory for the shard"),
-    "module": (lambda model: {"module": "model"}, TypeError, "module must be"),
-    "twice": (lambda model: {"module": [FeedForward(), ALREADY]}, AssertionError, "to a module once"),
+    "policy": (lambda *_: {"orig_param_policy": _raises}, KeyError, "from the policy"),
+    "placement": (lambda *_: {"shard_placement_fn": lambda p: Shard(9)}, AssertionError, "Shard dim 9"),
+    "ignored": (lambda model, _: {"ignored_params": model.up.weight}, TypeError, "ignored_params.*Parameter"),
+    "option": (lambda *_: {"reduction": "sum"}, ValueError, "reduction must be one of"),
+    "memory": (lambda *_: {}, torch.OutOfMemoryError, "no memory for the shard"),
+    "module": (lambda *_: {"module": "model"}, TypeError, "module must be"),
+    "twice": (lambda _, sharded: {"module": [FeedForward(), sharded]}, AssertionError, "to a module once"),
 }
-ALREADY = None
 
 
 @ragged_only
@@ -207,12 +213,11 @@ ALREADY = None
 @spmd(4)
 def test_what_one_rank_raises_alone(rank, failing, sizes):
     """It raises what it always did; the others of its mesh name it; no module is changed, and all go on."""
-    global ALREADY
     mesh = rank.mesh(2, 2, names=("replicate", "shard"))
     mesh = mesh if len(sizes) == 2 else mesh["shard"]
     told = len(sizes) == 2 or rank.rank < 2  # the ranks of another row are no part of the call
-    ALREADY = fully_shard(FeedForward().to(rank.device), mesh=mesh)
-    for fault, kind, text in FAULTS.values():
+    sharded = fully_shard(FeedForward().to(rank.device), mesh=mesh)
+    for name, (arguments, kind, text) in FAULTS.items():
         model = FeedForward().to(rank.device)
         attributes, parameters = set(model.__dict__), dict(model.named_parameters())
         if rank.rank not in failing:
@@ -222,15 +227,16 @@ def test_what_one_rank_raises_alone(rank, failing, sizes):
             with pytest.raises(RuntimeError, match=rf"rank [01] raised {kind.__name__}: (.|\n)*{text}"):
                 fully_shard(model, mesh=mesh)
         else:
-            options = fault(model)
-            target = options.pop("module", model)
-            with pytest.raises(kind, match=text) as raised:
-                fully_shard(target, mesh=mesh, **options)
+            options = {"module": model, **arguments(model, sharded)}
+            fault = fsdp_inside.no_memory_for_shards() if name == "memory" else nullcontext()
+            with pytest.raises(kind, match=text) as raised, fault:
+                fully_shard(**options, mesh=mesh)
             assert kind is not KeyError or "'up.weight'" in raised.value.__notes__[0]
-            build.MainShard = model.__dict__.pop("restore", build.MainShard)
-            model.__dict__["_parameters"].pop("scalar_p", None)
-            if target is not model and isinstance(target, list):
-                assert type(target[0]) is FeedForward and fully_shard.state(target[0]) is None
+            if name == "scalar":
+                del model.scalar_p
+            if name == "twice":
+                fresh = options["module"][0]
+                assert type(fresh) is FeedForward and fully_shard.state(fresh) is None
         assert type(model) is FeedForward and set(model.__dict__) == attributes
         assert all(parameters[name] is p for name, p in model.named_parameters())
         fully_shard(model, mesh=mesh)

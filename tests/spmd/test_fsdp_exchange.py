@@ -5,8 +5,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_fsdp import MixedPrecisionPolicy, fully_shard
+import fsdp_inside
+from fsdp_cases import build, fully_shard, ragged_only, rows
+from ragged_fsdp import MixedPrecisionPolicy
 from rank_pool import Rank, spmd
+
+pytestmark = ragged_only
+REDUCTIONS = ("reduce_scatter", "all_to_all")
 
 
 class Net(nn.Module):
@@ -24,9 +29,9 @@ class Net(nn.Module):
         return self.extra(y) if use_extra else y
 
 
-def _net(seed: int = 0, wide: int = 5) -> Net:
-    torch.manual_seed(seed)
-    return Net(wide)
+def _net(rank: Rank, wide: int = 5, **options: object) -> tuple[nn.Module, nn.Module]:
+    net, plain = build(lambda: Net(wide), rank.device)
+    return fully_shard(net, **{"mesh": rank.mesh(), **options}), plain
 
 
 def _grads(net: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -34,45 +39,29 @@ def _grads(net: nn.Module) -> dict[str, torch.Tensor | None]:
     return {n: None if p.grad is None else p.grad.to_local() for n, p in net.named_parameters()}
 
 
-def _through_views(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    """Send views in three rounds, also on the CPU: over sends and receives, gloo has no list all-to-all."""
-    from ragged_fsdp import collectives
-    from ragged_fsdp.fsdp import exchange
+def _sent_and_received(received: list, sent: list, group: dist.ProcessGroup, async_op: bool) -> None:
+    """The all-to-all of lists, which gloo does not have, over sends and receives."""
+    ranks, me = dist.get_process_group_ranks(group), group.rank()
+    received[me].copy_(sent[me])
+    works = []
+    for peer in range(len(ranks)):
+        if peer != me and sent[peer].numel():
+            works.append(dist.isend(sent[peer].contiguous(), ranks[peer], group=group))
+        if peer != me and received[peer].numel():
+            works.append(dist.irecv(received[peer], ranks[peer], group=group))
+    for work in works:
+        work.wait()
 
-    def pieces(received: list, sent: list, group: dist.ProcessGroup, async_op: bool) -> None:
-        ranks, me = dist.get_process_group_ranks(group), group.rank()
-        received[me].copy_(sent[me])
-        works = []
-        for peer in range(len(ranks)):
-            if peer != me and sent[peer].numel():
-                works.append(dist.isend(sent[peer].contiguous(), ranks[peer], group=group))
-            if peer != me and received[peer].numel():
-                works.append(dist.irecv(received[peer], ranks[peer], group=group))
-        for work in works:
-            work.wait()
 
-    plan = exchange.plan_sends
-    monkeypatch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
-    monkeypatch.setattr(exchange, "plan_sends", lambda layout, ranks, rounds: plan(layout, ranks, rounds=3))
+def _through_views(patch: pytest.MonkeyPatch, device: str) -> None:
+    """Send views in three rounds, also on the CPU."""
+    fsdp_inside.exchange_in_rounds(patch, rounds=3)
     if device == "cpu":
-        monkeypatch.setattr(collectives, "all_to_all_pieces", pieces)
+        patch.setattr(dist, "all_to_all", _sent_and_received)
 
 
-@spmd(1, 2, 3, 4)
-@pytest.mark.parametrize("views", [False, True])
-def test_gradients_equal_those_of_the_reduce_scatter(rank: Rank, views: bool) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        if views:
-            _through_views(patch, str(rank.device))
-        found = {}
-        for reduction in ("reduce_scatter", "all_to_all"):
-            net = fully_shard(_net().to(rank.device), mesh=rank.mesh(), reduction=reduction)
-            for step in range(2):
-                torch.manual_seed(10 * step + rank.rank)
-                net.zero_grad()
-                # a rank-dependent use of a module: where it is unused on some ranks they send zeros
-                net(torch.randn(4, 7, device=rank.device), use_extra=rank.rank == 0).sum().backward()
-            found[reduction] = _grads(net)
+def _assert_alike(found: dict[str, dict[str, torch.Tensor | None]]) -> None:
+    """The gradients of the two reductions, this rank's part of each."""
     for name, grad in found["reduce_scatter"].items():
         ours = found["all_to_all"][name]
         assert (grad is None) == (ours is None), name
@@ -80,16 +69,30 @@ def test_gradients_equal_those_of_the_reduce_scatter(rank: Rank, views: bool) ->
             torch.testing.assert_close(ours, grad, rtol=1e-6, atol=1e-7, msg=name)
 
 
+@spmd(1, 2, 3, 4)
+@pytest.mark.parametrize("views", [False, True])
+def test_gradients_equal_those_of_the_reduce_scatter(rank: Rank, views: bool) -> None:
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if views:
+            _through_views(patch, rank.device)
+        for reduction in REDUCTIONS:
+            net, _ = _net(rank, reduction=reduction)
+            for step in range(2):
+                net.zero_grad()
+                # a rank-dependent use of a module: where it is unused on some ranks they send zeros
+                net(rows(rank, step, dim=7), use_extra=rank.rank == 0).sum().backward()
+            found[reduction] = _grads(net)
+    _assert_alike(found)
+
+
 @spmd(2, 4)
 @pytest.mark.parametrize("wide", [5, 300_000])
 def test_bf16_gradients_are_summed_in_fp32(rank: Rank, wide: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    net = fully_shard(
-        _net(wide=wide).to(rank.device), mesh=rank.mesh(), mp_policy=policy, reduction="all_to_all"
-    )
-    plain = _net(wide=wide).to(rank.device, torch.bfloat16)
-    torch.manual_seed(rank.rank)
-    x = torch.randn(4, 7, device=rank.device)
+    net, plain = _net(rank, wide, mp_policy=policy, reduction="all_to_all")
+    plain.bfloat16()
+    x = rows(rank, 0, dim=7)
     net(x).float().sum().backward()
     plain(x.bfloat16()).float().sum().backward()
     for name, parameter in plain.named_parameters():
@@ -97,7 +100,7 @@ def test_bf16_gradients_are_summed_in_fp32(rank: Rank, wide: int) -> None:
             continue
         exact = parameter.grad.double()
         dist.all_reduce(exact)
-        got = dict(net.named_parameters())[name].grad.full_tensor()
+        got = net.get_parameter(name).grad.full_tensor()
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), exact / rank.world_size, rtol=1e-6, atol=1e-8, msg=name)
 
@@ -106,25 +109,16 @@ def test_bf16_gradients_are_summed_in_fp32(rank: Rank, wide: int) -> None:
 def test_accumulation_and_replicas(rank: Rank) -> None:
     mesh = rank.mesh(2, 2, names=("replicate", "shard"))
     found = {}
-    for reduction in ("reduce_scatter", "all_to_all"):
-        net = fully_shard(_net().to(rank.device), mesh=mesh, reduction=reduction)
+    for reduction in REDUCTIONS:
+        net, _ = _net(rank, mesh=mesh, reduction=reduction)
         for micro in range(3):
             net.set_requires_gradient_sync(micro == 2)
-            torch.manual_seed(10 * micro + rank.rank)
-            net(torch.randn(4, 7, device=rank.device)).sum().backward()
+            net(rows(rank, micro, dim=7)).sum().backward()
         found[reduction] = _grads(net)
-    for name, grad in found["reduce_scatter"].items():
-        if grad is not None:
-            torch.testing.assert_close(found["all_to_all"][name], grad, rtol=1e-6, atol=1e-7, msg=name)
+    _assert_alike(found)
 
 
 @spmd(2)
-def test_memory_of_gradients_is_dropped_and_bad_values_raise(rank: Rank) -> None:
+def test_other_values_are_refused(rank: Rank) -> None:
     with pytest.raises(ValueError, match="reduction must be one of"):
-        fully_shard(_net(), mesh=rank.mesh(), reduction="ring")
-    net = fully_shard(_net().to(rank.device), mesh=rank.mesh(), reduction="all_to_all")
-    net(torch.randn(4, 7, device=rank.device)).sum().backward()
-    (group,) = net._get_fsdp_state().groups if hasattr(net, "_get_fsdp_state") else net.fsdp_groups()
-    reducer = group.reducer
-    assert not reducer.written and not reducer._grads and not reducer._sends and reducer._memory is None
-    assert not group.context.pending
+        _net(rank, reduction="ring")

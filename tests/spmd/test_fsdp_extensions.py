@@ -6,6 +6,7 @@ from torch import nn
 from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
+from collective_calls import count
 from fsdp_cases import (
     DIM,
     RAGGED,
@@ -13,7 +14,6 @@ from fsdp_cases import (
     assert_same,
     average_gradients,
     build,
-    count,
     full,
     fully_shard,
     relative_error,

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from collective_calls import count, noted
 from fsdp_cases import (
     DIM,
     FeedForward,
@@ -11,13 +13,13 @@ from fsdp_cases import (
     assert_same,
     average_gradients,
     build,
-    count,
     fully_shard,
     ragged_only,
     rows,
     shard_blocks,
     tokens,
 )
+from ragged_fsdp import Rows
 from rank_pool import spmd
 
 
@@ -58,6 +60,36 @@ def test_a_group_that_is_all_frozen_reduces_nothing(rank):
     _, seen = count(loss.backward)
     assert seen["reduce_scatter"] == 2  # the second layer and the root
     assert_same(model, reference, grads=True)
+
+
+@ragged_only
+@spmd(2, 4)
+def test_one_gather_for_all_dtypes_and_no_place_for_frozen_gradients(rank):
+    """The gather carries every dtype; only trainable elements travel in the reduction."""
+
+    def make():
+        net = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 8))
+        net[1].requires_grad_(False)
+        net.codes = nn.Parameter(torch.arange(77, dtype=torch.int8), requires_grad=False)
+        return net
+
+    model, reference = build(make, rank.device)
+    fully_shard(model, orig_param_policy=lambda name, p: Rows(4) if p.shape == (40, 40) else None)
+    seen = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(module.codes.clone()))
+    with noted() as notes:
+        model(rows(rank, 0, dim=40)).sum().backward()
+    reference(rows(rank, 0, dim=40)).sum().backward()
+    average_gradients(reference)
+    assert torch.equal(seen[0], reference.codes)
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+    assert notes.counts() == {"gather": 1, "reduce_scatter": 1}
+    most = torch.tensor(sum(p.to_local().numel() for p in model.parameters() if p.requires_grad))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)  # the shards are of one size
+    (reduced,) = notes.of("reduce_scatter")
+    assert most <= reduced.written.numel() < most + 128
+    shard = model[0].weight.to_local()
+    assert shard.shape[1:] == (40,) and shard.shape[0] % 4 == 0
 
 
 @spmd(2)

@@ -12,30 +12,22 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp_cases import (
     DIM,
     RAGGED,
-    FeedForward,
+    Stack,
     average_gradients,
     build,
     fsdp,
     full,
     fully_shard,
     linear_on_a_full_mesh,
+    ragged_only,
     relative_error,
     rows,
 )
+from ragged_fsdp import Elements, RaggedShard, Rows, StridedRaggedShard, Whole
+from ragged_fsdp.dtensor import is_ragged
 from rank_pool import spmd
 
 PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-
-
-class _Stack(nn.Module):
-    def __init__(self, hidden=20) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(FeedForward(hidden=hidden) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
 
 
 def _check(model, reference, rank, dp_group, dp_index, tolerance=1e-6):
@@ -62,7 +54,7 @@ def _check(model, reference, rank, dp_group, dp_index, tolerance=1e-6):
 @spmd(4)
 def test_fsdp_with_tensor_parallelism(rank, hidden):
     mesh = rank.mesh(2, 2, names=("dp", "tp"))
-    model, reference = build(lambda: _Stack(hidden), rank.device)
+    model, reference = build(lambda: Stack(hidden=hidden), rank.device)
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], PLAN)
         fully_shard(layer, mesh=mesh["dp"])
@@ -77,7 +69,7 @@ def test_fsdp_with_tensor_parallelism(rank, hidden):
 @spmd(4)
 def test_hsdp_with_tensor_parallelism_on_three_dimensions(rank):
     mesh = rank.mesh(2, 1, 2, names=("replicate", "shard", "tp"))
-    model, reference = build(_Stack, rank.device)
+    model, reference = build(Stack, rank.device)
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], PLAN)
         fully_shard(layer, mesh=mesh["replicate", "shard"])
@@ -91,7 +83,7 @@ def test_hsdp_with_tensor_parallelism_on_three_dimensions(rank):
 @spmd(4)
 def test_clipping_with_tensor_parallelism(rank):
     mesh = rank.mesh(2, 2, names=("dp", "tp"))
-    model, reference = build(_Stack, rank.device)
+    model, reference = build(Stack, rank.device)
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], PLAN)
     fully_shard(model, mesh=mesh["dp"])
@@ -196,14 +188,11 @@ def test_data_parallel_dims_of_a_full_mesh(rank):
         fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="nope"))
 
 
-@pytest.mark.skipif(not RAGGED, reason="tests what stock FSDP2 does not have")
+@ragged_only
 @spmd(4)
 def test_tensor_parallel_parameters_are_ragged_on_the_parent_mesh(rank):
-    from ragged_fsdp import RaggedShard, StridedRaggedShard
-    from ragged_fsdp.dtensor import is_ragged
-
     mesh = rank.mesh(2, 2, names=("dp", "tp"))
-    model, _ = build(_Stack, rank.device)
+    model, _ = build(Stack, rank.device)
     parallelize_module(model.layers[0], mesh["tp"], PLAN)
     fully_shard(model, mesh=mesh["dp"])
     column, row = model.layers[0].up.weight, model.layers[0].down.weight
@@ -211,7 +200,63 @@ def test_tensor_parallel_parameters_are_ragged_on_the_parent_mesh(rank):
     for parameter, dim in ((column, 0), (row, 1)):
         assert isinstance(parameter.placements[0], RaggedShard | StridedRaggedShard)
         assert parameter.placements[1] == Shard(dim)
-        local = torch.distributed.tensor.distribute_tensor(
-            full(parameter), parameter.device_mesh, parameter.placements
-        ).to_local()
+        local = distribute_tensor(full(parameter), parameter.device_mesh, parameter.placements).to_local()
         assert torch.equal(local, parameter.to_local())
+
+
+@ragged_only
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("granularity", "block"), [(None, 6), (Rows(2), 12), (Elements(4), 12), (Whole(), 48)]
+)
+@spmd(4)
+def test_granularity_beside_tensor_parallelism(rank, granularity, block, replicas):
+    """Rows of a row-parallel weight stay whole: the block is the LCM of a row and of what the policy asks."""
+    names = ("replicate", "dp", "tp")
+    mesh = rank.mesh(replicas, 4 // (2 * replicas), 2, names=names)
+    data = mesh["replicate", "dp"] if replicas > 1 else mesh["dp"]
+    net, reference = build(
+        lambda: nn.ModuleDict({name: nn.Linear(12, 8, bias=False) for name in ("row", "column")}), rank.device
+    )
+    for name, dim in (("row", 1), ("column", 0)):
+        weight = distribute_tensor(net[name].weight.detach(), mesh["tp"], [Shard(dim)])
+        net[name].weight = nn.Parameter(weight)
+        fully_shard(net[name], mesh=data, orig_param_policy=lambda *_: granularity)
+    row, column = net["row"].weight, net["column"].weight
+    assert type(row.placements[-2]) is RaggedShard and row.placements[-1] == Shard(1)
+    assert isinstance(column.placements[-2], RaggedShard | StridedRaggedShard)
+    assert column.placements[-1] == Shard(0)
+    assert row.to_local().numel() % block == 0
+    assert row.device_mesh.mesh_dim_names == (names if replicas > 1 else names[1:])
+    for name, weight in (("row", row), ("column", column)):
+        assert torch.equal(full(weight), reference[name].weight)
+    x = DTensor.from_local(torch.ones(2, 6, device=rank.device), mesh["tp"], [Shard(1)])
+    net["row"](x).redistribute(placements=[Replicate()]).to_local().sum().backward()
+    assert row.grad.placements == row.placements
+    torch.testing.assert_close(full(row.grad), torch.full((8, 12), 2.0, device=rank.device))
+
+
+@ragged_only
+@spmd(4)
+def test_uneven_tensor_parallelism(rank):
+    """5 rows over 2 tensor-parallel ranks leave 3 and 2: one placement, units per outer shard."""
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    net, reference = build(lambda: nn.Linear(DIM, 5), rank.device)
+    for name, placement in (("weight", Shard(0)), ("bias", Replicate())):
+        value = distribute_tensor(getattr(net, name).detach(), mesh["tp"], [placement])
+        setattr(net, name, nn.Parameter(value))
+    fully_shard(net, mesh=mesh["dp"], orig_param_policy=lambda name, p: Rows(1) if p.ndim == 2 else None)
+    assert isinstance(net.weight.placements[0], StridedRaggedShard)
+    assert net.weight.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert torch.equal(full(net.weight), reference.weight) and torch.equal(full(net.bias), reference.bias)
+
+    class OnTheMesh(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x):
+            return net(DTensor.from_local(x, mesh["tp"], [Replicate()])).full_tensor()
+
+    model = OnTheMesh()
+    _check(model, reference, rank, mesh["dp"].get_group(), mesh["dp"].get_local_rank())

@@ -4,17 +4,25 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_cases import average_gradients, build, full, fully_shard, ragged_only, relative_error, rows
+from collective_calls import noted
+from fsdp_cases import (
+    average_gradients,
+    backward_through,
+    build,
+    full,
+    fully_shard,
+    ragged_only,
+    relative_error,
+    rows,
+)
+from fsdp_inside import quantize_dequantize
 from ragged_fsdp import BlockCodes, Rows
-from ragged_fsdp.fsdp.block_codes import quantize_dequantize
-from ragged_fsdp.fsdp.quantized import QuantizedGroup
 from rank_pool import spmd
 
 pytestmark = ragged_only
@@ -41,27 +49,34 @@ def codes_of(kind):
 
 
 def quantised(reference, policy, dtype=None):
-    """The parameters that a forward uses, each a leaf with a gradient of its own."""
-    made = {}
-    for name, p in reference.named_parameters():
-        codes = policy(name, p)
-        value = p.detach().to(dtype or p.dtype) if codes is None else quantize_dequantize(p, codes, dtype)
-        made[name] = value.clone().requires_grad_()
-    return made
+    """The parameters that a forward uses, by name."""
+    return {
+        name: p.detach().to(dtype or p.dtype)
+        if (codes := policy(name, p)) is None
+        else quantize_dequantize(p, codes, dtype)
+        for name, p in reference.named_parameters()
+    }
+
+
+class _Loss(nn.Module):
+    """What is trained: the squares of the outputs."""
+
+    def __init__(self, net) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x).float().square()
 
 
 def step_both(model, reference, batch, policy, dtype=None):
     """Losses of both; the reference gets the gradients of its quantised copies, averaged."""
-    leaves = quantised(reference, policy, dtype)
-    inputs = batch if dtype is None else batch.to(dtype)
-    expected = torch.func.functional_call(reference, leaves, (inputs,)).float().square().sum()
-    expected.backward()
-    for name, p in reference.named_parameters():
-        p.grad = leaves[name].grad.to(p.dtype)
+    weights = {f"net.{name}": value for name, value in quantised(reference, policy, dtype).items()}
+    expected = backward_through(_Loss(reference), weights, batch if dtype is None else batch.to(dtype))
     average_gradients(reference)
     loss = model(batch).float().square().sum()
     loss.backward()
-    return loss.detach(), expected.detach()
+    return loss.detach(), expected
 
 
 CASES = {
@@ -120,7 +135,7 @@ def test_meshes_parking_and_asynchronous_gathers(rank):
 
 @spmd(4)
 def test_beside_tensor_parallelism_each_rank_encodes_its_part(rank):
-    mesh = init_device_mesh(rank.device, (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
     torch.manual_seed(0)
     whole = torch.randn(32, WIDE, device=rank.device)
     codes = BlockCodes("int8", (8, 8))
@@ -136,21 +151,11 @@ def test_beside_tensor_parallelism_each_rank_encodes_its_part(rank):
 def test_one_gather_of_one_byte_per_element_and_a_scale_per_tile(rank):
     model, _ = build(lambda: nn.Linear(64, 96, bias=False), rank.device)
     fully_shard(model, gather_policy=lambda name, p: BlockCodes("int8", (16, 16)))
-    sent = []
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    original = getattr(dist, name)
-
-    def counting(output, *args, **kwargs):
-        sent.append(output.nbytes)
-        return original(output, *args, **kwargs)
-
-    setattr(dist, name, counting)
-    try:
+    with noted() as notes:
         model(rows(rank, 0, 64))
-    finally:
-        setattr(dist, name, original)
     shard_rows = -(-96 // 16 // rank.world_size) * 16  # 6 bands over the ranks
     scales = shard_rows // 16 * 4 * 4
+    sent = [call.written.nbytes for call in notes.of("gather")]
     assert sent == [rank.world_size * (shard_rows * 64 + scales)]
 
 
@@ -210,7 +215,6 @@ def test_a_rank_without_a_tile_and_a_nan_in_one(rank):
         module.weight[9, 3] = float("nan")
         module.weight[:8] = 0
     fully_shard(module, gather_policy=lambda name, p: BlockCodes("int8", (8, 8)))
-    assert isinstance(fully_shard.state(module).groups[0], QuantizedGroup)
     assert 0 in [module.weight.placements[0].local_units[r] for r in range(3)]
     module.unshard()
     weight = module.weight.detach()

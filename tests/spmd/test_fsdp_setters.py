@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from collective_calls import count
 from fsdp_cases import (
     DIM,
     RAGGED,
@@ -15,7 +16,6 @@ from fsdp_cases import (
     average_gradients,
     backward_both,
     build,
-    count,
     fsdp,
     fully_shard,
     is_sharded,

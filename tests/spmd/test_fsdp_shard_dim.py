@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from collective_calls import count
 from fsdp_cases import (
     DIM,
     FeedForward,
@@ -16,7 +17,6 @@ from fsdp_cases import (
     average_gradients,
     backward_both,
     build,
-    count,
     fsdp,
     full,
     fully_shard,

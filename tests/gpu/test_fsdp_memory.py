@@ -76,7 +76,7 @@ def measure(buffers: int) -> None:
 
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_peak_of_a_step(buffers: int) -> None:
-    script = f"import test_fsdp_core_memory as t; t.measure({buffers})"
+    script = f"import test_fsdp_memory as t; t.measure({buffers})"
     here = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=here, capture_output=True, text=True, timeout=120, check=False

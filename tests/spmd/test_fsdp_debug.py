@@ -1,22 +1,23 @@
-"""RAGGED_FSDP_DEBUG=1 and the failures it makes visible."""
+"""RAGGED_FSDP_DEBUG=1 and the failures it makes visible; where a collective stands that does not finish."""
 
-import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
 
-from fsdp_core_cases import batch, clone, loss_of, make_net
+import fsdp_inside
+from fsdp_cases import Transformer, build, logged, ragged_only, shard_blocks, tokens
 from ragged_fsdp import DBuffer, fully_shard
-from ragged_fsdp.fsdp.watch import CollectiveWatch
 from rank_pool import Rank, spmd
+
+pytestmark = ragged_only
 
 
 @contextmanager
@@ -31,15 +32,11 @@ def test_results_do_not_change(rank: Rank) -> None:
     """Released and new storage is NaN; training must not notice."""
     grads = []
     for enabled in (False, True):
-        with debug() if enabled else torch.enable_grad():
-            model = clone(make_net(rank.device))
-            for block in model.blocks:
-                fully_shard(block, mesh=rank.mesh())
-            fully_shard(model, mesh=rank.mesh())
+        with debug() if enabled else nullcontext():
+            model, _ = build(lambda: Transformer(layers=3), rank.device)
+            shard_blocks(model, mesh=rank.mesh())
             for step in range(3):
-                loss_of(
-                    model, batch(rank.device, step, rank.world_size).chunk(rank.world_size)[rank.rank]
-                ).backward()
+                model(tokens(rank, step)).backward()
         grads.append([p.grad.to_local().clone() for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*grads))
     assert all(g.isfinite().all() for g in grads[1])
@@ -49,8 +46,6 @@ def test_results_do_not_change(rank: Rank) -> None:
 def test_freed_storage_is_poisoned(rank: Rank) -> None:
     with debug():
         buffer = DBuffer.distribute({"w": torch.ones(8, 8)}, rank.mesh())
-        from torch.distributed.tensor import Replicate
-
         full = buffer.redistribute([Replicate()])
         full.release()
         full.materialize()
@@ -89,8 +84,7 @@ def another_stream(model: nn.Module) -> Iterator[None]:
         with torch.cuda.stream(torch.cuda.Stream()):
             yield
         return
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model._get_fsdp_state().comm.owners, "_current_stream", lambda: "another")
+    with fsdp_inside.stream_is(model, "another"):
         yield
 
 
@@ -145,7 +139,7 @@ def test_a_failing_collective_says_where(rank: Rank) -> None:
 def test_a_collective_that_times_out_says_where(rank: Rank, phase: str) -> None:
     """The last rank stays away: the others raise and say in which collective they waited."""
     if rank.device == "cuda":
-        pytest.skip("NCCL ends the process: tests/gpu/test_fsdp_core_timeout.py")
+        pytest.skip("NCCL ends the process: tests/gpu/test_fsdp_timeout.py")
     short = dist.new_group()
     dist.barrier(short)
     # only now: on a busy machine the ranks may need longer than this to connect
@@ -178,11 +172,6 @@ def test_a_collective_that_times_out_says_where(rank: Rank, phase: str) -> None:
 @spmd(2)
 def test_late_collectives_are_reported_once(rank: Rank) -> None:
     """Where nothing raises, a thread looks at the events of what was launched."""
-    pg, watch = rank.mesh().get_group(), CollectiveWatch()
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("ragged_fsdp").addHandler(handler)
 
     class Event:
         """Is done where its stream is."""
@@ -193,10 +182,11 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
         def record(self, stream: bool) -> None:
             self.query = lambda: stream
 
+    pg, watch = rank.mesh().get_group(), fsdp_inside.Watch(remembered=3)
     cpu, done, stuck = torch.device("cpu"), True, False
-    with pytest.MonkeyPatch.context() as patch:
+    timeout_s = 100  # the pool's
+    with pytest.MonkeyPatch.context() as patch, logged() as said:
         patch.setattr(torch, "Event", Event)
-        patch.setattr("ragged_fsdp.fsdp.watch._REMEMBERED", 3)
         for phase, name, stream in (
             ("all-gather", "forgotten", stuck),
             ("all-gather", "forgotten too", stuck),
@@ -205,18 +195,15 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
             ("reduction of the gradients", "layers.2", stuck),
             ("all-gather", "layers.3", stuck),
         ):
-            watch.record(phase, SimpleNamespace(label=name, device=cpu), pg, stream)
-    now = time.monotonic()
-    timeout_s = 100  # the pool's
-    watch.report(now + 0.4 * timeout_s)
-    newest = watch._launched["all-gather"][-1]
-    newest.started_s += 0.3 * timeout_s  # the host still launches: no event may be asked
-    assert watch.late(now + 0.6 * timeout_s) is None
-    newest.started_s -= 0.3 * timeout_s
-    assert not said
-    for _ in range(2):
+            watch.launch(phase, name, pg, cpu, stream)
+        now = time.monotonic()
+        watch.report(now + 0.4 * timeout_s)
+        watch.shift_newest("all-gather", 0.3 * timeout_s)  # the host still launches: no event may be asked
         watch.report(now + 0.6 * timeout_s)
-    logging.getLogger("ragged_fsdp").removeHandler(handler)
+        watch.shift_newest("all-gather", -0.3 * timeout_s)
+        assert not said
+        for _ in range(2):
+            watch.report(now + 0.6 * timeout_s)
     (line,) = said
     assert f"rank {rank.rank}: all-gather of group 'layers.1' (rank {rank.rank} of 2" in line
     assert "launched 60 s ago" in line and "gives up after 100 s" in line

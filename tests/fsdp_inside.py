@@ -1,0 +1,231 @@
+"""The one place where tests look inside the runtime; everything else is said from outside.
+
+What is here has no outside: states that only the schedule knows, streams on a device that has none, memory
+that is kept and not used, a fault planted in the middle. Who changes the structure of the runtime changes
+this file, and no test. Only unit tests of pure functions import those functions themselves:
+``unit/test_fsdp_pure.py`` and ``gpu/test_code_kernels.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ragged_fsdp import collectives
+from ragged_fsdp.fsdp import build, exchange, schedule, watch
+from ragged_fsdp.fsdp.block_codes import quantize_dequantize
+from ragged_fsdp.fsdp.comm_memory import ProcessGroupMemory, process_group_memory
+from ragged_fsdp.fsdp.schedule import CommContext
+
+__all__ = [
+    "BROKEN",
+    "Watch",
+    "break_streams",
+    "comm_contexts_of",
+    "comm_memory_of",
+    "contexts_made",
+    "exchange_in_rounds",
+    "forward_is_running",
+    "gather_stream",
+    "gradient_memory_kept",
+    "gradient_memory_lent",
+    "intercept_streams",
+    "no_memory_for_shards",
+    "on_sum_of_exchange",
+    "pending_reductions",
+    "pool_memory",
+    "quantize_dequantize",
+    "residence_of",
+    "stream_is",
+    "use_comm_memory",
+]
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    return module._get_fsdp_state().groups
+
+
+def _context(module: nn.Module) -> CommContext:
+    return module._get_fsdp_state().root.comm
+
+
+# -- states ----------------------------------------------------------------------------------------
+
+
+def residence_of(module: nn.Module) -> str:
+    """Where the parameters of a module's groups are, in the words of the runtime; joined if they differ."""
+    return ", ".join(sorted({group.residence.name for group in _groups(module)}))
+
+
+def forward_is_running(root: nn.Module) -> bool:
+    """Whether a forward below ``root`` has begun and not ended."""
+    return root._get_fsdp_state().root.forward_root is not None
+
+
+def pending_reductions(root: nn.Module) -> list[str]:
+    """The groups whose reductions were launched and not waited for yet, in the order of their launch."""
+    return [entry.owner.group.label for entry in _context(root).pending]
+
+
+def comm_contexts_of(module: nn.Module) -> list[Any]:
+    """What a module and its groups communicate through: one object, as often as it is held."""
+    state = module._get_fsdp_state()
+    return [state.comm, state.root.comm, *(group.context for group in state.groups)]
+
+
+def contexts_made(patch: pytest.MonkeyPatch) -> list[Any]:
+    """The communication contexts that are made from here on, until ``patch`` is undone."""
+    made: list[Any] = []
+    init = CommContext.__init__
+
+    def noting(self: CommContext, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        init(self, *args, **kwargs)
+
+    patch.setattr(CommContext, "__init__", noting)
+    return made
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def gradient_memory_kept(root: nn.Module) -> int:
+    """Bytes that are allocated now for gradient buffers of later backwards, and lent to none."""
+    return sum(storage.untyped.nbytes() for storage in _context(root).arena._free)
+
+
+def gradient_memory_lent(root: nn.Module) -> int:
+    """How many gradient buffers are in use."""
+    return _context(root).arena._lent
+
+
+def use_comm_memory(module: nn.Module, memory: Any) -> None:
+    """Let gathered weights and gradient buffers of a module lie in ``memory``, as a process group's pool."""
+    for group in _groups(module):
+        group.settings.comm_memory = memory
+
+
+def comm_memory_of(module: nn.Module) -> list[Any]:
+    """Where weights and gradient buffers of each group of a module lie; None is the common memory."""
+    return [group.settings.comm_memory for group in _groups(module)]
+
+
+def pool_memory(pg: dist.ProcessGroup, device: torch.device) -> tuple[Any, Any]:
+    """Memory of ``pg``'s allocator, or of a plain pool where its backend has none; and its pool."""
+    memory = process_group_memory(pg, device)
+    if memory is None:
+        memory = object.__new__(ProcessGroupMemory)
+        memory._pool = torch.cuda.MemPool()
+    return memory, memory._pool
+
+
+@contextmanager
+def no_memory_for_shards() -> Iterator[None]:
+    """Let this rank run out of memory where it copies its shard in ``fully_shard``."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for the shard")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "MainShard", fail)
+        yield
+
+
+# -- streams ---------------------------------------------------------------------------------------
+
+BROKEN = ("waits for no reduction", "frees what is reduced")
+"""Faults of a runtime that only shows them where streams are late."""
+
+
+def intercept_streams(patch: pytest.MonkeyPatch, streams: Any) -> None:
+    """Let ``streams`` do what contexts do with streams and events, and the launching of collectives.
+
+    It has ``on_stream(context, name, stream)``, ``record(context, ...)``, ``wait(context, event)``,
+    ``join(context)`` and ``later(collective)``, which is what is called instead of a collective.
+    """
+    for name in ("on_stream", "record", "record_launch", "wait", "join"):
+        method = getattr(streams, name.removesuffix("_launch"))
+        patch.setattr(CommContext, name, lambda self, *args, _method=method: _method(self, *args))
+    for name in ("all_gather_", "reduce_scatter", "all_reduce_", "all_to_all"):
+        patch.setattr(collectives, name, streams.later(getattr(collectives, name)))
+
+
+def break_streams(patch: pytest.MonkeyPatch, fault: str) -> None:
+    """Plant one of the faults in :data:`BROKEN`."""
+
+    def finish_at_once(context: CommContext, entry: schedule.PendingReduction) -> None:
+        entry.release()
+
+    def hold_nothing(context: CommContext, *args: object) -> None:
+        for entry in context.pending:
+            entry.held = None
+            entry.release()
+        context.pending.clear()
+
+    method, replacement = dict(zip(BROKEN, (("_finish", finish_at_once), ("make_room", hold_nothing))))[fault]
+    patch.setattr(CommContext, method, replacement)
+
+
+def gather_stream(root: nn.Module) -> torch.Stream:
+    """The stream on which weights are gathered."""
+    return _context(root).streams["gather"]
+
+
+@contextmanager
+def stream_is(root: nn.Module, name: str) -> Iterator[None]:
+    """In debug mode without streams: let the runtime believe that ``name`` is the current one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_context(root).owners, "_current_stream", lambda: name)
+        yield
+
+
+class Watch:
+    """The watch over collectives that do not finish, with launches that a test makes up."""
+
+    def __init__(self, remembered: int) -> None:
+        self._watch = watch.CollectiveWatch()
+        self._remembered = remembered
+
+    def launch(
+        self, phase: str, group: str, pg: dist.ProcessGroup, device: torch.device, stream: Any
+    ) -> None:
+        """A collective of ``group`` was launched on ``stream`` just now."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(watch, "_REMEMBERED", self._remembered)
+            self._watch.record(phase, SimpleNamespace(label=group, device=device), pg, stream)
+
+    def shift_newest(self, phase: str, seconds: float) -> None:
+        """Let the newest launch of a phase have been made so much later."""
+        self._watch._launched[phase][-1].started_s += seconds
+
+    def report(self, now_s: float) -> None:
+        """Look, as the thread does, and log what is late."""
+        self._watch.report(now_s)
+
+
+# -- the exchange of gradients ----------------------------------------------------------------------
+
+
+def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int) -> None:
+    """Let ``reduction="all_to_all"`` send views of gradients of any size, in so many rounds."""
+    plan = exchange.plan_sends
+    patch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
+    patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
+
+
+def on_sum_of_exchange(patch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
+    """Call ``then`` whenever the gradients that arrived were added, on the stream that adds them."""
+    add = exchange._sum_rows
+
+    def add_and_tell(*args: Any) -> None:
+        add(*args)
+        then()
+
+    patch.setattr(exchange, "_sum_rows", add_and_tell)

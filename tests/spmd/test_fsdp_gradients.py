@@ -1,0 +1,135 @@
+"""What becomes of gradients: when they move, where they lie, what the user may do with them."""
+
+import copy
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_cases import Stack, Transformer, build, full, ragged_only, rows, shard_blocks, tokens, train_both
+from ragged_fsdp import DBuffer
+from rank_pool import Rank, spmd
+
+pytestmark = ragged_only
+LARGE = 520  # a square matrix of fp32 is above the size from which gradients move one by one
+
+
+def _large(layers: int = 2) -> nn.Module:
+    return Stack(layers, dim=LARGE, hidden=LARGE)
+
+
+def _batches(rank: Rank, step: int) -> torch.Tensor:
+    return rows(rank, step, dim=LARGE) / LARGE
+
+
+class _Seen:
+    """Whether a layer's ``down`` still had its gradient when that of its ``up`` was computed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.waited: list[bool] = []
+        for layer in model.layers:
+            layer.up.register_forward_hook(lambda module, args, out, layer=layer: self._watch(layer, out))
+
+    def _watch(self, layer: nn.Module, out: torch.Tensor) -> None:
+        weight = layer.down.weight
+        assert not isinstance(weight, DTensor)
+        if out.requires_grad:
+            out.register_hook(lambda _: self.waited.append(weight.grad is not None))
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+@spmd(2, 3)
+def test_large_gradients_move_as_they_come(rank: Rank, buffers: int) -> None:
+    """At once with several buffers; with one only if they are added to what an earlier backward left."""
+    model, reference = build(_large, rank.device)
+    shard_blocks(model, mesh=rank.mesh())
+    model.set_reduce_scatter_max_input_buffers(buffers)
+    seen = _Seen(model)
+    train_both(model, reference, rank, steps=3, batches=_batches, tolerance=1e-5)
+    assert set(seen.waited) == {buffers == 1}
+    alone = {}
+    for sync in (True, False, True):
+        seen.waited.clear()
+        model.set_requires_gradient_sync(sync)
+        model(_batches(rank, 0)).sum().backward()
+        if not alone:
+            alone = {name: full(p.grad) for name, p in model.named_parameters()}
+            model.zero_grad()
+    assert set(seen.waited) == {False}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(full(parameter.grad), 2 * alone[name], msg=name)
+
+
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+@spmd(2)
+def test_whole_gradients_are_dropped_after_the_backward(rank: Rank, reduction: str) -> None:
+    """Autograd's own, and what the collective read and did not keep for the next step."""
+    model, _ = build(Stack, rank.device)
+    shard_blocks(model, mesh=rank.mesh(), reduction=reduction)
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def watch(module: nn.Module, args: object) -> None:
+        if (weight := module.weight).requires_grad and not weight._post_accumulate_grad_hooks:
+            weight.register_post_accumulate_grad_hook(lambda p: made.append(weakref.ref(p.grad)))
+
+    for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        linear.register_forward_pre_hook(watch)
+    for step in range(2):
+        model(rows(rank, step)).sum().backward()
+    assert len(made) == 2 * 5 and not any(ref() is not None for ref in made)
+
+
+@spmd(3)
+def test_parameters_and_gradients_lie_in_buffers(rank: Rank) -> None:
+    model, _ = build(lambda: Transformer(layers=3), rank.device)
+    shard_blocks(model, mesh=rank.mesh())
+    model(tokens(rank, 0)).backward()
+    for layer in model.layers:
+        found = [DBuffer.of(p) for p in layer.parameters()]
+        assert len({id(buffer) for buffer, _ in found}) == 1
+        for (buffer, index), param in zip(found, layer.parameters()):
+            assert torch.equal(buffer.tensor(index).view(-1), param.to_local().view(-1))
+            found = DBuffer.of(param.grad)[0]
+            assert found.layout is buffer.layout
+            assert not param.grad.to_local().numel() or DBuffer.of(param.grad.to_local())[0] is found
+    assert DBuffer.of(torch.zeros(3)) is None
+
+
+@spmd(3)
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+def test_a_gradient_the_user_keeps_stays_as_it_is(rank: Rank, reduction: str) -> None:
+    """Also where a rank has no part of it and so the same object in the next step, and after a cast."""
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model, mesh=rank.mesh(), reduction=reduction)
+    kept, values = [], []
+    for step in range(3):
+        if step == 2:
+            model.double()
+        model(tokens(rank, step)).backward()
+        kept.append([p.grad for p in model.parameters()])
+        values.append([full(grad) for grad in kept[-1]])
+        assert {grad.dtype for grad in kept[-1]} == {p.dtype for p in model.parameters()}
+        model.zero_grad()
+    assert any(not grad.to_local().numel() for grad in kept[0])
+    for grads, expected in zip(kept, values):
+        assert all(torch.equal(full(grad), value) for grad, value in zip(grads, expected))
+
+
+@spmd(2)
+def test_gradients_can_be_copied_and_saved(rank: Rank) -> None:
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model, mesh=rank.mesh())
+    model(tokens(rank, 0)).backward()
+    grads = [p.grad for p in model.parameters()]
+    file = io.BytesIO()
+    torch.save(grads, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    expected = [full(grad) for grad in grads]
+    for copies in (copy.deepcopy(grads), [p.grad for p in copy.deepcopy(list(model.parameters()))], loaded):
+        for made, grad, value in zip(copies, grads, expected, strict=True):
+            assert torch.equal(full(made), value)
+            assert not grad.to_local().numel() or DBuffer.of(made) is None  # it lies elsewhere
