@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils import _pytree as pytree
 
 IMPL_NAME = os.environ.get("FSDP_IMPL", "ragged_fsdp")
 RAGGED = IMPL_NAME == "ragged_fsdp"
@@ -132,6 +136,64 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class HalfOnTheWire(torch.Tensor):
+    """Holds float32, sends bfloat16 and a scale, computes with what arrives."""
+
+    meshes: list = []  # noqa: RUF012
+
+    @staticmethod
+    def __new__(cls, data):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, strides=data.stride(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data):
+        self._data = data
+
+    def __tensor_flatten__(self):
+        return ["_data"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, meta, size, stride):
+        return HalfOnTheWire(inner["_data"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map_only(cls, lambda t: t._data, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, cls, out)
+
+    def __repr__(self):
+        return f"HalfOnTheWire({tuple(self.shape)})"
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        assert isinstance(module, nn.Linear) and len(outer_stride) == len(outer_size) == 2
+        self.meshes.append(mesh)
+        half = self._data.to(torch.bfloat16)
+        padded = half.new_zeros(-(-outer_size[0] // mesh.size()), outer_size[1])
+        padded[: len(half)] = half
+        return (padded, torch.ones(1, device=self.device)), "note"
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        half, scales = outputs
+        assert metadata == "note" and scales.numel() == self.meshes[-1].size()
+        whole = half.to(param_dtype) * scales[0]
+        if out is not None:
+            with _unsafe_preserve_version_counter(out):
+                out.copy_(whole[: len(out)])
+            return None
+        return whole, (whole,)
+
+
+class Extended(FeedForward):
+    """A feed-forward layer whose matrices decide themselves how they travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for linear in (self.up, self.down):
+            linear.weight = nn.Parameter(HalfOnTheWire(linear.weight.detach()))
+
+
 def build(factory: Callable[[], nn.Module], device: str, seed: int = 0) -> tuple[nn.Module, nn.Module]:
     """Two models with equal values on every rank: the one to shard and its unsharded reference."""
     torch.manual_seed(seed)
@@ -144,6 +206,62 @@ def shard_blocks(model: nn.Module, **kwargs: Any) -> nn.Module:
     for layer in model.layers:
         fully_shard(layer, **kwargs)
     return fully_shard(model, **kwargs)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to shard a model on four ranks; ``two_dims`` gives it replicas."""
+
+    factory: Callable[[], nn.Module]
+    options: dict[str, Any] = field(default_factory=dict)
+    two_dims: bool = False
+
+    def model(self, rank: Any) -> nn.Module:
+        """A model sharded in this way."""
+        mesh = rank.mesh(2, 2, names=("replicate", "shard")) if self.two_dims else rank.mesh()
+        return shard_blocks(build(self.factory, rank.device)[0], mesh=mesh, **self.options)
+
+    def batch(self, rank: Any, step: int) -> Tensor:
+        """What the model takes."""
+        return (tokens if self.factory is Transformer else rows)(rank, step)
+
+
+def _even() -> nn.Module:
+    return Stack(hidden=24)
+
+
+def _extended() -> nn.Module:
+    model = Stack()
+    model.layers[1] = Extended()
+    return model
+
+
+def _tiles(name: str, parameter: nn.Parameter) -> Any:
+    from ragged_fsdp import BlockCodes  # not on top: tests wrap torch's functions before the import
+
+    return BlockCodes("int8", (4, 4)) if parameter.ndim == 2 else None
+
+
+_BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+_EXCHANGE = {"reduction": "all_to_all"}
+_LAST_DIM = {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}
+MODES = {  # whatever moves data in a way of its own
+    "plain": Mode(Transformer),
+    "bf16": Mode(Transformer, {"mp_policy": _BF16}),
+    "exchange": Mode(Transformer, _EXCHANGE),
+    "exchange of bf16": Mode(Transformer, {"mp_policy": _BF16, **_EXCHANGE}),
+    "replicas": Mode(Transformer, two_dims=True),
+    "replicas and exchange": Mode(Transformer, _EXCHANGE, two_dims=True),
+    "larger shards": Mode(Transformer, {"reshard_after_forward": 2}),
+    "kept": Mode(Transformer, {"reshard_after_forward": False}),
+    "offload": Mode(Transformer, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+    "Shard(0)": Mode(Stack, {"shard_placement_fn": lambda parameter: Shard(0)}),
+    "Shard(dim)": Mode(_even, _LAST_DIM),
+    "Shard(dim) and exchange": Mode(_even, {**_LAST_DIM, **_EXCHANGE}),
+    "codes": Mode(Stack, {"gather_policy": _tiles}),
+    "codes and exchange": Mode(Stack, {"gather_policy": _tiles, **_EXCHANGE}),
+    "extensions": Mode(_extended),
+}
 
 
 def linear_on_a_full_mesh(rank: Any, **options: Any) -> tuple[nn.Module, nn.Module, DeviceMesh]:
@@ -189,15 +307,18 @@ def backward_both(
 
 
 def backward_through(
-    reference: nn.Module, weights: Mapping[str, Tensor], batch: Tensor, scale: float = 1.0
+    reference: nn.Module,
+    weights: Mapping[str, Tensor],
+    batch: Tensor,
+    loss_of: Callable[[Tensor], Tensor] = torch.sum,
 ) -> Tensor:
     """The loss of ``reference`` computed with other ``weights``, by name.
 
-    Their gradients, times ``scale``, are added to the reference's own parameters, in the parameters' dtype.
+    Their gradients are added to those of the reference's own parameters, in the parameters' dtype.
     """
     leaves = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
-    loss = torch.func.functional_call(reference, leaves, (batch,)).sum()
-    (loss * scale).backward()
+    loss = loss_of(torch.func.functional_call(reference, leaves, (batch,)))
+    loss.backward()
     for name, parameter in reference.named_parameters():
         if (gradient := leaves[name].grad) is not None:
             before = 0 if parameter.grad is None else parameter.grad

@@ -1,8 +1,13 @@
 """DBuffer alone, without modules: placements, views, group operations, memory."""
 
+import itertools
+import math
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp import DBuffer, Elements, Rows, Whole
 from ragged_fsdp.layout import TensorSpec
@@ -68,7 +73,7 @@ def test_replicas_and_shards(rank: Rank) -> None:
     torch.testing.assert_close(out.flat, sharded.flat.double() * total)
     with pytest.raises(ValueError, match="no redistribution from"):
         sharded.redistribute([Partial(), Shard(0)])
-    with pytest.raises(ValueError, match=r"mesh dim 0 takes Replicate\(\) or Partial\(\)"):
+    with pytest.raises(ValueError, match="mesh dim 0"):
         sharded.redistribute([Shard(0), Replicate()])
 
 
@@ -89,6 +94,107 @@ def test_group_operations_cast_and_memory(rank: Rank) -> None:
         whole.release()
     assert views[0]._version == version
     assert [tuple(v.shape) for v in views] == list(SHAPES.values())
+
+
+R, S, P = Replicate(), Shard(0), Partial()
+
+
+class Levels:
+    """A group of tensors that is cut over the last dims of a mesh, and what each rank should hold of it."""
+
+    def __init__(self, rank: Rank, sizes: tuple[int, ...], replicas: int) -> None:
+        self.mesh = rank.mesh(*sizes, names=("first", "second", "third")[: len(sizes)])
+        self.replicas, self.cut_sizes = replicas, sizes[replicas:]
+        self.index = 0  # of this rank's shard: its place among the dims that are cut, in row-major order
+        for size, place in zip(self.cut_sizes, self.mesh.get_coordinate()[replicas:]):
+            self.index = self.index * size + place
+        self.values = list(tensors(rank.device).values())
+        specs = DBuffer.distribute(tensors(rank.device), rank.mesh(), granularity=BLOCKS).layout.specs
+        self.layout = plan_group(specs, math.prod(self.cut_sizes), unit=4, align=4)
+        full = torch.zeros(self.layout.buffer_numel, device=rank.device)
+        for offset, value in zip(self.layout.offsets, self.values):
+            full[offset : offset + value.numel()] = value.flatten()
+        self.shard = full.view(-1, self.layout.shard_numel)[self.index]
+
+    def placed(self, inner: Sequence[Placement], outer: Placement = R) -> list[Placement]:
+        """``inner`` over the dims that are cut, ``outer`` over the replicas."""
+        return [outer] * self.replicas + list(inner)
+
+    def everywhere(self, inner: Placement) -> list[Placement]:
+        """``inner`` over each dim that is cut."""
+        return self.placed([inner] * len(self.cut_sizes))
+
+    def buffer(self, placements: list[Placement], dtype: torch.dtype = torch.float32) -> DBuffer:
+        """A buffer of zeros."""
+        shapes = [value.shape for value in self.values]
+        return DBuffer(self.layout, shapes, self.mesh, placements, dtype=dtype).zero_()
+
+    def paths(self, start: Placement, end: Placement) -> list[list[list[Placement]]]:
+        """From ``start`` to ``end``: at once, and dim by dim from the last, which is inside a node."""
+        dims = len(self.cut_sizes)
+        by_dim = [[start] * (dims - done) + [end] * done for done in range(1, dims + 1)]
+        return [[[end] * dims], by_dim]
+
+
+MESHES = {  # sizes of the mesh dims, and how many of them, from the first, are replicas
+    ("one level", 1): [((1,), 0), ((1, 1), 1)],
+    ("one level", 2): [((2,), 0), ((2, 1), 1), ((1, 2), 1)],
+    ("one level", 4): [((4,), 0), ((2, 2), 1), ((2, 1, 2), 2)],
+    ("levels", 1): [((1, 1), 0)],
+    ("levels", 2): [((1, 2), 0), ((2, 1), 0), ((2, 1, 1), 1)],
+    ("levels", 4): [((2, 2), 0), ((1, 2, 2), 0), ((2, 1, 2), 0), ((2, 2, 1), 1), ((1, 2, 2), 1)],
+}
+NO_LEVELS = pytest.mark.xfail(strict=True, reason="only the last mesh dim is cut")
+KINDS = ["one level", pytest.param("levels", marks=NO_LEVELS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(1, 2, 4)
+def test_gathers_level_by_level(rank: Rank, kind: str) -> None:
+    """The shards of a node first, then those of all nodes; or along the first dim first; or at once."""
+    for sizes, replicas in MESHES[kind, rank.world_size]:
+        levels = Levels(rank, sizes, replicas)
+        paths = levels.paths(S, R) + ([[[R, S], [R, R]]] if len(levels.cut_sizes) == 2 else [])
+        for path, async_op in itertools.product(paths, (False, True)):
+            buffer = levels.buffer(levels.everywhere(S))
+            buffer.flat.copy_(levels.shard)
+            for inner in path:
+                buffer = buffer.redistribute(levels.placed(inner), async_op=async_op).wait()
+                gathered = math.prod(size for size, now in zip(levels.cut_sizes, inner) if now == R)
+                assert buffer.flat.numel() == gathered * levels.layout.shard_numel
+            for view, value in zip(buffer.tensors, levels.values):
+                assert torch.equal(view, value), (sizes, replicas, path)
+            assert torch.equal(buffer.redistribute(levels.everywhere(S)).flat, levels.shard)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@spmd(1, 2, 4)
+def test_reduces_level_by_level(rank: Rank, kind: str) -> None:
+    """Inside a node first, then between nodes; or at once. Replicas are reduced as well."""
+    mean = (rank.world_size + 1) / 2
+    for sizes, replicas in MESHES[kind, rank.world_size]:
+        levels = Levels(rank, sizes, replicas)
+        for path, average in itertools.product(levels.paths(P, S), (False, True)):
+            expected = levels.shard * mean * (1 if average else rank.world_size)
+            buffer = levels.buffer([P] * len(sizes))
+            for view, value in zip(buffer.tensors, levels.values):
+                view.copy_(value * (rank.rank + 1))
+            for inner in path:
+                buffer = buffer.redistribute(levels.placed(inner), average=average)
+            torch.testing.assert_close(buffer.flat, expected, msg=f"{sizes}, {replicas}: {path}")
+            out = levels.buffer(levels.everywhere(S), torch.float64)
+            buffer.redistribute(out.placements, out=out)
+            torch.testing.assert_close(out.flat.float(), expected)
+
+
+@spmd(2, 3)
+def test_dtypes_that_no_backend_knows_travel_as_bytes(rank: Rank) -> None:
+    for dtype in (torch.complex64, torch.float8_e4m3fn, torch.bool):
+        values = {"x": torch.arange(37, device=rank.device).remainder(2).to(dtype)}
+        sharded = DBuffer.distribute(values, rank.mesh())
+        for async_op in (False, True):
+            whole = sharded.redistribute([Replicate()], async_op=async_op)
+            assert torch.equal(whole.tensor(0).view(torch.uint8), values["x"].view(torch.uint8)), dtype
 
 
 @spmd(2, 3)

@@ -58,23 +58,16 @@ def quantised(reference, policy, dtype=None):
     }
 
 
-class _Loss(nn.Module):
-    """What is trained: the squares of the outputs."""
-
-    def __init__(self, net) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x):
-        return self.net(x).float().square()
+def _loss(out):
+    return out.float().square().sum()
 
 
 def step_both(model, reference, batch, policy, dtype=None):
     """Losses of both; the reference gets the gradients of its quantised copies, averaged."""
-    weights = {f"net.{name}": value for name, value in quantised(reference, policy, dtype).items()}
-    expected = backward_through(_Loss(reference), weights, batch if dtype is None else batch.to(dtype))
+    inputs = batch if dtype is None else batch.to(dtype)
+    expected = backward_through(reference, quantised(reference, policy, dtype), inputs, _loss)
     average_gradients(reference)
-    loss = model(batch).float().square().sum()
+    loss = _loss(model(batch))
     loss.backward()
     return loss.detach(), expected
 
