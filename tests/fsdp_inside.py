@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from ragged_fsdp import collectives
-from ragged_fsdp.fsdp import build, exchange, schedule, watch
-from ragged_fsdp.fsdp.block_codes import quantize_dequantize
-from ragged_fsdp.fsdp.comm_memory import ProcessGroupMemory, process_group_memory
-from ragged_fsdp.fsdp.schedule import CommContext
+from ragged_fsdp.dbuffer import redistribute
+from ragged_fsdp.fsdp.build import builder
+from ragged_fsdp.fsdp.gather.block_codes import quantize_dequantize
+from ragged_fsdp.fsdp.reduce import exchange
+from ragged_fsdp.fsdp.streams import watch
+from ragged_fsdp.fsdp.streams.context import CommContext, PendingReduction
 
 __all__ = [
     "BROKEN",
@@ -53,7 +54,7 @@ def _groups(module: nn.Module) -> list[Any]:
 
 
 def _context(module: nn.Module) -> CommContext:
-    return module._get_fsdp_state().root.comm
+    return module._get_fsdp_state().schedule.comm
 
 
 # -- states ----------------------------------------------------------------------------------------
@@ -66,18 +67,18 @@ def residence_of(module: nn.Module) -> str:
 
 def forward_is_running(root: nn.Module) -> bool:
     """Whether a forward below ``root`` has begun and not ended."""
-    return root._get_fsdp_state().root.forward_root is not None
+    return root._get_fsdp_state().schedule.forward_root is not None
 
 
 def pending_reductions(root: nn.Module) -> list[str]:
     """The groups whose reductions were launched and not waited for yet, in the order of their launch."""
-    return [entry.owner.group.label for entry in _context(root).pending]
+    return [entry.owner.members.label for entry in _context(root).pending]
 
 
 def comm_contexts_of(module: nn.Module) -> list[Any]:
     """What a module and its groups communicate through: one object, as often as it is held."""
     state = module._get_fsdp_state()
-    return [state.comm, state.root.comm, *(group.context for group in state.groups)]
+    return [state.schedule.comm, *(group.context for group in state.groups)]
 
 
 def contexts_made(patch: pytest.MonkeyPatch) -> list[Any]:
@@ -106,24 +107,25 @@ def gradient_memory_lent(root: nn.Module) -> int:
     return _context(root).arena._lent
 
 
-def use_comm_memory(module: nn.Module, memory: Any) -> None:
-    """Let gathered weights and gradient buffers of a module lie in ``memory``, as a process group's pool."""
+def use_comm_memory(module: nn.Module, comm: Any) -> None:
+    """Let gathered weights and gradient buffers of a module lie in the memory of ``comm``."""
     for group in _groups(module):
-        group.settings.comm_memory = memory
+        group.settings.gather_comm = group.settings.reduce_comm = comm
 
 
 def comm_memory_of(module: nn.Module) -> list[Any]:
     """Where weights and gradient buffers of each group of a module lie; None is the common memory."""
-    return [group.settings.comm_memory for group in _groups(module)]
+    comms = [group.settings.gather_comm for group in _groups(module)]
+    return [None if comm.common_memory else comm for comm in comms]
 
 
 def pool_memory(pg: dist.ProcessGroup, device: torch.device) -> tuple[Any, Any]:
-    """Memory of ``pg``'s allocator, or of a plain pool where its backend has none; and its pool."""
-    memory = process_group_memory(pg, device)
-    if memory is None:
-        memory = object.__new__(ProcessGroupMemory)
-        memory._pool = torch.cuda.MemPool()
-    return memory, memory._pool
+    """A comm over memory of ``pg``'s allocator, or of a plain pool where its backend has none; its pool."""
+    comm: Any = collectives.process_group_comm(pg, device)
+    if comm is None:
+        comm = object.__new__(collectives.ProcessGroupComm)
+        comm._pool = torch.cuda.MemPool()
+    return comm, comm._pool
 
 
 @contextmanager
@@ -134,7 +136,7 @@ def no_memory_for_shards() -> Iterator[None]:
         raise torch.OutOfMemoryError("no memory for the shard")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "MainShard", fail)
+        patch.setattr(builder, "MainShard", fail)
         yield
 
 
@@ -153,14 +155,16 @@ def intercept_streams(patch: pytest.MonkeyPatch, streams: Any) -> None:
     for name in ("on_stream", "record", "record_launch", "wait", "join"):
         method = getattr(streams, name.removesuffix("_launch"))
         patch.setattr(CommContext, name, lambda self, *args, _method=method: _method(self, *args))
-    for name in ("all_gather_", "reduce_scatter", "all_reduce_", "all_to_all"):
-        patch.setattr(collectives, name, streams.later(getattr(collectives, name)))
+    for owner, names in ((collectives.Comm, ("gather", "reduce")), (collectives, ("all_to_all",))):
+        for name in names:
+            patch.setattr(owner, name, streams.later(getattr(owner, name)))
+    patch.setattr(redistribute, "all_reduce_", streams.later(redistribute.all_reduce_))
 
 
 def break_streams(patch: pytest.MonkeyPatch, fault: str) -> None:
     """Plant one of the faults in :data:`BROKEN`."""
 
-    def finish_at_once(context: CommContext, entry: schedule.PendingReduction) -> None:
+    def finish_at_once(context: CommContext, entry: PendingReduction) -> None:
         entry.release()
 
     def hold_nothing(context: CommContext, *args: object) -> None:
@@ -190,7 +194,7 @@ class Watch:
     """The watch over collectives that do not finish, with launches that a test makes up."""
 
     def __init__(self, remembered: int) -> None:
-        self._watch = watch.CollectiveWatch()
+        self._watch = watch.CollectiveWatch(torch.device("cpu"))
         self._remembered = remembered
 
     def launch(
@@ -199,7 +203,8 @@ class Watch:
         """A collective of ``group`` was launched on ``stream`` just now."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(watch, "_REMEMBERED", self._remembered)
-            self._watch.record(phase, SimpleNamespace(label=group, device=device), pg, stream)
+            self._watch._device = device
+            self._watch.record(phase, group, pg, stream)
 
     def shift_newest(self, phase: str, seconds: float) -> None:
         """Let the newest launch of a phase have been made so much later."""

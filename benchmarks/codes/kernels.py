@@ -22,9 +22,10 @@ import torch
 import triton
 from benchmarks.device_time import device_ms
 
-from ragged_fsdp.fsdp import block_codes, block_codes_triton
-from ragged_fsdp.fsdp.plan import GroupTensors, make_plan
-from ragged_fsdp.fsdp.quantized import MessageLayout
+from ragged_fsdp.fsdp.gather import block_codes
+from ragged_fsdp.fsdp.gather import codes_triton as block_codes_triton
+from ragged_fsdp.fsdp.gather.codes import MessageLayout
+from ragged_fsdp.fsdp.parts.plan import GroupTensors, make_plan
 from ragged_fsdp.policy import BlockCodes
 
 RANKS = 64

@@ -26,9 +26,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ragged_fsdp import BlockCodes, MixedPrecisionPolicy, Rows, Whole, fully_shard
-from ragged_fsdp.fsdp import exchange
-from ragged_fsdp.fsdp.plan import GroupTensors, make_plan
-from ragged_fsdp.fsdp.quantized import MessageLayout
+from ragged_fsdp.fsdp.gather.codes import MessageLayout
+from ragged_fsdp.fsdp.parts.plan import GroupTensors, make_plan
+from ragged_fsdp.fsdp.reduce import exchange
 from ragged_fsdp.optim import AdamW8bit
 from ragged_fsdp.optim.exchange.matrices import Spot
 from ragged_fsdp.optim.muon.passes import Strided, apply_updates, update_momentum
@@ -86,7 +86,7 @@ def train(layers: int, ranks: int, optimizers: list[str], device: torch.device) 
 
 def kernels() -> None:
     """Launch every kernel of this project on small tensors; :mod:`.spin` has those of the benchmark."""
-    from ragged_fsdp.fsdp.block_codes_triton import Decoder, encode
+    from ragged_fsdp.fsdp.gather.codes_triton import Decoder, encode
     from ragged_fsdp.optim.muon.newton_schulz_kernel import Terms, gram, symmetric_product
 
     device = torch.device("cuda")

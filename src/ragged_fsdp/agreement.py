@@ -44,6 +44,7 @@ def compare(
     device: torch.device,
     *,
     failure: str | None = None,
+    known: Disagreement | None = None,
     history: str = "",
 ) -> Disagreement | None:
     """What the ranks of all ``groups`` should raise, if anything; None if all of them say ``text``.
@@ -56,9 +57,10 @@ def compare(
         groups: process groups of this rank, in an order that is the same on all; None is skipped.
         device: where a tensor of the groups' backend must lie.
         failure: takes the place of the text on a rank that cannot go on.
+        known: what this rank has learnt in an earlier comparison and passes on.
         history: must be the same on all ranks too, but is not told.
     """
-    heard: Disagreement | None = None
+    heard = known
     for group in groups:
         if group is None or group.size() == 1:
             continue

@@ -1,7 +1,7 @@
 """``fully_shard`` and the other public names: FSDP2's, with the same meaning.
 
-Only this module constructs the runtime's objects: it validates, groups, plans, cuts, compares with the other
-ranks and attaches. Nothing is changed before all of that has succeeded on every rank.
+It validates, groups, plans, cuts, compares with the other ranks and attaches, with the help of
+:mod:`ragged_fsdp.fsdp.build`. Nothing is changed before all of that has succeeded on every rank.
 """
 
 from __future__ import annotations
@@ -11,27 +11,32 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.utils import _get_root_modules
 
-from ragged_fsdp.fsdp.agreement import Agreement
-from ragged_fsdp.fsdp.build import GroupBuilder
-from ragged_fsdp.fsdp.managed import collect, moved_buffers, replace_buffers
-from ragged_fsdp.fsdp.mesh import ParallelMesh, default_mesh, device_of, parallel_mesh, validate_mesh
-from ragged_fsdp.fsdp.mesh_dims import DataParallelMeshDims
-from ragged_fsdp.fsdp.module import (
+from ragged_fsdp.fsdp.build.agreement import Agreement
+from ragged_fsdp.fsdp.build.builder import GroupBuilder
+from ragged_fsdp.fsdp.build.managed import collect, moved_buffers, replace_buffers
+from ragged_fsdp.fsdp.build.options import Options
+from ragged_fsdp.fsdp.parts.mesh import (
+    DataParallelMeshDims,
+    ParallelMesh,
+    default_mesh,
+    device_of,
+    parallel_mesh,
+    validate_mesh,
+)
+from ragged_fsdp.fsdp.runtime.module import (
     FSDPModule,
     UnshardHandle,
     register_fsdp_forward_method,
+    register_stage,
     share_comm_ctx,
     swap_class,
 )
-from ragged_fsdp.fsdp.options import Options
-from ragged_fsdp.fsdp.pipelining import register_stage
-from ragged_fsdp.fsdp.state import ModuleState
+from ragged_fsdp.fsdp.runtime.state import ModuleState
 from ragged_fsdp.policy import BlockCodes, Granularity
+from ragged_fsdp.torch_internals import REGISTRY_KEY, STATE_KEY, contract, get_root_modules
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -74,7 +79,8 @@ def fully_shard(
             Default: all ranks.
         reshard_after_forward: True frees the gathered parameters after forward and gathers again in
             backward; False keeps them; an int keeps a larger shard, gathered over that many ranks; None is
-            True, except for the root, which is needed again at once. ``"auto"`` is None, but the layers that
+            True, except for the root, which is needed again at once, and for the two modules with which
+            backward starts. ``"auto"`` is None, but the layers that
             backward needs first stay gathered, as many as fit in ``gathered_budget_bytes``.
         shard_placement_fn: per parameter, ``None``, ``Shard(dim)`` or a ``ShardPlacementResult`` with a mesh
             of its own. ``Shard(dim)`` gives FSDP2's equal chunks, with its copies, unless
@@ -165,7 +171,7 @@ def _composable() -> Any:
 
     @contract(state_cls=ModuleState)  # type: ignore[arg-type]
     def fully_shard(module: Any, options: Options, agreement: Agreement) -> Any:
-        roots = [module] if isinstance(module, nn.Module) else _get_root_modules(list(module))
+        roots = [module] if isinstance(module, nn.Module) else get_root_modules(list(module))
         _attach(roots, options, agreement)
         return module
 
@@ -184,17 +190,21 @@ def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement
     planned = builder.plan(managed)
     moved = moved_buffers(managed, device)
     cuts = builder.cut(managed, planned)
-    agreement.reach(builder.words(managed, planned), next(iter(managed.names), ""))
+    agreement.reach(builder.statements(managed, planned), next(iter(managed.names), ""))
     replace_buffers(moved)
-    groups = builder.build(tuple(modules), planned, cuts)
-    state = _APPLY.state(modules[0])
-    chosen_here = options.reshard_after_forward in (None, "auto")
-    state.init(modules, groups, device, options.mp_policy, chosen_here)
-    state.gathered_budget_bytes = options.gathered_budget_bytes or 0
+    groups = builder.build(tuple(modules), managed, planned, cuts)
+    _APPLY.state(modules[0]).init(
+        modules,
+        groups,
+        device,
+        options.mp_policy,
+        auto_reshard=options.reshard_after_forward in (None, "auto"),
+        gathered_budget_bytes=options.gathered_budget_bytes or 0,
+    )
     for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
         owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in modules:
-        register_stage(module, state)
+        register_stage(module, _APPLY.state(modules[0]))
         swap_class(module)
 
 

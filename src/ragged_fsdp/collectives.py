@@ -1,33 +1,46 @@
-"""The collectives of a group buffer, by the names this torch has, with errors that say where.
+"""The collectives of a buffer, in place on flat tensors, and the memory they work on.
 
-Every function works in place on flat tensors and is looked up on ``torch.distributed`` at each call, since
-profilers and tests intercept the names there (newer releases call ``all_gather_into_tensor``
-``all_gather_single``). Where nobody does, the three of a step call the process group itself: what torch's
-functions check costs more than the launch, and is true of what is passed here. Dtypes a backend does not
-know (float8, complex, ...) travel as bytes.
+A :class:`Comm` is how buffers are gathered and reduced: allocate, gather, reduce. There is one class per
+kind of memory or of collective, and nothing above it knows which:
+
+    ==================  ======================================  ==========================================
+    class               memory                                  collectives
+    ==================  ======================================  ==========================================
+    Comm                the device's common pool                torch.distributed's
+    ProcessGroupComm    a pool of the process group's backend   torch.distributed's
+    UserComm            the user's, if the object allocates     one object of the user's
+    ==================  ======================================  ==========================================
+
+Collectives on symmetric memory will be one more. Torch's functions are called by their public names at every
+call, so whoever wraps them, or passes a process group of his own, sees every collective (newer releases call
+``all_gather_into_tensor`` ``all_gather_single``). Dtypes a backend does not know (float8, complex, ...)
+travel as bytes.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions, ReduceScatterOptions
+
+from ragged_fsdp.torch_internals import backend_of
 
 __all__ = [
-    "all_gather_",
+    "Comm",
+    "OverGroup",
+    "ProcessGroupComm",
+    "UserComm",
     "all_reduce_",
     "all_to_all",
     "all_to_all_pieces",
     "explain",
     "explain_failure",
+    "process_group_comm",
     "reduce_op",
-    "reduce_scatter",
-    "same_on_all_ranks",
 ]
 
 _WIRE_DTYPES = frozenset(
@@ -42,84 +55,10 @@ _WIRE_DTYPES = frozenset(
         torch.int64,
     }
 )
-
 _RENAMED = hasattr(dist, "all_gather_single")
-
-
-class _Collective:
-    """One of torch's functions, and the method of a process group in which it ends."""
-
-    def __init__(self, new_name: str, name: str, method: str, options: type, ops: Sequence[Any]) -> None:
-        self.name, self._method = (new_name, new_name) if _RENAMED else (name, method)
-        self.stock = getattr(dist, self.name)
-        """torch's function; what stands under its name now may be another one."""
-        self._options = {(op, later): _options(options, op, later) for op in ops for later in (False, True)}
-
-    def launch(
-        self, group: dist.ProcessGroup, *args: Any, async_op: bool, op: Any = None
-    ) -> dist.Work | None:
-        """The work under way, or None when it has been waited for."""
-        work = getattr(group, self._method)(*args, self._options[op, async_op])
-        if async_op or work is None:
-            return work
-        work.wait()
-        return None
-
-
-def _options(kind: type, op: Any, async_op: bool) -> Any:
-    made = kind()
-    made.asyncOp = async_op
-    if op is not None:
-        made.reduceOp = op
-    return made
-
-
-_GATHER = _Collective(
-    "all_gather_single", "all_gather_into_tensor", "_allgather_base", AllgatherOptions, [None]
-)
-_SCATTER = _Collective(
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-    "_reduce_scatter_base",
-    ReduceScatterOptions,
-    [dist.ReduceOp.SUM, dist.ReduceOp.AVG],
-)
-_EXCHANGE = _Collective("all_to_all_single", "all_to_all_single", "alltoall_base", AllToAllOptions, [None])
-
-
-def all_gather_(
-    full: torch.Tensor,
-    slot: torch.Tensor,
-    group: dist.ProcessGroup,
-    *,
-    async_op: bool = False,
-    comm: Callable[..., Any] | None = None,
-) -> dist.Work | None:
-    """Fill ``full`` with the slots of all ranks; ``slot`` is this rank's part of ``full`` and in place."""
-    if full.dtype not in _WIRE_DTYPES:
-        full, slot = full.view(torch.uint8), slot.view(torch.uint8)
-    if comm is not None:
-        return comm(output_tensor=full, input_tensor=slot, group=group, async_op=async_op)
-    if (function := getattr(dist, _GATHER.name)) is not _GATHER.stock:
-        return function(full, slot, group=group, async_op=async_op)
-    return _GATHER.launch(group, full, slot, async_op=async_op)
-
-
-def reduce_scatter(
-    shard: torch.Tensor,
-    full: torch.Tensor,
-    group: dist.ProcessGroup,
-    *,
-    op: Any,
-    async_op: bool = False,
-    comm: Callable[..., Any] | None = None,
-) -> dist.Work | None:
-    """Reduce ``full`` over the ranks and keep this rank's part in ``shard``, which may lie in ``full``."""
-    if comm is not None:
-        return comm(output_tensor=shard, input_tensor=full, group=group, op=op, async_op=async_op)
-    if (function := getattr(dist, _SCATTER.name)) is not _SCATTER.stock:
-        return function(output=shard, input=full, group=group, op=op, async_op=async_op)
-    return _SCATTER.launch(group, shard, full, op=op, async_op=async_op)
+_GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
+_SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
+_COMMON_MEMORY = nullcontext()
 
 
 def all_reduce_(
@@ -135,9 +74,7 @@ def all_to_all(
     """Send the r-th equal part of ``sent`` to rank r; ``received`` holds one part from each rank."""
     if sent.dtype not in _WIRE_DTYPES:
         received, sent = received.view(torch.uint8), sent.view(torch.uint8)
-    if (function := getattr(dist, _EXCHANGE.name)) is not _EXCHANGE.stock:
-        return function(received, sent, group=group, async_op=async_op)
-    return _EXCHANGE.launch(group, received, sent, [], [], async_op=async_op)
+    return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
 
 def all_to_all_pieces(
@@ -147,8 +84,137 @@ def all_to_all_pieces(
     *,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """The same for parts that lie anywhere: ``sent[r]`` goes to rank r; parts may be empty."""
+    """Send ``sent[r]`` to rank r and receive ``received[r]`` from it; parts lie anywhere and may be empty."""
     return dist.all_to_all(received, sent, group=group, async_op=async_op)
+
+
+class Comm:
+    """Torch's collectives, on memory of the device's common pool."""
+
+    common_memory = True
+    """Whether any memory of the device will do: buffers may then be pooled, lent and kept by others."""
+    allocates = False
+    """Whether collectives work only on tensors from :meth:`allocate`; gathers are then copied out of them."""
+
+    def memory(self, device: torch.device) -> AbstractContextManager:
+        """Within it this thread's allocations on ``device`` are fit for :meth:`gather` and :meth:`reduce`."""
+        return _COMMON_MEMORY
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A new, uninitialised tensor to gather into or to reduce."""
+        with self.memory(device):
+            return torch.empty(size, dtype=dtype, device=device)
+
+    def gather(
+        self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill ``full`` with the slots of all ranks; ``slot`` is this rank's part of it."""
+        if full.dtype not in _WIRE_DTYPES:
+            full, slot = full.view(torch.uint8), slot.view(torch.uint8)
+        return getattr(dist, _GATHER)(full, slot, group=group, async_op=async_op)
+
+    def reduce(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``full`` over the ranks; this rank's part of the result is ``shard``."""
+        return getattr(dist, _SCATTER)(shard, full, op=op, group=group, async_op=async_op)
+
+
+class UserComm(Comm):
+    """One object of the user's, for gathers or for reductions: FSDP2's ``AllGather`` or ``ReduceScatter``.
+
+    It may have an ``allocate(size, *, dtype, device)``. A gradient buffer then lies in a tensor from there.
+    Gathered weights cannot, since their storage must be the same in forward and backward; they are copied
+    out.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+        self._allocate: Callable[..., torch.Tensor] | None = getattr(call, "allocate", None)
+        self.allocates = self._allocate is not None
+        self.common_memory = self._allocate is None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """What the user's object allocates, or memory of the common pool."""
+        if self._allocate is None:
+            return super().allocate(size, dtype=dtype, device=device)
+        return self._allocate(size, dtype=dtype, device=device)
+
+    def gather(
+        self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> Any:
+        """Call the user's all-gather."""
+        if full.dtype not in _WIRE_DTYPES:
+            full, slot = full.view(torch.uint8), slot.view(torch.uint8)
+        return self.call(output_tensor=full, input_tensor=slot, group=group, async_op=async_op)
+
+    def reduce(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Call the user's reduce-scatter."""
+        return self.call(output_tensor=shard, input_tensor=full, group=group, op=op, async_op=async_op)
+
+
+class OverGroup(Comm):
+    """The reductions of another comm over a process group of their own, beside gathers of the same ranks."""
+
+    def __init__(self, comm: Comm, group: dist.ProcessGroup) -> None:
+        self._comm, self._group = comm, group
+
+    def reduce(
+        self,
+        shard: torch.Tensor,
+        full: torch.Tensor,
+        group: dist.ProcessGroup,
+        *,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce over the group of its own instead of ``group``."""
+        return self._comm.reduce(shard, full, self._group, op=op, async_op=async_op)
+
+
+class ProcessGroupComm(Comm):
+    """Torch's collectives, on memory that the process group's backend allocates.
+
+    NCCL moves registered memory faster: memory from ``ncclMemAlloc``, which a process group hands out through
+    an allocator of its own. Gathered weights are freed and brought back by resizing their storage, so it is
+    the allocator below ``resize_`` that is exchanged, for as long as :meth:`memory` is entered.
+    """
+
+    common_memory = False
+
+    def __init__(self, backend: Any) -> None:
+        self._pool = torch.cuda.MemPool(backend.mem_allocator)
+
+    def memory(self, device: torch.device) -> AbstractContextManager:
+        """Within it this thread's allocations on ``device`` come from the process group's pool."""
+        return torch.cuda.use_mem_pool(self._pool, device)
+
+
+_COMMS: weakref.WeakKeyDictionary[dist.ProcessGroup, ProcessGroupComm] = weakref.WeakKeyDictionary()
+
+
+def process_group_comm(pg: dist.ProcessGroup, device: torch.device) -> Comm | None:
+    """The comm over ``pg``'s memory, one for all its users; None if its backend has none on ``device``."""
+    backend = backend_of(pg, device)
+    if not backend.supports_tensor_alloc(device):
+        return None
+    if pg not in _COMMS:
+        _COMMS[pg] = ProcessGroupComm(backend)
+    return _COMMS[pg]
 
 
 def reduce_op(average: bool) -> Any:
@@ -166,20 +232,9 @@ def explain(error: RuntimeError, phase: str, name: str, group: dist.ProcessGroup
 
 @contextmanager
 def explain_failure(phase: str, name: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """The same for whatever runs within it."""
+    """Add group, phase and rank to whatever error a collective raises within it."""
     try:
         yield
     except RuntimeError as error:
         explain(error, phase, name, group)
         raise
-
-
-def same_on_all_ranks(value: int, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether all ranks of ``group`` passed the same 62-bit ``value``: one 16-byte all-reduce."""
-    if group.size() == 1:
-        return True
-    with unset_fake_temporarily():  # memory is estimated with tensors that have no values
-        largest = torch.tensor([value, -value], dtype=torch.int64, device=device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        high, low = largest.tolist()
-    return high == -low

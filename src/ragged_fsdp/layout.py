@@ -199,6 +199,21 @@ class GroupLayout:
         blocks = (numel // spec.block_numel for numel in inside)
         return (*(0,) * first, *blocks, *(0,) * (self.ranks - last - 1))
 
+    def alone(self, index: int, cells: int = 1) -> "GroupLayout":
+        """The layout of tensor ``index`` alone, over the same shards, in elements of ``cells`` cells each."""
+        spec = self.specs[index]
+        if cells == 1 and len(self.specs) == 1:
+            return self
+        one = TensorSpec(spec.name, spec.numel // cells, max(1, spec.block_numel // cells))
+        return GroupLayout(
+            (one,), self.ranks, 1, self.shard_numel // cells, (self.offsets[index] // cells,), 0
+        )
+
+    def recut(self, ranks: int) -> "GroupLayout":
+        """The same buffer in ``ranks`` equal shards, whose borders may cut blocks; ``ranks`` divides ours."""
+        specs = tuple(TensorSpec(spec.name, spec.numel) for spec in self.specs)
+        return GroupLayout(specs, ranks, 1, self.buffer_numel // ranks, self.offsets, 0)
+
     def runs(self) -> list[tuple[int, int, int | None]]:
         """The buffer in order as ``(start, end, tensor index)``; padding has index None."""
         filled: list[tuple[int, int, int | None]] = []

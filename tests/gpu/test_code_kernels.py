@@ -8,9 +8,9 @@ import os
 import pytest
 import torch
 
-from ragged_fsdp.fsdp import block_codes
-from ragged_fsdp.fsdp.plan import GroupTensors, make_plan
-from ragged_fsdp.fsdp.quantized import MessageLayout
+from ragged_fsdp.fsdp.gather import block_codes
+from ragged_fsdp.fsdp.gather.codes import MessageLayout
+from ragged_fsdp.fsdp.parts.plan import GroupTensors, make_plan
 from ragged_fsdp.policy import BlockCodes
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -54,7 +54,7 @@ def message_of(case, kind, ranks, dtype):
 @pytest.mark.parametrize("case", TILES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_a_message(case, kind):
-    from ragged_fsdp.fsdp.block_codes_triton import Decoder
+    from ragged_fsdp.fsdp.gather.codes_triton import Decoder
 
     for ranks in (1, 3, 7):
         for dtype in DTYPES:
@@ -84,7 +84,7 @@ def tricky(shape, dtype):
 @pytest.mark.parametrize("case", TILES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoding_a_shard(case, kind):
-    from ragged_fsdp.fsdp.block_codes_triton import encode
+    from ragged_fsdp.fsdp.gather.codes_triton import encode
 
     for shape, tile in TILES[case]:
         if 0 in shape:
@@ -104,7 +104,7 @@ def test_encoding_a_shard(case, kind):
 
 def test_every_float8_is_read_and_written():
     """All 256 codes, and the numbers halfway between them, which go to the even one."""
-    from ragged_fsdp.fsdp.block_codes_triton import encode
+    from ragged_fsdp.fsdp.gather.codes_triton import encode
 
     codes = BlockCodes("float8_e4m3fn", (1, 512))
     every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -15,14 +15,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragged_fsdp.fsdp import quantized
 from ragged_fsdp.fsdp.autograd import cast_floating, map_tensors
-from ragged_fsdp.fsdp.exchange import plan_sends, rounds_of
-from ragged_fsdp.fsdp.gather_pool import pooled_bytes
-from ragged_fsdp.fsdp.grad_layout import GradLayout, Segment, grad_layout
-from ragged_fsdp.fsdp.plan import GroupPlan, GroupTensors, gathered_dtype, make_plan
-from ragged_fsdp.fsdp.row_plan import rank_major, row_plan
-from ragged_fsdp.fsdp.scaling import scaling
+from ragged_fsdp.fsdp.gather import codes as quantized
+from ragged_fsdp.fsdp.parts.plan import (
+    GroupPlan,
+    GroupTensors,
+    chunk_plan,
+    gathered_dtype,
+    make_plan,
+    rank_major,
+)
+from ragged_fsdp.fsdp.reduce.exchange import plan_sends, rounds_of
+from ragged_fsdp.fsdp.reduce.layout import GradLayout, GradRun, grad_layout, scaling
+from ragged_fsdp.fsdp.streams.memory import pooled_bytes
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group
 
@@ -50,7 +55,7 @@ def test_gradients_of_a_rank_lie_in_its_chunk(case: tuple[GroupPlan, list[bool]]
     made = grad_layout(plan, trainable)
     taken: set[int] = set()
     for index, trains in enumerate(trainable):
-        segments = made.segments[index]
+        segments = made.runs[index]
         if not trains:
             assert not segments
             continue
@@ -174,7 +179,7 @@ shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(tuple)
 @settings(max_examples=200)
 def test_rows_are_torch_s_chunks(members, ranks):
     names = [f"p{i}" for i in range(len(members))]
-    plan = row_plan(names, members, [torch.float32] * len(members), [0] * len(members), ranks)
+    plan = chunk_plan(names, members, [torch.float32] * len(members), [0] * len(members), ranks)
     for index, shape in enumerate(members):
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         chunks = list(whole.chunk(ranks))
@@ -192,7 +197,7 @@ def test_the_rank_major_form_is_the_chunks_one_after_the_other(ranks, rows, othe
     shape = [other, other + 1, other + 2]
     shape[dim] = ranks * rows
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    plan = row_plan(["p"], [shape], [torch.float32], [dim], ranks)
+    plan = chunk_plan(["p"], [shape], [torch.float32], [dim], ranks)
     major = rank_major(whole, dim, ranks)
     for rank in range(ranks):
         chunk = plan.local_part(0, rank, whole)
@@ -203,7 +208,7 @@ def test_the_rank_major_form_is_the_chunks_one_after_the_other(ranks, rows, othe
 
 def test_gradients_of_a_rank_lie_in_its_chunk_of_equal_rows():
     """7 rows of 2 on 3 ranks and 3 rows of 1: chunks of 3, 3, 1 and of 1, 1, 1 rows."""
-    plan = row_plan(["a", "b"], [(7, 2), (3, 1)], [torch.float32] * 2, [0, 0], 3)
+    plan = chunk_plan(["a", "b"], [(7, 2), (3, 1)], [torch.float32] * 2, [0, 0], 3)
     layout = grad_layout(plan, [True, True])
     for rank, numels in enumerate(((6, 1), (6, 1), (2, 1))):
         for index, numel in enumerate(numels):
@@ -212,7 +217,7 @@ def test_gradients_of_a_rank_lie_in_its_chunk_of_equal_rows():
 
 
 def test_ranks_compare_the_dims():
-    plans = [row_plan(["p"], [(4, 4)], [torch.float32], [dim], 2) for dim in (0, 1)]
+    plans = [chunk_plan(["p"], [(4, 4)], [torch.float32], [dim], 2) for dim in (0, 1)]
     assert plans[0].description != plans[1].description
     assert "p (4, 4)" in plans[0].description.splitlines()[0] and "Shard(1)" in plans[1].description
 
@@ -223,7 +228,7 @@ def test_ranks_compare_the_dims():
 def _layout(numels, ranks, unit):
     specs = [TensorSpec(f"t{i}", numel) for i, numel in enumerate(numels)]
     layout = plan_group(specs, ranks, unit=unit)
-    segments = tuple((Segment(i, 0, n),) if n else () for i, n in enumerate(numels))
+    segments = tuple((GradRun(i, 0, n),) if n else () for i, n in enumerate(numels))
     return GradLayout(layout, tuple((n,) for n in numels), segments, True)
 
 

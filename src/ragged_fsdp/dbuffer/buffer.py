@@ -8,13 +8,23 @@ inside are ragged::
     layout             a a a a a a a a|a a c c c c c .|b b b b b b . .
     Shard(0)  rank 1                   a a c c c c c .                    S cells
     Replicate rank 1   a a a a a a a a|a a c c c c c .|b b b b b b . .    m S cells
-    Partial   rank 1   the same shape; the value is the sum over the ranks
+    Partial   rank 1   as long as Replicate; the value is the sum over the ranks
+
+The last mesh dims, as many as their sizes multiply to the layout's ranks, are its *levels*. Over the levels
+(node, local) the array is one of slots, node by node, and each level cuts it along its own axis::
+
+    slots                      0,0  0,1 | 1,0  1,1       2 nodes of 2 ranks; rank (1, 0) holds
+    (Shard(0), Shard(0))                  1,0            its own slot
+    (Shard(0), Replicate())               1,0  1,1       the slots of its node
+    (Replicate(), Shard(0))    0,0        1,0            those of its place in every node, side by side
 
 ``redistribute`` is the only dispatcher; :mod:`ragged_fsdp.dbuffer.redistribute` has its table.
 """
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -24,6 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from ragged_fsdp.collectives import Comm
 from ragged_fsdp.dbuffer.checks import (
     check_arguments,
     check_group,
@@ -33,17 +44,17 @@ from ragged_fsdp.dbuffer.checks import (
     common_dtype,
     device_of,
     expect,
-    in_elements,
-    wait_all,
+    levels_of,
 )
-from ragged_fsdp.dbuffer.redistribute import redistribute
-from ragged_fsdp.dbuffer.registry import attached_buffer, buffer_of_storage, register
+from ragged_fsdp.dbuffer.redistribute import Move, plan_move, wait_all
 from ragged_fsdp.dbuffer.storage import FlatStorage, debug_enabled
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
+from ragged_fsdp.dtensor.saving import claim
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.placement import block_numel, placement_from_layout
 from ragged_fsdp.planner import plan_group
 from ragged_fsdp.policy import Elements, Granularity
+from ragged_fsdp.torch_internals import local_of, storage_id
 
 __all__ = ["DBuffer"]
 
@@ -57,22 +68,38 @@ _KIND = (
     "cell_bytes",
     "placements",
     "device",
-    "group",
+    "levels",
+    "coordinate",
     "rank",
+    "is_sharded",
+    "is_uniform",
     "nbytes",
     "pin_memory",
 )
+# By the address of the storage object. A buffer keeps its storage alive, so an address in the table cannot be
+# reused while its buffer exists; no tensor is referenced, not even weakly (torch.utils.swap_tensors refuses
+# tensors that have weak references).
+_BUFFERS: weakref.WeakValueDictionary[int, DBuffer] = weakref.WeakValueDictionary()
+_TORCH = Comm()
+
+
+class _Kind(dict[str, Any]):
+    """The attributes that buffers of one kind share; kinds are told apart by identity."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
 
 class DBuffer:
     """A group of tensors in one buffer over a mesh.
 
     Args:
-        layout: where the tensors lie; ``layout.ranks`` is the size of the sharding mesh dim.
+        layout: where the tensors lie; ``layout.ranks`` is the size of the last mesh dim, or the product of
+            the sizes of the last few, which then are its levels.
         shapes: the shape of each tensor, in the order of ``layout.specs``.
-        mesh: the mesh; its last dim shards.
-        placements: one per mesh dim: ``Shard(0)``, ``Replicate()`` or ``Partial()`` for the last,
-            ``Replicate()`` or ``Partial()`` for the others. Default: replicated, and sharded last.
+        mesh: the mesh; its last dims shard.
+        placements: one per mesh dim: ``Shard(0)``, ``Replicate()`` or ``Partial()`` for a level,
+            ``Replicate()`` or ``Partial()`` for the dims before. Default: sharded over all levels.
         dtype: of all tensors, or one per tensor; then a layout cell is ``cell_bytes`` bytes wide
             and the flat tensor holds bytes.
         device: where it lives; default is the mesh's device.
@@ -102,22 +129,31 @@ class DBuffer:
         self.mesh = mesh
         self.dtypes = (dtype,) * len(self.shapes) if isinstance(dtype, torch.dtype) else tuple(dtype)
         self.dtype = dtype if isinstance(dtype, torch.dtype) else common_dtype(self.dtypes)
+        self.is_uniform = len(set(self.dtypes)) <= 1
+        """Whether all tensors have one dtype, so that the flat tensor holds numbers."""
         self.cell_bytes = cell_bytes or self.dtype.itemsize
-        self.placements = checked_placements(self.mesh, placements)
+        self.levels = levels_of(mesh, layout.ranks)
+        self.placements = checked_placements(self.mesh, placements, self.levels)
         self.device = torch.device(device) if device is not None else device_of(mesh)
-        check_tensors(layout, self.shapes, self.dtypes, self.cell_bytes, mesh)
-        self.group = mesh.get_group(mesh.ndim - 1)
-        self.rank = mesh.get_local_rank(mesh.ndim - 1)
-        numel = layout.shard_numel if self.is_sharded else layout.buffer_numel
-        self.nbytes = numel * self.cell_bytes
+        check_tensors(layout, self.shapes, self.dtypes, self.cell_bytes)
+        self.coordinate: tuple[int, ...] = tuple(mesh.get_coordinate() or ())
+        self.rank = self._index(self.levels)
+        cut = [isinstance(self.placements[dim], Shard) for dim in self.levels]
+        self.is_sharded = any(cut) and not self._whole_levels
+        """Whether a rank holds its own slot only; one rank alone may see it as its slot or as the whole."""
+        self.nbytes = layout.shard_numel * self.cell_bytes * math.prod(map(mesh.size, self._whole_levels))
         self.offset_bytes = offset_bytes
         self.pin_memory = pin_memory
-        self.storage = storage or FlatStorage(
-            self.nbytes, self.device, pin_memory=pin_memory, allocate=allocate
-        )
-        self._pending: Any = None
+        self.pending: Any = None
+        """Works of a collective that makes this buffer or reads it; see :meth:`wait`."""
+        self._moves: dict[_Kind | None, tuple[Any, Move]] = {}
+        """By the kind of ``out``: the placements :meth:`redistribute` was called with, and what to do."""
         if storage is None:
-            register(self, self.storage.untyped)
+            storage = FlatStorage(self.nbytes, self.device, pin_memory=pin_memory, allocate=allocate)
+            _BUFFERS[storage_id(storage.untyped)] = self
+        self.storage = storage
+        self._is_fresh = False
+        """Whether it came from :meth:`empty_like` and nobody has asked for its storage: the bytes exist."""
 
     @classmethod
     def distribute(
@@ -153,22 +189,26 @@ class DBuffer:
         return buffer
 
     def empty_like(self) -> DBuffer:
-        """A new, uninitialised buffer of the same kind; nothing is checked again."""
+        """A new, uninitialised buffer of the same kind; nothing is checked again. :meth:`of` ignores it."""
         made = object.__new__(DBuffer)
         made.__dict__.update(self._kind)
         numel = self.nbytes // self.dtype.itemsize
         made.flat = torch.empty(numel, dtype=self.dtype, device=self.device, pin_memory=self.pin_memory)
-        register(made, made.flat.untyped_storage())
+        claim(made.flat.untyped_storage())
         return made
 
     @cached_property
-    def _kind(self) -> dict[str, Any]:
-        """The attributes that buffers of one kind share."""
-        return {name: self.__dict__[name] for name in _KIND} | {"offset_bytes": 0, "_pending": None}
+    def _kind(self) -> _Kind:
+        kind = _Kind(
+            {name: self.__dict__[name] for name in _KIND}, offset_bytes=0, pending=None, _is_fresh=True
+        )
+        kind["_moves"], kind["_kind"] = {}, kind
+        return kind
 
     @cached_property
     def storage(self) -> FlatStorage:
         """The memory; of a buffer from :meth:`empty_like` it is described when it is first asked for."""
+        self._is_fresh = False
         return FlatStorage.of(self.flat, debug=debug_enabled())
 
     @staticmethod
@@ -179,18 +219,11 @@ class DBuffer:
         placement and shape.
         """
         expect(".of: tensor", tensor, torch.Tensor, "a tensor")
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        buffer = attached_buffer(tensor) or buffer_of_storage(local.untyped_storage())
-        if buffer is None:
-            return None
-        return buffer._index_of(tensor, local)
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+        buffer = _BUFFERS.get(storage_id(local.untyped_storage()))
+        return None if buffer is None else buffer._index_of(tensor, local)
 
     # -- shape of the buffer ---------------------------------------------------------------------
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether a rank holds its shard only."""
-        return isinstance(self.placements[-1], Shard)
 
     @property
     def ranks(self) -> int:
@@ -213,15 +246,40 @@ class DBuffer:
 
     @cached_property
     def slot(self) -> torch.Tensor:
-        """This rank's shard of :attr:`flat`: all of it if sharded, else its part of the whole."""
+        """This rank's slot in :attr:`flat`: all of it if sharded, else its part of what is held."""
         if self.is_sharded:
             return self.flat
-        shard_numel = self.flat.numel() // self.ranks
-        return self.flat.narrow(0, self.rank * shard_numel, shard_numel)
+        held = self._whole_levels
+        slots = self.flat.view(math.prod(map(self.mesh.size, held)), -1)
+        return slots[self._index(held)]
+
+    @property
+    def _whole_levels(self) -> tuple[int, ...]:
+        """The levels, of more than one rank, that this rank holds all slots of."""
+        held = (dim for dim in self.levels if not isinstance(self.placements[dim], Shard))
+        return tuple(dim for dim in held if self.mesh.size(dim) > 1)
+
+    @property
+    def _ragged_dim(self) -> int:
+        """The level that cuts tensors, of a buffer that only one level cuts."""
+        return next((dim for dim in self.levels if self.mesh.size(dim) > 1), self.levels[-1])
+
+    def _index(self, dims: Sequence[int]) -> int:
+        """This rank's place among the ranks of ``dims``, the last of them counting fastest."""
+        index = 0
+        for dim in dims:
+            index = index * self.mesh.size(dim) + self.coordinate[dim]
+        return index
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """The tensors, or this rank's part of each: views at addresses that never change."""
+        slots = math.prod(map(self.mesh.size, self._whole_levels))
+        if not self.is_sharded and slots < self.ranks:
+            raise ValueError(
+                f"DBuffer: with placements {self.placements} a rank holds some of the slots; tensors are "
+                "seen where all levels are sharded, or none."
+            )
         return tuple(self._make_tensor(index) for index in range(len(self)))
 
     def tensor(self, index: int) -> torch.Tensor:
@@ -234,7 +292,9 @@ class DBuffer:
         self._check_live("dtensor")
         placements = list(self.placements)
         if self.is_sharded:
-            placements[-1] = self._ragged(index)
+            if sum(self.mesh.size(dim) > 1 for dim in self.levels) > 1:
+                raise ValueError(f"DBuffer: no DTensor is ragged over {len(self.levels)} mesh dims at once.")
+            placements[self._ragged_dim] = self._ragged(index)
         spec = ragged_spec(self.mesh, tuple(placements), self.shapes[index], self.dtypes[index])
         return wrap_local(self.tensors[index], spec, requires_grad=requires_grad)
 
@@ -247,7 +307,7 @@ class DBuffer:
 
     def release(self) -> None:
         """Free the storage; views see new bytes after :meth:`materialize`, and must not be read before."""
-        if self._pending is not None:
+        if self.pending is not None:
             self.wait()
         self.storage.release()
 
@@ -284,10 +344,13 @@ class DBuffer:
         """Take the values of another buffer of the same layout and placements, cast to this dtype."""
         self._check_same_shape(other)
         self._check_live("copy_", other)
-        if self.dtypes == other.dtypes or (self._is_uniform and other._is_uniform):
-            self.flat.copy_(other.flat, non_blocking=non_blocking)
-        else:
+        if self.dtypes != other.dtypes and not (self.is_uniform and other.is_uniform):
             torch._foreach_copy_(list(self.tensors), list(other.tensors), non_blocking=non_blocking)
+        else:
+            flat = other.flat
+            if self.dtype != other.dtype and self.device != other.device:  # else the host would cast
+                flat = flat.to(self.device, non_blocking=non_blocking)
+            self.flat.copy_(flat, non_blocking=non_blocking)
         return self
 
     def to(self, dtype: torch.dtype) -> DBuffer:
@@ -306,34 +369,51 @@ class DBuffer:
         out: DBuffer | None = None,
         average: bool = False,
         async_op: bool = False,
+        comm: Comm = _TORCH,
     ) -> DBuffer:
         """The same buffer in other placements, by one collective per mesh dim that changes.
 
         Args:
-            placements: one per mesh dim.
+            placements: one per mesh dim. What a caller passes again, the same object with an ``out`` of the
+                same kind, is not checked again.
             out: receives the result, in its dtype; a buffer of this layout with these placements.
             average: reductions are means over the ranks.
             async_op: return at once; call :meth:`wait` on the result before using it.
+            comm: who gathers and reduces.
 
         Raises:
             ValueError: no such transition, as from anything to ``Partial()``, or ``out`` does not fit.
             RuntimeError: this buffer's storage is released.
         """
+        kind = None if out is None else out._kind
+        known = self._moves.get(kind)
+        if known is None or known[0] is not placements:
+            target = self._checked_target(placements, out)
+            known = self._moves[kind] = (placements, plan_move(self, target, out))
+        if self.pending is not None or not (self._is_fresh or self.storage.is_materialized):
+            self._check_live("redistribute")
+        if out is not None:
+            if out.pending is not None:
+                out.wait()
+            if not (out._is_fresh or out.storage.is_materialized):
+                out.materialize()
+        result, works = known[1](self, out, average, async_op, comm)
+        result.pending = self.pending = works or None  # it may still read this buffer
+        return result
+
+    def _checked_target(self, placements: Sequence[Placement], out: DBuffer | None) -> tuple[Placement, ...]:
         expect(".redistribute: placements", placements, Sequence, "a list, one per mesh dim")
-        target = checked_placements(self.mesh, placements)
+        target = checked_placements(self.mesh, placements, self.levels)
         check_transition(self.placements, target)
-        self._check_live("redistribute")
         if out is not None:
             self._check_out(out, target)
-            out.wait().materialize()
-        result, works = redistribute(self, target, out, average, async_op)
-        result._pending = self._pending = works  # it may still read this buffer
-        return result
+        return target
 
     def wait(self) -> DBuffer:
         """Wait for an asynchronous :meth:`redistribute` that made this buffer, or reads it."""
-        wait_all(self._pending or [])
-        self._pending = None
+        if self.pending is not None:
+            wait_all(self.pending)
+            self.pending = None
         return self
 
     def with_placements(
@@ -345,7 +425,7 @@ class DBuffer:
             self.shapes,
             self.mesh,
             placements,
-            dtype=self.dtype if self._is_uniform else self.dtypes,
+            dtype=self.dtype if self.is_uniform else self.dtypes,
             cell_bytes=self.cell_bytes,
             device=self.device,
             storage=storage,
@@ -354,12 +434,23 @@ class DBuffer:
 
     @cached_property
     def slot_buffer(self) -> DBuffer:
-        """This rank's shard of a full buffer, in place."""
-        return self if self.is_sharded else self.slot_as((*self.placements[:-1], Shard(0)))
+        """This rank's own slot as a sharded buffer, in place."""
+        placements = [Shard(0) if dim in self.levels else p for dim, p in enumerate(self.placements)]
+        return self if self.is_sharded else self._inside(placements, self.slot)
 
-    def slot_as(self, placements: Sequence[Placement]) -> DBuffer:
-        """This rank's slot as a buffer with ``placements``, in place."""
-        offset = int(self.slot.storage_offset()) * self.dtype.itemsize
+    def part_as(self, dim: int, placements: Sequence[Placement]) -> DBuffer:
+        """This rank's part along ``dim``, the first level that is held whole, in place, as ``placements``."""
+        return self._inside(placements, self.flat.view(self.mesh.size(dim), -1)[self.coordinate[dim]])
+
+    def now_has(self, placements: tuple[Placement, ...]) -> DBuffer:
+        """Note that a collective in place has made this a buffer of other ``placements``."""
+        self.placements, self._moves = placements, {}
+        for made_before in ("slot_buffer", "_kind"):
+            self.__dict__.pop(made_before, None)
+        return self
+
+    def _inside(self, placements: Sequence[Placement], part: torch.Tensor) -> DBuffer:
+        offset = int(part.storage_offset()) * self.dtype.itemsize
         return self.with_placements(placements, storage=self.storage, offset_bytes=offset)
 
     @property
@@ -368,10 +459,6 @@ class DBuffer:
         return self.slot_buffer.tensors
 
     # -- checks and geometry ---------------------------------------------------------------------
-
-    @property
-    def _is_uniform(self) -> bool:
-        return len(set(self.dtypes)) <= 1
 
     def _make_tensor(self, index: int) -> torch.Tensor:
         dtype = self.dtypes[index]
@@ -387,10 +474,8 @@ class DBuffer:
         )
 
     def _ragged(self, index: int) -> Any:
-        itemsize = self.dtypes[index].itemsize
-        return placement_from_layout(
-            in_elements(self.layout, index, self.cell_bytes, itemsize), 0, self.shapes[index]
-        )
+        cells = self.dtypes[index].itemsize // self.cell_bytes
+        return placement_from_layout(self.layout.alone(index, cells), 0, self.shapes[index])
 
     def _index_of(self, tensor: torch.Tensor, local: torch.Tensor) -> tuple[DBuffer, int] | None:
         for index, mine in enumerate(self.tensors):
@@ -419,15 +504,16 @@ class DBuffer:
     def _check_live(self, what: str, *others: DBuffer) -> None:
         """Before ``what``: raise unless the bytes exist, and wait for a collective that still has them."""
         for buffer in (self, *others):
-            if not buffer.is_materialized:
+            if not (buffer._is_fresh or buffer.storage.is_materialized):
                 raise RuntimeError(
                     f"DBuffer: {what} needs memory that was released; materialize() brings it back."
                 )
-            buffer.wait()
+            if buffer.pending is not None:
+                buffer.wait()
 
     def check_arithmetic(self, what: str) -> None:
         """Raise unless all tensors have one dtype, so that the flat tensor holds numbers."""
-        if not self._is_uniform:
+        if not self.is_uniform:
             raise TypeError(
                 f"DBuffer: {what} needs tensors of one dtype, got {sorted(set(map(str, self.dtypes)))}."
             )

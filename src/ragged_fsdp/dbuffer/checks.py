@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.layout import GroupLayout, TensorSpec
+from ragged_fsdp.layout import GroupLayout
 from ragged_fsdp.placement import block_numel
 
 __all__ = [
@@ -22,8 +22,7 @@ __all__ = [
     "common_dtype",
     "device_of",
     "expect",
-    "in_elements",
-    "wait_all",
+    "levels_of",
 ]
 
 
@@ -49,19 +48,35 @@ def check_arguments(
         expect(": dtype", one, torch.dtype, "a torch.dtype, or one per tensor")
 
 
-def checked_placements(mesh: DeviceMesh, placements: Sequence[Placement] | None) -> tuple[Placement, ...]:
-    """One placement per mesh dim; by default replicated, and sharded over the last dim."""
+def levels_of(mesh: DeviceMesh, ranks: int) -> tuple[int, ...]:
+    """The last mesh dims, as many as have ``ranks`` ranks together: they cut a buffer of so many shards."""
+    together, first = 1, mesh.ndim
+    while first and (together < ranks or mesh.size(first - 1) == 1):
+        first -= 1
+        together *= mesh.size(first)
+    if together != ranks or first == mesh.ndim:
+        raise ValueError(
+            f"DBuffer: the layout has {ranks} ranks, but no number of last dims of the mesh of shape "
+            f"{tuple(mesh.shape)} has."
+        )
+    return tuple(range(first, mesh.ndim))
+
+
+def checked_placements(
+    mesh: DeviceMesh, placements: Sequence[Placement] | None, levels: Sequence[int]
+) -> tuple[Placement, ...]:
+    """One placement per mesh dim; by default sharded over the levels and replicated over the others."""
     if placements is None:
-        return (Replicate(),) * (mesh.ndim - 1) + (Shard(0),)
+        return tuple(Shard(0) if dim in levels else Replicate() for dim in range(mesh.ndim))
     expect(": placements", placements, Sequence, "a list, one per mesh dim")
     given = tuple(placements)
     if len(given) != mesh.ndim:
         raise ValueError(f"DBuffer: expected {mesh.ndim} placements, one per mesh dim, got {given}.")
     for dim, placement in enumerate(given):
-        last = dim == mesh.ndim - 1
-        if placement in (Replicate(), Partial()) or (last and placement == Shard(0)):
+        level = dim in levels
+        if placement in (Replicate(), Partial()) or (level and placement == Shard(0)):
             continue
-        kinds = "Shard(0), Replicate() or Partial()" if last else "Replicate() or Partial()"
+        kinds = "Shard(0), Replicate() or Partial()" if level else "Replicate() or Partial()"
         raise ValueError(f"DBuffer: mesh dim {dim} takes {kinds}, got {placement}.")
     return given
 
@@ -106,12 +121,8 @@ def check_tensors(
     shapes: Sequence[torch.Size],
     dtypes: Sequence[torch.dtype],
     cell_bytes: int,
-    mesh: DeviceMesh,
 ) -> None:
-    """Raise unless the tensors are those of the layout and the layout is one for the mesh."""
-    ranks = mesh.size(mesh.ndim - 1)
-    if layout.ranks != ranks:
-        raise ValueError(f"DBuffer: the layout has {layout.ranks} ranks, the last mesh dim has {ranks}.")
+    """Raise unless the tensors are those of the layout."""
     if not len(shapes) == len(dtypes) == len(layout.specs):
         raise ValueError(
             f"DBuffer: {len(layout.specs)} tensors in the layout, "
@@ -126,25 +137,6 @@ def check_tensors(
             )
 
 
-def in_elements(layout: GroupLayout, index: int, cell_bytes: int, itemsize: int) -> GroupLayout:
-    """The layout of one tensor alone, counted in its elements."""
-    spec = layout.specs[index]
-    if cell_bytes == itemsize and len(layout.specs) == 1:
-        return layout
-
-    def scaled(cells: int) -> int:
-        return cells * cell_bytes // itemsize
-
-    return GroupLayout(
-        (TensorSpec(spec.name, scaled(spec.numel), max(1, scaled(spec.block_numel))),),
-        layout.ranks,
-        1,
-        scaled(layout.shard_numel),
-        (scaled(layout.offsets[index]),),
-        0,
-    )
-
-
 def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     """The dtype of the flat tensor: that of all tensors, or bytes."""
     kinds = set(dtypes)
@@ -156,10 +148,3 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
-
-
-def wait_all(works: Sequence[Any]) -> None:
-    """Wait for asynchronous collectives; None stands for one that is done."""
-    for work in works:
-        if work is not None:
-            work.wait()

@@ -19,6 +19,7 @@ import torch
 
 from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.dtensor.saving import claim
+from ragged_fsdp.torch_internals import accelerator_get_stream
 
 __all__ = ["FlatStorage", "debug_enabled", "stream_getter"]
 
@@ -38,7 +39,7 @@ def stream_getter(device: torch.device) -> Callable[[], Any]:
     if device.index is None:
         return torch.accelerator.current_stream
     # what that calls once it has an index: streams are asked for a dozen times per layer
-    return functools.partial(torch._C._accelerator_getStream, device.index)
+    return functools.partial(accelerator_get_stream, device.index)
 
 
 def _no_stream() -> None:
@@ -71,7 +72,10 @@ class FlatStorage:
             buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self.untyped = buffer.untyped_storage()
         claim(self.untyped)
-        self.stream = stream_getter(device)()
+        self.is_materialized = self.untyped.nbytes() == nbytes
+        """Whether the bytes exist; noted, not asked for: it is read several times per layer."""
+        self._current_stream = stream_getter(device)
+        self.stream = self._current_stream()
         self.is_borrowed = False
 
     @classmethod
@@ -83,7 +87,7 @@ class FlatStorage:
                 f"got strides {tensor.stride()} at offset {tensor.storage_offset()}."
             )
         made = cls(0, tensor.device, allocate=False)
-        made.untyped, made.is_borrowed = tensor.untyped_storage(), True
+        made.untyped, made.is_borrowed, made.is_materialized = tensor.untyped_storage(), True, True
         made.nbytes = tensor.numel() * tensor.element_size()
         claim(made.untyped)
         return made
@@ -92,35 +96,33 @@ class FlatStorage:
     def of(cls, tensor: torch.Tensor, *, debug: bool) -> FlatStorage:
         """The memory of a tensor that fills its storage and was just allocated on the current stream."""
         made = object.__new__(cls)
+        made.is_materialized = True
         made.untyped, made.nbytes, made.device = tensor.untyped_storage(), tensor.nbytes, tensor.device
-        made.debug, made.is_borrowed, made.stream = debug, False, stream_getter(tensor.device)()
-        claim(made.untyped)
+        made._current_stream = stream_getter(tensor.device)
+        made.debug, made.is_borrowed, made.stream = debug, False, made._current_stream()
         return made
-
-    @property
-    def is_materialized(self) -> bool:
-        """Whether the bytes exist."""
-        return self.is_borrowed or self.untyped.nbytes() == self.nbytes
 
     def materialize(self) -> None:
         """Bring the bytes back, uninitialised, on the current stream; nothing to do if they exist."""
         if self.is_materialized:
             return
-        self.stream = stream_getter(self.device)()
+        self.stream = self._current_stream()
         self.untyped.resize_(self.nbytes)
+        self.is_materialized = True
         if self.debug:
             self.poison()
 
     def release(self) -> None:
         """Give the bytes back to the allocator; the tensors over them keep shape and address."""
-        if self.untyped.nbytes() == 0 or self.is_borrowed:
+        if not self.is_materialized or self.is_borrowed or not self.nbytes:
             return
         if self.debug:
             self.poison()
-        now = stream_getter(self.device)()
+        now = self._current_stream()
         if now != self.stream:  # the allocator orders reuse behind the stream of the allocation only
             self.stream.wait_stream(now)
         self.untyped.resize_(0)
+        self.is_materialized = False
 
     def poison(self) -> None:
         """Fill with NaN bytes: a read of memory that was released or never written becomes visible."""

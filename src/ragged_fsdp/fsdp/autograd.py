@@ -10,7 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._autograd import CreationMeta, _set_creation_meta
+
+from ragged_fsdp.torch_internals import (
+    CreationMeta,
+    DisableFuncTorch,
+    FrameAction,
+    FrameExecStrategy,
+    are_functorch_transforms_active,
+    current_graph_task_id,
+    disable_compile,
+    queue_callback,
+    set_code_exec_strategy,
+    set_creation_meta,
+    set_grad_enabled,
+)
 
 __all__ = [
     "BackwardHooks",
@@ -107,15 +120,7 @@ def cast_floating(dtype: torch.dtype, value: Any) -> Any:
 
 def in_backward() -> bool:
     """Whether autograd is running a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def queue_callback(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward that is running now ends."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-_frames = torch._C._dynamo.eval_frame
+    return current_graph_task_id() != -1
 
 
 def leave_frame(function: Callable, *, below: bool) -> Callable:
@@ -124,9 +129,8 @@ def leave_frame(function: Callable, *, below: bool) -> Callable:
     Compiled modules call their hooks outside the graph, but each Python frame there would be taken for one
     more function to compile. Set in the code object: the compiler is not even imported.
     """
-    skip, default = _frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT
-    strategy = _frames._FrameExecStrategy(skip, skip if below else default)
-    _frames.set_code_exec_strategy(function.__code__, strategy)
+    strategy = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP if below else FrameAction.DEFAULT)
+    set_code_exec_strategy(function.__code__, strategy)
     return function
 
 
@@ -136,7 +140,7 @@ def outside_compile(function: Callable) -> Callable:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # traced as a part of what calls the module
-            return torch._dynamo.disable(function, recursive=True)(*args, **kwargs)
+            return disable_compile(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     return leave_frame(call, below=True)
@@ -150,19 +154,19 @@ def on_parameters(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch._C._are_functorch_transforms_active():
-            with torch._C._DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
+        if are_functorch_transforms_active():
+            with DisableFuncTorch(), torch.inference_mode(False), torch.no_grad():
                 return function(*args, **kwargs)
         if torch.is_inference_mode_enabled():
             with torch.inference_mode(False), torch.no_grad():
                 return function(*args, **kwargs)
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         try:
             return function(*args, **kwargs)
         finally:
-            torch._C._set_grad_enabled(True)
+            set_grad_enabled(True)
 
     return call
 
@@ -204,7 +208,7 @@ class AfterBackward(torch.autograd.Function):
 
 
 class AfterBackwardInTransform(torch.autograd.Function):
-    """The same under functorch transforms; binding its signature makes it several times slower to call."""
+    """:class:`AfterBackward` under functorch transforms, in the form they need; slower to call."""
 
     generate_vmap_rule = True
 
@@ -239,7 +243,7 @@ def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, A
 
 
 def _behind_node(hooks: BackwardHooks, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    if torch._C._are_functorch_transforms_active():
+    if are_functorch_transforms_active():
         return AfterBackwardInTransform.apply(hooks, *inputs)
     if len(inputs) == 1 and type(inputs[0]) is torch.Tensor:
         return (_behind_hook(hooks, inputs[0]),)
@@ -250,7 +254,7 @@ def _behind_hook(hooks: BackwardHooks, tensor: torch.Tensor) -> torch.Tensor:
     """:class:`AfterBackward` on a single tensor, for a third of the time: torch's own node with a hook."""
     alias = tensor.view_as(tensor)
     # as an output of a Function: torch forbids the change in place that would lose the hook
-    _set_creation_meta(alias, CreationMeta.IN_CUSTOM_FUNCTION)
+    set_creation_meta(alias, CreationMeta.IN_CUSTOM_FUNCTION)
     # of the node, not of the tensor: a module may return its input, and what its outputs do comes first
     alias.grad_fn.register_prehook(hooks.at_input)  # type: ignore[union-attr]
     return alias

@@ -8,9 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dbuffer import DBuffer
-from ragged_fsdp.dbuffer.registry import buffer_of_storage
 from ragged_fsdp.models.names import plain_name
-from ragged_fsdp.torch_internals import local_of
 
 __all__ = ["GroupSummary", "group_table", "padding_ratio", "summarize_groups"]
 
@@ -33,9 +31,9 @@ def summarize_groups(model: nn.Module) -> list[GroupSummary]:
     members: dict[DBuffer, list[tuple[str, DTensor]]] = {}
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor):
-            buffer = buffer_of_storage(local_of(parameter).untyped_storage())
-            if buffer is not None:
-                members.setdefault(buffer, []).append((plain_name(name), parameter))
+            found = DBuffer.of(parameter)
+            if found is not None:
+                members.setdefault(found[0], []).append((plain_name(name), parameter))
     summaries = []
     for buffer, inside in members.items():
         shard_bytes = buffer.flat.nbytes

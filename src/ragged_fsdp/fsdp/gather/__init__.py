@@ -1,0 +1,1 @@
+"""Transports of weights: how the shards of all ranks become what a module computes with."""

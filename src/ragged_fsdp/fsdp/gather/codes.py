@@ -1,0 +1,251 @@
+"""A transport of codes: a rank sends one byte per element of its shard and one scale per tile.
+
+The main weights stay as they are; gradients, optimizers and checkpoints know nothing of the codes. A gather
+encodes this rank's shard, moves bytes, and decodes them into the buffer that the parameters view::
+
+    main weights   a a a a|a a b b|b b . .     fp32, a shard per rank, cut between tiles
+    message        codes, scales|codes, scales|codes, scales        a part per rank, one all-gather
+    gathered       a a a a a a b b b b . .     in the compute dtype
+
+A parameter lies on a run of ranks: part of the first one's shard, whole shards, part of the last one's. The
+whole shards are decoded together, so the number of kernels does not grow with the number of ranks. Encoding
+and decoding are on the gather's stream, beside the computation; on CUDA by the kernels of
+``codes_triton``. One rank alone encodes and decodes too: the numbers do not depend on how many there
+are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ragged_fsdp.collectives import explain_failure
+from ragged_fsdp.dbuffer.redistribute import wait_all
+from ragged_fsdp.fsdp.gather import block_codes
+from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
+from ragged_fsdp.fsdp.gather.transport import InPlace
+from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.fsdp.parts.plan import GroupPlan
+from ragged_fsdp.policy import BlockCodes
+
+if TYPE_CHECKING:
+    from ragged_fsdp.fsdp.gather.codes_triton import Decoder
+
+__all__ = ["Codes", "MessageLayout"]
+
+logger = logging.getLogger("ragged_fsdp")
+_ALIGN_BYTES = 16
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """Consecutive ranks that hold alike much of a parameter, at the same place of their shards."""
+
+    first_rank: int
+    ranks: int
+    shard_start: int
+    scale_start: int
+    numel: int
+    """Of each rank."""
+
+
+@dataclass(frozen=True)
+class MessageLayout:
+    """Where codes and scales lie in a rank's part of the message: codes where the shard has the elements."""
+
+    plan: GroupPlan
+    codes: tuple[BlockCodes, ...]
+
+    def scales_on(self, index: int, rank: int) -> int:
+        """Tiles of a parameter on a rank."""
+        rows, columns = self.codes[index].block_shape
+        return self.plan.local_range(index, rank).numel // (rows * columns)
+
+    @cached_property
+    def scale_offset(self) -> int:
+        """Bytes before the first scale."""
+        return _aligned(self.plan.layout.shard_numel)
+
+    @cached_property
+    def part_bytes(self) -> int:
+        """Bytes of a rank's part."""
+        members = range(len(self.codes))
+        scales = [sum(self.scales_on(i, rank) for i in members) for rank in range(self.plan.layout.ranks)]
+        return self.scale_offset + _aligned(max(scales) * _SCALE_BYTES)
+
+    def run_on(self, index: int, rank: int) -> RankRun:
+        """A parameter's part on one rank; scales are in the order of the parameters."""
+        part = self.plan.local_range(index, rank)
+        before = sum(self.scales_on(i, rank) for i in range(index))
+        return RankRun(rank, 1, part.shard_start, before, part.numel)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[RankRun, ...], ...]:
+        """The runs of each parameter: at most three, however many ranks hold it."""
+        return tuple(tuple(self._runs(index)) for index in range(len(self.codes)))
+
+    def _runs(self, index: int) -> Iterator[RankRun]:
+        last: RankRun | None = None
+        for rank in range(self.plan.layout.ranks):
+            here = self.run_on(index, rank)
+            if not here.numel:
+                continue
+            if last and here.numel == last.numel == self.plan.layout.shard_numel:
+                last = RankRun(last.first_rank, last.ranks + 1, 0, 0, last.numel)
+                continue
+            if last:
+                yield last
+            last = here
+        if last:
+            yield last
+
+    def views(self, message: Tensor, index: int, run: RankRun) -> tuple[Tensor, Tensor]:
+        """Codes (ranks, bands, rows, tiles, columns) and scales (ranks, bands, tiles) of a run."""
+        part = message.narrow(0, run.first_rank, run.ranks)
+        codes = part.narrow(1, run.shard_start, run.numel).view(code_dtype(self.codes[index]))
+        rows, tiles, width = self.band_shape(index)
+        count = run.numel // (rows * width)
+        scales = part.narrow(1, self.scale_start(run), count * _SCALE_BYTES).view(torch.float32)
+        return codes.view(run.ranks, -1, rows, tiles, width), scales.view(run.ranks, -1, tiles)
+
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Write the values of the whole group to ``out``, its flat buffer: the reference."""
+        for index, runs in enumerate(self.runs):
+            for run in runs:
+                codes, scales = self.views(message, index, run)
+                start = run.first_rank * self.plan.layout.shard_numel + run.shard_start
+                block_codes.decode(codes, scales, out.narrow(0, start, codes.numel()).view(codes.shape))
+
+    def scale_start(self, run: RankRun) -> int:
+        """Bytes before a run's scales, in the part of each of its ranks."""
+        return self.scale_offset + run.scale_start * _SCALE_BYTES
+
+    def band_shape(self, index: int) -> tuple[int, int, int]:
+        """Of a parameter: rows, tiles and columns of a tile in a band."""
+        return band_shape(self.codes[index], self.plan.shapes[index][-1])
+
+
+class Codes(InPlace):
+    """Gathers codes and decodes them into the buffer that the parameters view; see the module's docstring."""
+
+    def __init__(self, members: Members, codes: Sequence[BlockCodes]) -> None:
+        super().__init__(members)
+        self.message_layout = MessageLayout(members.plan, tuple(codes))
+        self._message: Tensor | None = None
+        """One row of bytes per rank, from the allocation until the computation has waited for it."""
+        self._work: Any = None
+        self._decoded = False
+        self._decoder: Decoder | None = None
+        """The kernel's view of the layout, from the first gather on; None where the reference decodes."""
+
+    def prepare(self) -> None:
+        """Make the gathered buffer; raise if the parameters were cast to something that has no codes."""
+        members = self.members
+        kinds = {param.dtype for param in members.params}
+        if len(kinds) > 1 or not all(kind.is_floating_point and kind.itemsize > 1 for kind in kinds):
+            raise RuntimeError(
+                f"{members.label}: parameters with a gather_policy must keep one floating-point dtype, got "
+                f"{sorted(map(str, kinds))} after a cast."
+            )
+        super().prepare()
+
+    def _is_parked(self) -> bool:
+        return self.parking is not None and self.parking.kept is not None
+
+    def _stage(self, weight: Any) -> None:
+        if self._is_parked():  # what is kept was decoded before and is gathered as it is
+            super()._stage(weight)
+
+    def allocate(self) -> None:
+        """Take the memory of the gathered buffer and of the message of codes."""
+        super().allocate()
+        if self._is_parked():
+            return
+        members = self.members
+        shape = (members.mesh.shard_size, self.message_layout.part_bytes)
+        self._message = members.settings.gather_comm.allocate(shape, dtype=torch.uint8, device=members.device)
+        self._decoded = False
+        if self._decoder is None and (kernels := _kernels(members.device.type)):
+            self._decoder = kernels.Decoder(self.message_layout, members.device)
+
+    def begin(self, async_op: bool) -> None:
+        """Encode the shard and gather the codes; decode beside the computation where there are streams."""
+        message, members, group = self._message, self.members, self.members.mesh.shard_group
+        if message is None:
+            super().begin(async_op)
+            return
+        self._encode(message)
+        if group.size() > 1:
+            self._work = members.launch(
+                "all-gather",
+                group,
+                members.settings.gather_comm.gather,
+                message.view(-1),
+                message[group.rank()],
+                group,
+                # a device's gather stream waits for it anyway, and then decodes beside the computation
+                async_op=async_op and members.device.type == "cpu",
+            )
+        if self._work is None:
+            self._decode(message)
+
+    @cached_property
+    def _own_runs(self) -> tuple[RankRun, ...]:
+        layout, rank = self.message_layout, self.members.mesh.shard_rank
+        return tuple(layout.run_on(index, rank) for index in range(len(layout.codes)))
+
+    def _encode(self, message: Tensor) -> None:
+        layout, members = self.message_layout, self.members
+        encode = (_kernels(members.device.type) or block_codes).encode
+        for index, (piece, run) in enumerate(zip(members.main.pieces, self._own_runs)):
+            if piece.numel():
+                shard = piece.to(members.device, non_blocking=members.pin_memory)
+                out = layout.views(message, index, run)
+                encode(shard.view(out[0].shape), layout.codes[index], out)
+
+    def _decode(self, message: Tensor) -> None:
+        assert self.weight is not None
+        # through the whole buffer: autograd would see a write to a parameter's own view
+        if self._decoder is not None:
+            self._decoder(message, self.weight.flat)
+        else:
+            self.message_layout.decode(message, self.weight.flat)
+        self._decoded = True
+
+    def finish(self) -> None:
+        """Decode on the compute stream what could not be decoded on the other one."""
+        super().finish()
+        if self._work is not None:
+            with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
+                wait_all(self._work)
+        message, self._message, self._work = self._message, None, None
+        if message is not None and not self._decoded:
+            self._decode(message)
+
+
+@cache
+def _kernels(device_type: str) -> ModuleType | None:
+    """The fused kernels, for devices that have them."""
+    if device_type != "cuda":
+        return None
+    if find_spec("triton") is None:
+        logger.warning(
+            "gather_policy: Triton is not installed; codes are made and read by torch, several times slower"
+        )
+        return None
+    from ragged_fsdp.fsdp.gather import codes_triton
+
+    return codes_triton
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES

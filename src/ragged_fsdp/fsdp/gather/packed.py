@@ -1,0 +1,299 @@
+"""Transports that are not in place: every parameter is cut by itself, so the chunks are copied together.
+
+A gathered parameter is a view of a common buffer only if it is one run of it, and at most one parameter can
+run across the border of two shards. Where each is cut into equal chunks, the chunks of a rank are copied
+into a message, and from the gathered message into the parameters. There is still one collective for the
+group::
+
+    message   a0 b0|a1 b1|a2 b2      gathered: a part per rank
+    weights   a0 a1 a2  b0 b1 b2     persistent tensors, whose storage comes and goes
+
+:class:`Chunks` is for parameters with an explicit ``Shard(dim)``, which are cut as the user says, at the
+price of these copies. :class:`Extensions` is for tensor subclasses with ``fsdp_pre_all_gather`` and
+``fsdp_post_all_gather`` (FSDP2's protocol): they send the tensors the first returns, such as float8 data
+and a scale, and compute with what the second makes of the gathered ones. They keep their class, so they lie
+in no common buffer, and are cut by rows, because extensions pad and index by rows.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ragged_fsdp.collectives import explain_failure
+from ragged_fsdp.dbuffer.redistribute import wait_all
+from ragged_fsdp.dtensor.geometry import contiguous_stride
+from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
+from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.fsdp.parts.param import ManagedParam
+from ragged_fsdp.fsdp.parts.plan import ChunkPlan, rank_major
+from ragged_fsdp.torch_internals import (
+    is_traceable_wrapper_subclass,
+    local_of,
+    unsafe_preserve_version_counter,
+)
+
+__all__ = ["Chunks", "Extensions", "is_extended"]
+
+_ALIGN_BYTES = 16
+_SIGNATURE = (
+    "fsdp_pre_all_gather(self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], "
+    "module: nn.Module, mp_policy: MixedPrecisionPolicy)"
+)
+
+
+@dataclass
+class Gathered:
+    """What one parameter sends and what was made of it; tensors persist, their storage comes and goes."""
+
+    shapes: list[torch.Size] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    """Where each input begins in a rank's part of the message, in bytes."""
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    inner: list[torch.Tensor] = field(default_factory=list)
+    nbytes: dict[int, int] = field(default_factory=dict)
+    metadata: Any = None
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything whose storage is freed by a reshard."""
+        return [*self.outputs, *self.inner]
+
+    def materialize(self) -> None:
+        """Bring freed storages back, uninitialised."""
+        for tensor in self.tensors():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0:
+                storage.resize_(self.nbytes.get(id(tensor), 0))
+
+    def release(self) -> None:
+        """Free the storages."""
+        for tensor in self.tensors():
+            storage = tensor.untyped_storage()
+            if storage.nbytes():
+                self.nbytes[id(tensor)] = storage.nbytes()
+        for tensor in self.tensors():
+            tensor.untyped_storage().resize_(0)
+
+
+class _Packed(Transport):
+    """Sends and receives through a message; subclasses say what goes in and what is made of it."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self.gathered = [Gathered() for _ in members.params]
+        self._message: torch.Tensor | None = None
+        """From the allocation until the parameters are copied out of it."""
+        self._slot: torch.Tensor | None = None
+        """This rank's part of the message, filled."""
+        self._work: Any = None
+
+    @property
+    def plan(self) -> ChunkPlan:
+        """How the parameters are cut."""
+        assert isinstance(self.members.plan, ChunkPlan)
+        return self.members.plan
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        dtypes = self.members.gathered_dtypes
+        return sum(p.inner_shape.numel() * d.itemsize for p, d in zip(self.members.params, dtypes))
+
+    def _new_message(self, nbytes: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Allocate a message for inputs of so many bytes per parameter; this rank's slot of it."""
+        end = 0
+        for state, sizes in zip(self.gathered, nbytes):
+            state.offsets = []
+            for size in sizes:
+                state.offsets.append(end)
+                end += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+        group, comm = self.members.mesh.shard_group, self.members.settings.gather_comm
+        shape = (group.size() * end,)
+        self._message = comm.allocate(shape, dtype=torch.uint8, device=self.members.device)
+        self._slot = self._message.narrow(0, group.rank() * end, end)
+        return self._slot
+
+    def begin(self, async_op: bool) -> None:
+        """Gather all inputs with one collective, on the stream of gathers."""
+        members, group = self.members, self.members.mesh.shard_group
+        if group.size() > 1:
+            gather = members.settings.gather_comm.gather
+            self._work = members.launch(
+                "all-gather", group, gather, self._message, self._slot, group, async_op=async_op
+            )
+
+    def finish(self) -> None:
+        """Make the parameters from the message; data that the forward kept needs none."""
+        if self._work is not None:
+            with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
+                wait_all(self._work)
+        message, self._message, self._slot, self._work = self._message, None, None, None
+        if message is None:
+            return
+        parts = message.view(self.members.mesh.shard_size, -1)
+        for index, state in enumerate(self.gathered):
+            state.materialize()
+            with unsafe_preserve_version_counter(tuple(state.outputs)):
+                self._unpack(index, state, parts)
+
+    def _unpack(self, index: int, state: Gathered, parts: torch.Tensor) -> None:
+        """Make a parameter from the gathered message, one row of bytes per rank."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Free the parameters' storages."""
+        self._message = self._slot = None
+        for state in self.gathered:
+            state.release()
+
+
+class Chunks(_Packed):
+    """Gathers chunks along any dim into whole parameters."""
+
+    def prepare(self) -> None:
+        """Make the gathered tensors, without memory; again if the dtypes changed."""
+        members = self.members
+        for index, (param, dtype) in enumerate(zip(members.params, members.gathered_dtypes)):
+            state = self.gathered[index]
+            if state.outputs and state.outputs[0].dtype == dtype:
+                continue
+            numel = members.mesh.shard_size * self._chunk_numel(index)
+            whole = torch.empty(numel, dtype=dtype, device=members.device)
+            self.gathered[index] = state = Gathered(outputs=[whole])
+            state.release()
+            param.unsharded = None
+
+    def _chunk_numel(self, index: int) -> int:
+        return self.plan.chunk_rows(index) * self.plan.row_numel(index)
+
+    def allocate(self) -> None:
+        """Cast the chunks into this rank's slot of a new message."""
+        members, outputs = self.members, [state.outputs[0] for state in self.gathered]
+        slot = self._new_message([[out.nbytes // members.mesh.shard_size] for out in outputs])
+        targets, sources = [], []
+        for index, (param, out) in enumerate(zip(members.params, outputs)):
+            local = local_of(param.sharded)
+            if not local.numel():
+                continue
+            at = slot.narrow(0, self.gathered[index].offsets[0], local.numel() * out.dtype.itemsize)
+            targets.append(at.view(out.dtype).view(local.shape))
+            sources.append(local.to(members.device, non_blocking=members.pin_memory))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _unpack(self, index: int, state: Gathered, parts: torch.Tensor) -> None:
+        whole, param, dim = state.outputs[0], self.members.params[index], self.plan.dims[index]
+        ranks, chunk = self.members.mesh.shard_size, self._chunk_numel(index)
+        if whole.numel():
+            nbytes = chunk * whole.dtype.itemsize
+            chunks = parts.narrow(1, state.offsets[0], nbytes).view(whole.dtype)
+            target = whole.view(ranks, chunk)
+            if dim:  # divides evenly
+                target = rank_major(whole.view(param.inner_shape), dim, ranks)
+            target.copy_(chunks.view(target.shape))
+        if param.unsharded is None:
+            param.make_unsharded(whole.narrow(0, 0, param.inner_shape.numel()).view(param.inner_shape))
+
+    adopt_shards = InPlace.adopt_shards
+
+
+class Extensions(_Packed):
+    """Gathers parameters through their own hooks."""
+
+    def prepare(self) -> None:
+        """Raise on a class without the hooks; what is gathered is known when they have run."""
+        for param in self.members.params:
+            local = local_of(param.sharded)
+            has = [hasattr(local, f"fsdp_{when}_all_gather") for when in ("pre", "post")]
+            if any(has) and not all(has):
+                raise AssertionError(
+                    "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined "
+                    f"if using all-gather extensions: {param.fqn or param.name}"
+                )
+            if not any(has):
+                raise NotImplementedError(
+                    f"{param.fqn or param.name}: a {type(local).__name__} has no fsdp_pre_all_gather and "
+                    "fsdp_post_all_gather, so how to gather it is unknown."
+                )
+
+    def adopt_shards(self) -> None:
+        """Follow shards that were replaced, cast or moved; each is its own storage."""
+        self._note_shards()
+
+    def allocate(self) -> None:
+        """Pack the extensions' inputs into this rank's slot of a new message."""
+        inputs = [self._inputs(index, param) for index, param in enumerate(self.members.params)]
+        slot = self._new_message([[t.nbytes for t in tensors] for tensors in inputs])
+        ranks, device = self.members.mesh.shard_size, self.members.device
+        for state, tensors in zip(self.gathered, inputs):
+            state.shapes = [tensor.shape for tensor in tensors]
+            if not state.outputs:
+                state.outputs = [
+                    torch.empty(tensor.numel() * ranks, dtype=tensor.dtype, device=device)
+                    for tensor in tensors
+                ]
+            for offset, tensor in zip(state.offsets, tensors):
+                as_bytes = tensor.contiguous().view(-1).view(torch.uint8)
+                slot.narrow(0, offset, as_bytes.numel()).copy_(as_bytes)
+
+    def _inputs(self, index: int, param: ManagedParam) -> list[torch.Tensor]:
+        members, local = self.members, local_of(param.sharded)
+        if members.offload:
+            local = local.to(members.device, non_blocking=members.pin_memory)
+        pre = local.fsdp_pre_all_gather
+        expected = len(inspect.signature(pre).parameters)
+        if expected not in (1, 5):
+            raise AssertionError(
+                f"Invalid fsdp_pre_all_gather: {inspect.signature(pre)}\nExpects {_SIGNATURE}"
+            )
+        more = (
+            param.inner_shape,
+            contiguous_stride(param.inner_shape),
+            param.places[0].module,
+            members.mp_policy,
+        )
+        inputs, self.gathered[index].metadata = pre(members.mesh.shard_mesh, *(more if expected == 5 else ()))
+        padded = (self.plan.chunk_rows(index), *param.inner_shape[1:])
+        return [_pad(tensor, local.shape, padded) for tensor in inputs]
+
+    def _unpack(self, index: int, state: Gathered, parts: torch.Tensor) -> None:
+        for offset, output in zip(state.offsets, state.outputs):
+            rows = output.view(self.members.mesh.shard_size, -1).view(torch.uint8)
+            rows.copy_(parts.narrow(1, offset, rows.shape[1]))
+        self._make(self.members.params[index], state)
+
+    def _make(self, param: ManagedParam, state: Gathered) -> None:
+        local: Any = local_of(param.sharded)
+        outputs = tuple(
+            output.view(-1, *shape[1:]) if len(shape) else output
+            for output, shape in zip(state.outputs, state.shapes)
+        )
+        dtype = self.members.mp_policy.param_dtype or param.dtype
+        metadata, state.metadata = state.metadata, None
+        if param.unsharded is not None:
+            local.fsdp_post_all_gather(outputs, metadata, dtype, out=param.unsharded)
+            return
+        made, inner = local.fsdp_post_all_gather(outputs, metadata, dtype)
+        state.inner = list(inner)
+        shape = tuple(param.inner_shape)
+        param.make_unsharded(torch.as_strided(made, shape, contiguous_stride(shape), 0))
+
+
+def _pad(tensor: torch.Tensor, local: torch.Size, padded: tuple[int, ...]) -> torch.Tensor:
+    """Fill up an input that has one entry per row of a short chunk, so that all ranks send alike."""
+    if tensor.shape != local or tuple(tensor.shape) == padded:
+        return tensor
+    full = tensor.new_zeros(padded)
+    full.narrow(0, 0, tensor.shape[0]).copy_(tensor)
+    return full
+
+
+def is_extended(param: torch.Tensor) -> bool:
+    """Whether a parameter is gathered by :class:`Extensions`: its inner tensor is a wrapper subclass."""
+    inner = local_of(param) if isinstance(param, DTensor) else param.data
+    return is_traceable_wrapper_subclass(inner) and not isinstance(inner, DTensor)

@@ -1,0 +1,273 @@
+"""How the shards of a group become the parameters its modules compute with, and how they are let go.
+
+A group has one :class:`Transport`, chosen when it is built. The group calls it in this order, the transport
+owns the memory in between:
+
+    =========  ==============  ===================================================================
+    call       on stream       what it does
+    =========  ==============  ===================================================================
+    prepare    compute         makes what the parameters will view, without memory; again after casts
+    allocate   compute         takes the memory of one gather
+    begin      gather          fills this rank's part and launches the collective
+    finish     compute, which  waits for a work that is not on the stream, and does what is left to do
+               has waited
+    release    compute         gives the memory back; the tensors stay
+    =========  ==============  ===================================================================
+
+:class:`InPlace` is the default: one buffer whose slots are the ranks' shards, and one
+:meth:`~ragged_fsdp.DBuffer.redistribute`. The others are in ``codes.py`` and ``packed.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+
+from ragged_fsdp.collectives import explain_failure
+from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.fsdp.autograd import on_parameters
+from ragged_fsdp.fsdp.parts.main_shard import MainShard
+from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.torch_internals import local_of, spec_of
+
+__all__ = ["InPlace", "Parking", "Transport", "parking_mesh"]
+
+
+class Transport:
+    """What every transport offers; see the module's docstring."""
+
+    parking: Parking | None = None
+    """What is kept between forward and backward, with ``reshard_after_forward`` an int."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Make what the parameters will view, without memory, in the dtypes they have now."""
+        raise NotImplementedError
+
+    def allocate(self) -> None:
+        """Take the memory of a gather, on the compute stream."""
+        raise NotImplementedError
+
+    def begin(self, async_op: bool) -> None:
+        """Fill this rank's part and launch the collective, on the stream of gathers."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Do what is left; the current stream has waited for what :meth:`begin` launched."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Give the memory back; unsharded parameters stay valid objects that must not be read."""
+        raise NotImplementedError
+
+    def adopt_shards(self) -> None:
+        """Bring sharded parameters that were replaced, cast or moved back into one main shard."""
+        raise NotImplementedError
+
+    def _note_shards(self) -> None:
+        for param in self.members.params:
+            param.dtype = local_of(param.sharded).dtype
+            param.spec = spec_of(param.sharded)
+
+
+class InPlace(Transport):
+    """One buffer, cut evenly over the ranks: a shard is cast into its slot and gathered where it lies."""
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self.weight: DBuffer | None = None
+        """Gathered weights in the compute dtypes; its storage comes and goes."""
+        self._staged: DBuffer | None = None
+        """What the collective writes instead, if it writes only memory of its own."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        return self.weight.nbytes if self.weight is not None else 0
+
+    def prepare(self) -> None:
+        """Make the gathered buffer, without memory; again if the dtypes changed."""
+        members, plan, dtypes = self.members, self.members.plan, self.members.gathered_dtypes
+        if self.weight is not None and self.weight.dtypes == dtypes:
+            return
+        items = tuple(dtype.itemsize for dtype in dtypes)
+        if items != plan.item_bytes and not (plan.same_items and len(set(items)) == 1):
+            raise RuntimeError(
+                f"{members.label}: after fully_shard its parameters were cast to {[str(d) for d in dtypes]}, "
+                f"items of {items} bytes where {plan.item_bytes} were planned; cast them before."
+            )
+        self.weight = DBuffer(
+            plan.layout,
+            plan.shapes,
+            members.mesh.mesh,
+            (Replicate(),) * members.mesh.mesh.ndim,
+            dtype=dtypes[0] if len(set(dtypes)) == 1 else dtypes,
+            cell_bytes=dtypes[0].itemsize if plan.same_items else plan.cell_bytes,
+            device=members.device,
+            allocate=False,
+        )
+        for param in members.params:
+            param.unsharded = None
+
+    def allocate(self) -> None:
+        """Bring the buffer's memory back, on the compute stream."""
+        members, weight, settings = self.members, self.weight, self.members.settings
+        assert weight is not None
+        if not (settings.keep_storage and weight.is_materialized):
+            pool, comm = members.context.gather_pool, settings.gather_comm
+            if not comm.common_memory:
+                with comm.memory(members.device):
+                    weight.materialize()
+            elif 0 < weight.nbytes == pool.nbytes:
+                with pool.allocating(members.device):
+                    weight.materialize()
+            else:
+                weight.materialize()
+        if settings.gather_comm.allocates and members.mesh.shard_size > 1:
+            self._stage(weight)
+        if members.params[0].unsharded is None:
+            for param, view in zip(members.params, weight.tensors):
+                param.make_unsharded(view)
+
+    def _stage(self, weight: DBuffer) -> None:
+        """Let the comm allocate what it writes."""
+        members, comm = self.members, self.members.settings.gather_comm
+        given = comm.allocate(weight.flat.shape, dtype=weight.dtype, device=members.device).view(-1)
+        self._staged = weight.with_placements(weight.placements, storage=FlatStorage.over(given))
+
+    def begin(self, async_op: bool) -> None:
+        """Cast the shard into its slot and gather in place, on the stream of gathers."""
+        members, group = self.members, self.members.mesh.shard_group
+        out = self.weight if self._staged is None else self._staged
+        assert out is not None
+        main: Any = members.main
+        source = main.buffer
+        if self.parking is not None and self.parking.kept is not None:
+            source, out, group = self.parking.kept, self.parking.seen(out), self.parking.group
+        elif (
+            source is None
+        ):  # dtypes differ: the pieces lie behind each other, and go to their places one by one
+            source = out.slot_buffer
+            main.fill(source.tensors, non_blocking=members.pin_memory)
+        comm = members.settings.gather_comm
+        members.launch(
+            "all-gather", group, source.redistribute, out.placements, out=out, async_op=async_op, comm=comm
+        )
+
+    def finish(self) -> None:
+        """Wait for a work that is not on the stream; copy out of memory that is not the buffer's."""
+        weight, members = self.weight, self.members
+        assert weight is not None
+        out = weight if self._staged is None else self._staged
+        if self.parking is not None and self.parking.kept is not None:
+            out = self.parking.seen(out)
+        if out.pending is not None:
+            with explain_failure("all-gather", members.label, members.mesh.shard_group):
+                out.wait()
+        if self._staged is not None:
+            weight.flat.copy_(self._staged.flat)
+            self._staged = None
+        if self.parking is not None:
+            self.parking.kept = None
+
+    def release(self) -> None:
+        """Free the buffer's memory, unless it must keep its address."""
+        assert self.weight is not None
+        if not self.members.settings.keep_storage:
+            self.weight.release()
+
+    @on_parameters
+    def park(self) -> None:
+        """Keep a larger slice of the gathered buffer, register its pieces as parameters, free the rest."""
+        assert self.parking is not None and self.weight is not None
+        kept = self.parking.keep(self.weight)
+        for index, param in enumerate(self.members.params):
+            if param.inner_spec is not None:
+                raise NotImplementedError(
+                    "Resharding to smaller mesh is not supported for DTensor parameters yet: "
+                    f"{param.fqn or param.name}"
+                )
+            trains = param.sharded.requires_grad
+            param.register(nn.Parameter(kept.dtensor(index), requires_grad=trains))
+        self.release()
+
+    def adopt_shards(self) -> None:
+        """Copy shards that were replaced, cast or moved into a new main shard, if any was."""
+        members, main = self.members, self.members.main
+        assert isinstance(main, MainShard)
+        locals_ = [local_of(param.sharded) for param in members.params]
+        if all(main.holds(index, local) for index, local in enumerate(locals_)):
+            return
+        devices = {local.device for local in locals_}
+        if len(devices) > 1 or next(iter(devices)).type == "meta":
+            self._note_shards()
+            return  # partly materialised: lazy init will name those that are missing
+        device = devices.pop()
+        members.main = made = MainShard(
+            members.plan,
+            members.mesh,
+            [local.dtype for local in locals_],
+            device,
+            pin_memory=members.pin_memory and device.type == "cpu",
+        )
+        for param, piece, local in zip(members.params, made.pieces, locals_):
+            piece.copy_(local.reshape(-1))
+            param.point_at(piece)
+
+
+def parking_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """Groups of ``size`` consecutive ranks; all dims before the last are copies."""
+    return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+
+
+class Parking:
+    """The part of a gathered buffer that this rank keeps from forward to backward, which gathers in a
+    smaller group.
+
+    With ``reshard_after_forward=k`` consecutive ranks form groups of k. Each keeps the k-th part of the
+    buffer that is its own::
+
+        gathered   0 1 2 3 4 5 6 7      8 ranks, k = 4
+        rank 5 keeps   2 3              its group is ranks 4 to 7, it is the second of them
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self.group = mesh.get_group(1)
+        self.kept: DBuffer | None = None
+        self._seen: dict[FlatStorage, DBuffer] = {}
+
+    def keep(self, weight: DBuffer) -> DBuffer:
+        """Copy the slice to keep."""
+        own = self.seen(weight).slot_buffer
+        self.kept = own.empty_like().copy_(own)
+        return self.kept
+
+    def seen(self, weight: DBuffer) -> DBuffer:
+        """The memory of ``weight`` as a buffer over the smaller groups, whose borders may cut blocks."""
+        if weight.mesh is self._mesh:
+            return weight
+        found = self._seen.get(weight.storage)
+        if found is None or found.dtypes != weight.dtypes:
+            self._seen.clear()
+            found = self._seen[weight.storage] = DBuffer(
+                weight.layout.recut(self.group.size()),
+                weight.shapes,
+                self._mesh,
+                (Replicate(), Replicate()),
+                dtype=weight.dtype if weight.is_uniform else weight.dtypes,
+                cell_bytes=weight.cell_bytes,
+                device=weight.device,
+                storage=weight.storage,
+            )
+        return found

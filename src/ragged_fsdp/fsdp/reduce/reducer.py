@@ -1,0 +1,294 @@
+"""GradReducer: the gradients of a group, from autograd to the ``.grad`` of the sharded parameters.
+
+A transport collects them and adds them over the shard group; the rest is here: which gradients there are, the
+all-reduce over replicas and the user's hook, the division, the cast to the parameters' dtype, the assignment.
+``main`` is this rank's part after the reduction; the ``.grad`` of the sharded parameters are its views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.dtensor.geometry import contiguous_stride
+from ragged_fsdp.fsdp.autograd import on_parameters
+from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.fsdp.parts.param import ManagedParam
+from ragged_fsdp.fsdp.parts.plan import rank_major
+from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling, grad_layout, scaling
+from ragged_fsdp.fsdp.reduce.transport import GradTransport, make_buffer, scattered
+from ragged_fsdp.fsdp.streams.context import PendingReduction
+from ragged_fsdp.torch_internals import AsyncCollectiveTensor, local_of, post_accumulate_grad_hooks_of
+
+__all__ = ["GradReducer"]
+
+
+class GradReducer:
+    """Collects and reduces the gradients of one group."""
+
+    def __init__(self, members: Members, transport: GradTransport) -> None:
+        self.members = members
+        self.transport = transport
+        self.written: set[int] = set()
+        """Parameters of which the transport holds a gradient."""
+        self._partial: torch.Tensor | None = None
+        """HSDP without all-reduce: the reduce-scattered shard, accumulated over backwards."""
+        self._offload_event: Any = None
+        self._layouts: dict[tuple[bool, ...], GradLayout] = {}
+        self._layout: GradLayout | None = None
+        self._places: list[tuple[torch.Size, tuple[int, ...], int] | None] = []
+        """Shape, strides and start of each parameter's part of the reduced shard; None if it has none."""
+        self._main_kind: DBuffer | None = None
+        self._empty_grads: dict[int, DTensor] = {}
+        """Gradients of parameters that have no place: empty, so they are the same objects in every step."""
+        ndim = members.mesh.mesh.ndim
+        self._final = (*[Replicate()] * (ndim - 1), Shard(0))
+
+    # -- collecting ------------------------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a reduction of the group needs; 0 if nothing in it is trainable."""
+        if not any(param.sharded.requires_grad for param in self.members.params):
+            return 0
+        return self.transport.nbytes(self._choose_layout())
+
+    @on_parameters
+    def store(self, index: int, grad: torch.Tensor) -> None:
+        """Take over one gradient."""
+        self.store_many([(index, grad)])
+
+    def store_many(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Take over several gradients, with one call for all."""
+        params, written = self.members.params, self.written
+        if not written:
+            self._begin(grads[0][1].dtype)
+        layout = self._layout
+        assert layout is not None
+        fresh: dict[int, torch.Tensor] = {}
+        again: dict[int, torch.Tensor] = {}
+        for index, grad in grads:
+            inner = grad if params[index].grad_as_is else self._inner(index, grad)
+            if not layout.same_as_weights:
+                self._check_place(layout, index)
+            (again if index in written else fresh)[index] = inner
+        self.transport.store(fresh, again)
+        written.update(fresh)
+
+    def _begin(self, dtype: torch.dtype) -> None:
+        """Before the first gradient: wait for the last reduction of this group, and for room."""
+        context = self.members.context
+        context.finish_of(self)
+        context.make_room(self.transport.companion)
+        self.transport.begin(self._choose_layout(), self.members.reduce_dtype or dtype)
+
+    def _check_place(self, layout: GradLayout, index: int) -> None:
+        """Raise on the gradient of a parameter that was frozen when its group's gradients were laid out."""
+        param = self.members.params[index]
+        if not layout.runs[index] and param.inner_shape.numel():
+            self._raise_changed(param.fqn or param.name)
+
+    @staticmethod
+    def _raise_changed(name: str) -> NoReturn:
+        raise RuntimeError(
+            f"{name}: requires_grad was changed while gradients were accumulated; change it after a "
+            "reduction, or call reset_iter_state() to drop what was accumulated."
+        )
+
+    def _inner(self, index: int, grad: torch.Tensor) -> torch.Tensor:
+        """The part of a gradient that data parallelism reduces, in the order in which the ranks cut it."""
+        param = self.members.params[index]
+        if param.inner_spec is not None:
+            grad = self._inner_local(param, grad)
+        return rank_major(grad, param.shard_dim, self.members.mesh.shard_size) if param.shard_dim else grad
+
+    def _inner_local(self, param: ManagedParam, grad: torch.Tensor) -> torch.Tensor:
+        """A DTensor gradient's local tensor in the parameter's placements."""
+        if isinstance(grad, AsyncCollectiveTensor):
+            grad = grad.wait()
+        if not isinstance(grad, DTensor):
+            raise AssertionError(f"{param.name}: expected a DTensor gradient, got {type(grad).__name__}.")
+        assert param.inner_spec is not None
+        wanted = self.members.mesh.gradient_placements(grad, param.inner_spec.placements)
+        if grad.placements != wanted:
+            grad = grad.redistribute(placements=wanted)
+        local = local_of(grad)
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+    def _choose_layout(self) -> GradLayout:
+        trainable = tuple([p.trains for p in self.members.params])
+        if trainable not in self._layouts:
+            self._layouts[trainable] = grad_layout(self.members.plan, trainable)
+        layout = self._layouts[trainable]
+        if self._layout is not layout:
+            if self._partial is not None:
+                self._raise_changed(self.members.label)
+            self.members.follow_trainable()
+            self._layout, self._main_kind = layout, None
+            self._places = self._find_places(layout)
+        return layout
+
+    def _find_places(self, layout: GradLayout) -> list[tuple[torch.Size, tuple[int, ...], int] | None]:
+        params, rank = self.members.params, self.members.mesh.shard_rank
+        pieces = [layout.local_piece(index, rank) for index in range(len(params))]
+        return [
+            piece and (param.local_shape, contiguous_stride(param.local_shape), piece[1].shard_start)
+            for param, piece in zip(params, pieces)
+        ]
+
+    # -- reducing --------------------------------------------------------------------------------
+
+    def reduce(self) -> None:
+        """Reduce what was collected into the ``.grad`` of the sharded parameters."""
+        unused = self._unused() if self.members.settings.reduce_unused else None
+        if not self.written and not unused:
+            return
+        members, transport = self.members, self.transport
+        context, settings, mesh = members.context, members.settings, members.mesh
+        transport.ready(self._missing() if len(self.written) < len(members.params) else set())
+        if unused:
+            self.written |= unused
+        ranks = mesh.shard_size * mesh.replicate_size
+        how = scaling(transport.sum_dtype, ranks, settings.divide_factor, settings.sum_only)
+        main = self._make_main(members.trainable_dtype)
+        reduced = transport.target(main)
+        added_to: list[torch.Tensor] = []
+        with context.on_stream("reduce"):
+            transport.scatter(reduced, how)
+            if mesh.replicate_group is None and settings.all_reduce_hook is None:
+                added_to = self._finish(main, reduced, how)
+                done = self._record()
+            elif self._all_reduce_later(reduced):
+                done = self._record()
+            else:  # beside the next reduce-scatter: all-reduces use another part of the network
+                with context.on_stream("all_reduce", settings.all_reduce_hook_stream):
+                    self._all_reduce(reduced, how)
+                    added_to = self._finish(main, reduced, how)
+                    done = self._record()
+        # ``main`` and what was added to are held until the compute stream has waited: a gradient dropped
+        # during backward must not give its memory to that stream while the reduction still writes it
+        held = (main, reduced, added_to)
+        entry = PendingReduction(done, transport.hand_over(), self, transport.companion, held)
+        self.written.clear()
+        context.pending.append(entry)
+
+    def _record(self) -> Any:
+        """An event behind the reduction; None without streams."""
+        members, mesh = self.members, self.members.mesh
+        if mesh.shard_size * mesh.replicate_size == 1:
+            return members.context.record()
+        pg = mesh.shard_group if mesh.shard_size > 1 else mesh.replicate_group
+        return members.context.record_launch("reduction of the gradients", members, pg)
+
+    def _make_main(self, dtype: torch.dtype) -> DBuffer:
+        """A new buffer for the reduced shard: the user may keep the gradients, so it is never reused."""
+        if self._main_kind is None or self._main_kind.dtype != dtype:
+            assert self._layout is not None
+            placements = scattered(self.members)
+            self._main_kind = make_buffer(self.members, self._layout, dtype, placements, allocate=False)
+            self._empty_grads = {}
+        return self._main_kind.empty_like()
+
+    def _missing(self) -> set[int]:
+        """Parameters that have a place among the gradients and no gradient."""
+        assert self._layout is not None
+        return {index for index, runs in enumerate(self._layout.runs) if runs} - self.written
+
+    def _unused(self) -> set[int]:
+        """Trainable parameters of a gathered group that got no gradient: they take part with zeros."""
+        params = enumerate(self.members.params)
+        gathered = {i for i, p in params if p.unsharded is not None and p.sharded.requires_grad}
+        if gathered and not self.written:
+            self._choose_layout()  # other parameters may train than before, with gradients of another dtype
+            self._begin(self.members.gradient_dtype)
+        return gathered - self.written
+
+    def _all_reduce_later(self, reduced: DBuffer) -> bool:
+        """HSDP: add what earlier backwards left; keep the sum if this one is not to be all-reduced either."""
+        if self.members.mesh.replicate_group is None:
+            return False
+        if self._partial is not None:
+            reduced.flat.add_(self._partial)
+            self._partial = None
+        if self.members.settings.all_reduce_grads:
+            return False
+        self._partial = reduced.flat.clone()
+        return True
+
+    def _all_reduce(self, reduced: DBuffer, how: Scaling) -> None:
+        """Reduce the shard over the replicas, in place, then call the user's hook."""
+        members, group = self.members, self.members.mesh.replicate_group
+        if group is not None and group.size() > 1:
+            members.launch("all-reduce", group, reduced.redistribute, self._final, average=how.average)
+        if members.settings.all_reduce_hook is not None:
+            members.settings.all_reduce_hook(reduced.flat)
+
+    def _finish(self, main: DBuffer, reduced: DBuffer, how: Scaling) -> list[torch.Tensor]:
+        """The sum becomes the gradients; those it was added to."""
+        if how.after not in (None, 1.0):
+            reduced.flat.div_(how.after)
+        if reduced is not main:
+            main.flat.copy_(reduced.flat)
+        return self._assign(main.flat)
+
+    def _assign(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Give each sharded parameter its part of the reduced shard; add where it already has a gradient.
+
+        Those that were added to are returned: a hook of the user may drop them while this stream uses them.
+        """
+        members = self.members
+        written = sorted(self.written)
+        params = [members.params[i] for i in written]
+        if members.offload:
+            flat = self._offload(flat, [p.sharded for p in params])
+        targets, sources = [], []
+        for index, param in zip(written, params):
+            place, existing = self._places[index], param.sharded.grad
+            if place is None:  # most parameters, where there are more ranks than parameters
+                if existing is None:
+                    grad = self._empty_grads.get(index)
+                    if grad is None:
+                        grad = self._empty_grads[index] = param.empty_grad(flat)
+                    param.sharded.grad = grad
+            elif existing is None:
+                param.sharded.grad = param.sharded_grad(flat.as_strided(*place))
+            else:
+                targets.append(local_of(existing))
+                sources.append(flat.as_strided(*place))
+        if targets:
+            torch._foreach_add_(targets, sources)
+        for param in params:
+            hooks = post_accumulate_grad_hooks_of(param.sharded)
+            for hook in hooks.values() if hooks else ():
+                hook(param.sharded)
+        return targets
+
+    def _offload(self, flat: torch.Tensor, sharded: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy the reduced shard to the host; without waiting if nobody on the host reads it in backward."""
+        members = self.members
+        on_host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=members.pin_memory)
+        read_now = any(p.grad is not None or post_accumulate_grad_hooks_of(p) for p in sharded)
+        non_blocking = members.pin_memory and not read_now and flat.device.type != "cpu"
+        on_host.copy_(flat, non_blocking=non_blocking)
+        if non_blocking:
+            self._offload_event = members.context.record()
+        return on_host
+
+    # -- end of backward -------------------------------------------------------------------------
+
+    def finish_offload(self) -> None:
+        """Block the host until offloaded gradients have arrived."""
+        if self._offload_event is not None:
+            self._offload_event.synchronize()
+            self._offload_event = None
+
+    def discard(self) -> None:
+        """Drop collected gradients and partial sums."""
+        self.members.context.finish_of(self)
+        self.transport.discard()
+        self._partial = None
+        self.written.clear()

@@ -1,0 +1,252 @@
+"""How the gradients of a group get to the ranks that own them, as sums: the interface and the default.
+
+The reducer of a group calls its transport in this order; ``layout`` says where gradients lie, and
+everything but ``scatter`` runs on the compute stream:
+
+    ========  =====================================================================================
+    call      what it does
+    ========  =====================================================================================
+    begin     a first gradient is there: take memory for all of them, or none
+    store     keep gradients, or add them to those that earlier backwards left
+    ready     last step before the collective; parameters without a gradient count as zero
+    target    the buffer that the sum will be in
+    scatter   on the reduce stream: add over the shard group, this rank's part goes to the target
+    hand_over what the reduction uses now belongs to the function that is returned and frees it
+    discard   drop what was collected
+    ========  =====================================================================================
+
+:class:`ReduceScatter` casts gradients into one buffer as they come and reduces it with one
+:meth:`~ragged_fsdp.DBuffer.redistribute`. ``exchange.py`` has the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_fsdp.collectives import OverGroup
+from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
+
+__all__ = ["GradTransport", "ReduceScatter", "make_buffer", "scattered"]
+
+_ALONE_NUMEL = 1 << 18
+
+
+class GradTransport:
+    """What every transport of gradients offers; see the module's docstring."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self.companion = False
+        """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
+        place in the arena."""
+
+    @property
+    def leases(self) -> bool:
+        """Whether its memory has a place in the arena."""
+        raise NotImplementedError
+
+    def nbytes(self, layout: GradLayout) -> int:
+        """Bytes it needs beside the gradients, in each reduction."""
+        raise NotImplementedError
+
+    def begin(self, layout: GradLayout, dtype: torch.dtype) -> None:
+        """Prepare for gradients of ``dtype`` that will be stored in ``layout``."""
+        raise NotImplementedError
+
+    def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
+        """Keep gradients by parameter; those that come ``again`` are added to what is there."""
+        raise NotImplementedError
+
+    def ready(self, missing: set[int]) -> None:
+        """Do what is left before :meth:`scatter`; parameters without a gradient count as zero."""
+        raise NotImplementedError
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """In which the sum is taken."""
+        raise NotImplementedError
+
+    def target(self, main: DBuffer) -> DBuffer:
+        """Where the sum will be: ``main`` itself, if it can be added there."""
+        raise NotImplementedError
+
+    def scatter(self, reduced: DBuffer, how: Scaling) -> None:
+        """Add over the shard group: this rank's part of the sum is ``reduced``."""
+        raise NotImplementedError
+
+    def hand_over(self) -> Callable[[], None]:
+        """Give up what the reduction uses; the function frees it, once the compute stream has waited."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Drop collected gradients."""
+        raise NotImplementedError
+
+
+def scattered(members: Members) -> tuple[Placement, ...]:
+    """Placements after the reduction over the shards and before the one over the replicas."""
+    return (*[Partial()] * (members.mesh.mesh.ndim - 1), Shard(0))
+
+
+def make_buffer(
+    members: Members,
+    layout: GradLayout,
+    dtype: torch.dtype,
+    placements: tuple[Placement, ...],
+    **options: Any,
+) -> DBuffer:
+    """A buffer of the group's gradients, on the group's device unless ``options`` say otherwise."""
+    options.setdefault("device", members.device)
+    return DBuffer(layout.layout, layout.shapes, members.mesh.mesh, placements, dtype=dtype, **options)
+
+
+class ReduceScatter(GradTransport):
+    """One buffer of the whole group in the reduction dtype, filled as gradients come, reduced in one
+    collective.
+
+    It exists from the first gradient of a backward to the end of its reduction (or, without gradient sync,
+    of a later one).
+    """
+
+    def __init__(self, members: Members) -> None:
+        super().__init__(members)
+        self.full: DBuffer | None = None
+        """From the first gradient until a reduction takes it over."""
+        self._layout: GradLayout | None = None
+        self._leased: FlatStorage | None = None
+        """Where ``full`` lies, if not in storage of its own."""
+        self._fulls: dict[FlatStorage | None, DBuffer] = {}
+        """The buffer in each storage it has been in: its views are made once."""
+        self._partial = (Partial(),) * members.mesh.mesh.ndim
+        self._scattered = scattered(members)
+
+    @property
+    def leases(self) -> bool:
+        """Whether the buffer has a place in the arena.
+
+        Without sync the gradients of every group stay, and memory of the user's communication is not ours.
+        """
+        settings = self.members.settings
+        return settings.reduce_grads and settings.reduce_comm.common_memory and not self.companion
+
+    def nbytes(self, layout: GradLayout) -> int:
+        """Bytes of the buffer."""
+        return self.members.plan.layout.buffer_numel * self.members.gradient_dtype.itemsize
+
+    def begin(self, layout: GradLayout, dtype: torch.dtype) -> None:
+        """Allocate the buffer, on the compute stream."""
+        members, self._layout = self.members, layout
+        comm, numel = members.settings.reduce_comm, layout.layout.buffer_numel
+        if comm.allocates:  # the user's object allocates what it reduces
+            given = comm.allocate((numel,), dtype=dtype, device=members.device)
+            self._leased = None
+            storage = FlatStorage.over(given)
+            self.full = make_buffer(members, layout, dtype, self._partial, storage=storage)
+            return
+        self._leased = members.context.lease(numel * dtype.itemsize) if self.leases else None
+        full = self._fulls.get(self._leased)
+        if full is None or full.dtype != dtype or full.layout is not layout.layout:
+            options = {"allocate": False, "storage": self._leased}
+            full = self._fulls[self._leased] = make_buffer(members, layout, dtype, self._partial, **options)
+        if self._leased is None:
+            with comm.memory(members.device):
+                full.materialize()
+        self.full = full
+
+    def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
+        """Cast gradients into their slots, or add them there."""
+        full, layout, members = self.full, self._layout, self.members
+        assert full is not None and layout is not None
+        if members.reduce_dtype is None:
+            for index, grad in (*fresh.items(), *again.items()):
+                if grad.dtype != full.dtype:
+                    raise AssertionError(
+                        f"FSDP reduce-scatter expects uniform gradient dtype but got {full.dtype} and "
+                        f"{grad.dtype} for {members.params[index].name}"
+                    )
+        _copy_all(*layout.pairs(full.tensors, fresh))
+        targets, sources = layout.pairs(full.tensors, again)
+        if targets:
+            torch._foreach_add_(targets, sources)
+
+    def ready(self, missing: set[int]) -> None:
+        """Write zeros into the slots without a gradient: what lay in the memory would be reduced."""
+        if missing:
+            assert self._layout is not None and self.full is not None
+            torch._foreach_zero_([self.full.tensors[r.index] for i in missing for r in self._layout.runs[i]])
+
+    @property
+    def sum_dtype(self) -> torch.dtype:
+        """The dtype of the buffer."""
+        assert self.full is not None
+        return self.full.dtype
+
+    def target(self, main: DBuffer) -> DBuffer:
+        """Straight into ``main``, if dtypes agree and any memory will do; else the slot of the buffer."""
+        assert self.full is not None
+        if main.dtype == self.full.dtype and self.members.settings.reduce_comm.common_memory:
+            return main
+        if self.members.mesh.replicate_group is None:
+            return self.full.slot_buffer
+        return self.full.part_as(
+            self.full.levels[-1], self._scattered
+        )  # an all-reduce changes its placements
+
+    def scatter(self, reduced: DBuffer, how: Scaling) -> None:
+        """Reduce-scatter the buffer."""
+        members, full = self.members, self.full
+        assert full is not None
+        if how.before not in (None, 1.0):
+            full.flat.div_(how.before)
+        settings, group = members.settings, members.mesh.shard_group
+        comm = settings.reduce_comm
+        if settings.reduce_group is not None:
+            group = settings.reduce_group
+            comm = OverGroup(comm, group)
+        members.launch(
+            "reduce-scatter",
+            group,
+            full.redistribute,
+            self._scattered,
+            out=reduced,
+            average=how.average,
+            comm=comm,
+        )
+
+    def hand_over(self) -> Callable[[], None]:
+        """The buffer goes back to the arena, or to the allocator."""
+        full, leased, arena = self.full, self._leased, self.members.context.arena
+        self.full = self._leased = None
+        assert full is not None
+
+        def release() -> None:
+            full.release() if leased is None else arena.give_back(leased)
+
+        return release
+
+    def discard(self) -> None:
+        """Free the buffer."""
+        if self.full is not None:
+            self.hand_over()()
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy large tensors of the same dtype one by one: a foreach cuts them into pieces with a launch each.
+
+    Casts stay with the foreach: its kernel is half again as fast as ``copy_``'s.
+    """
+    if not targets:
+        return
+    dtype = targets[0].dtype
+    alone = [i for i, s in enumerate(sources) if s.dtype == dtype and s.numel() >= _ALONE_NUMEL]
+    for index in reversed(alone):
+        targets.pop(index).copy_(sources.pop(index))
+    if targets:
+        torch._foreach_copy_(targets, sources)

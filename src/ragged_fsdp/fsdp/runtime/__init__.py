@@ -1,0 +1,1 @@
+"""What runs in a step: groups, their schedule, the hooks of modules, the methods users call."""

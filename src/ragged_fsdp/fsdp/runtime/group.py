@@ -1,0 +1,286 @@
+"""ParamGroup: parameters that are gathered and reduced together, and where they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum, auto
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ragged_fsdp.fsdp.autograd import on_parameters
+from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
+from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.fsdp.parts.param import ManagedParam, check_materialized, settle_requires_grad
+from ragged_fsdp.fsdp.reduce.reducer import GradReducer
+from ragged_fsdp.fsdp.reduce.transport import GradTransport
+from ragged_fsdp.torch_internals import register_load_state_dict_pre_hook
+
+__all__ = ["ALLOWED_MOVES", "ParamGroup", "Residence"]
+
+_EAGER_GRAD_BYTES = 1 << 20  # gradients from this size on move into the buffer one by one, as they come
+
+
+class Residence(IntEnum):
+    """Where the parameters of a group are."""
+
+    SHARDED = auto()
+    """Sharded parameters are registered; nothing is gathered."""
+    GATHERING = auto()
+    """Sharded parameters are registered; a gather is under way."""
+    UNSHARDED = auto()
+    """Gathered parameters are registered, and visible to the stream that waited for them."""
+    KEPT = auto()
+    """Sharded parameters are registered; what the forward gathered stays in memory for the backward."""
+    PARKED = auto()
+    """Parameters sharded over a smaller mesh are registered, and a slice of the gathered buffer is kept."""
+
+
+ALLOWED_MOVES = {
+    (Residence.SHARDED, Residence.GATHERING): "unshard, prefetch",
+    (Residence.PARKED, Residence.GATHERING): "unshard, prefetch",
+    (Residence.GATHERING, Residence.UNSHARDED): "wait_for_unshard",
+    (Residence.KEPT, Residence.UNSHARDED): "wait_for_unshard",
+    (Residence.UNSHARDED, Residence.SHARDED): "reshard",
+    (Residence.UNSHARDED, Residence.PARKED): "after forward, with reshard_after_forward an int",
+    (Residence.UNSHARDED, Residence.KEPT): "after forward, for groups that backward needs first",
+    (Residence.GATHERING, Residence.SHARDED): "a prefetch that nobody used",
+    (Residence.KEPT, Residence.SHARDED): "a backward that did not come",
+    (Residence.PARKED, Residence.SHARDED): "a manual reshard, a failed iteration",
+}
+"""From where to where, and when; anything else raises."""
+
+
+class ParamGroup(Members):
+    """Parameters with one plan, one transport of weights and one reducer of gradients."""
+
+    def __init__(
+        self,
+        *parts: Any,
+        gather: Callable[[Members], Transport] = InPlace,
+        reduce: Callable[[Members], GradTransport],
+    ) -> None:
+        super().__init__(*parts)
+        self.transport = gather(self)
+        self.reducer = GradReducer(self, reduce(self))
+        self._tables = [(table, name, p) for p in self.params for table, name in p.tables or ()]
+        self._unusual = [p for p in self.params if p.tables is None]
+        self.residence = Residence.SHARDED
+        self.initialized = False
+        self._gather_done: Any = None
+        """An event behind the gather under way."""
+        self._stale = False
+        """Whether a state dict was loaded since: it may have replaced parameters."""
+        self._follow_state_dicts()
+
+    # -- initialisation --------------------------------------------------------------------------
+
+    @on_parameters
+    def lazy_init(self) -> None:
+        """Read the parameters again before the first use: users may have replaced or cast them."""
+        if self.residence is Residence.SHARDED and not self.initialized:
+            self.reset_sharded_params()
+            for param in self.params:
+                param.trains = param.sharded.requires_grad
+            self.initialized = True
+        check_materialized(self.params, on_host=self.offload)
+        self.follow_trainable()
+        self.transport.prepare()
+
+    def _follow_state_dicts(self) -> None:
+        """State dicts are saved from and loaded into the sharded parameters."""
+
+        def shard(*_: Any, **__: Any) -> None:
+            self.to_sharded()
+
+        def loaded(*_: Any) -> None:
+            self._stale = True
+
+        for module in {place.module for param in self.params for place in param.places}:
+            module.register_state_dict_pre_hook(shard)
+            register_load_state_dict_pre_hook(module, shard)
+            module.register_load_state_dict_post_hook(loaded)
+
+    @on_parameters
+    def reset_sharded_params(self) -> None:
+        """Take over parameters that were replaced, cast or moved."""
+        for param in self.params:
+            param.adopt(param.registered())
+        self.transport.adopt_shards()
+
+    # -- gather and reshard ----------------------------------------------------------------------
+
+    def _move(self, to: Residence) -> None:
+        if (self.residence, to) not in ALLOWED_MOVES:
+            raise RuntimeError(
+                f"{self.label}: no transition from {self.residence.name} to {to.name}; this is a bug."
+            )
+        self.residence = to
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Issue the gather, unless it is under way or done."""
+        if self.residence is Residence.SHARDED or self.residence is Residence.PARKED:
+            self._issue_gather(async_op)
+
+    @on_parameters
+    def _issue_gather(self, async_op: bool) -> None:
+        if self._stale:
+            self._stale = False
+            self.reset_sharded_params()
+            self.lazy_init()
+        context, mesh = self.context, self.mesh
+        self.transport.allocate()  # here, on the compute stream, which will also free it
+        with context.on_stream("gather"):
+            self.transport.begin(async_op)
+            if mesh.shard_size > 1:
+                self._gather_done = context.record_launch("all-gather", self, mesh.shard_group)
+            else:
+                self._gather_done = context.record()
+        self._move(Residence.GATHERING)
+
+    def wait_for_unshard(self) -> None:
+        """Let the current stream see the gathered parameters and register them."""
+        residence = self.residence
+        if residence is Residence.GATHERING or residence is Residence.KEPT:
+            self._finish_gather()
+        elif self.context.owners is not None and residence is Residence.UNSHARDED:
+            self.context.owners.check(self, "used")
+
+    def hand_over(self) -> None:
+        """In debug mode: gathered weights may be used and released on the current stream from here on."""
+        if self.context.owners is not None:
+            self.context.owners.hand_over(self)
+
+    @on_parameters
+    def _finish_gather(self) -> None:
+        if self.residence is Residence.GATHERING:
+            self._wait_gather()
+        self._follow_requires_grad()
+        self._register(unsharded=True)
+        self._move(Residence.UNSHARDED)
+        if self.context.owners is not None:
+            self.context.owners.hand_over(self)
+
+    def _wait_gather(self) -> None:
+        self.context.wait(self._gather_done)  # before finish, which may write what the gather writes
+        self._gather_done = None
+        self.transport.finish()
+
+    def _follow_requires_grad(self) -> None:
+        """Parameters train in both forms or in none; gradients that need not wait get hooks."""
+        eager = self.context.max_grad_buffers > 1 or self.reducer.written
+        for param in self.params:
+            unsharded, trains = param.unsharded, param.sharded.requires_grad
+            assert unsharded is not None
+            param.trains = trains
+            if unsharded.requires_grad != trains:
+                unsharded.requires_grad_(trains)
+            if eager and trains and param.grad_hook is None:
+                self._hook_gradient(param, unsharded)
+
+    def _hook_gradient(self, param: ManagedParam, unsharded: nn.Parameter) -> None:
+        large = param.inner_shape.numel() * unsharded.dtype.itemsize >= _EAGER_GRAD_BYTES
+        if not large:
+            param.grad_hook = False
+            return
+        take = partial(self._take_gradient, self.params.index(param))
+        param.grad_hook = unsharded.register_post_accumulate_grad_hook(take)
+
+    def _take_gradient(self, index: int, unsharded: torch.Tensor) -> None:
+        """Move a large gradient into the buffer at once, if there is or may be a buffer now.
+
+        With one gradient buffer the reduction before this group's may still use it: the gradients wait
+        for the post-backward rather than stop the computation.
+        """
+        grad = unsharded.grad
+        if grad is not None and (self.context.max_grad_buffers > 1 or self.reducer.written):
+            unsharded.grad = None
+            self.reducer.store(index, grad)
+
+    def settle(self) -> None:
+        """Take over what ``requires_grad_`` changed on parameters that are gathered."""
+        settle_requires_grad(self.params)
+
+    @on_parameters
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the gathered ones."""
+        residence = self.residence
+        if residence is Residence.SHARDED:
+            return
+        if residence is Residence.UNSHARDED and self.context.owners is not None:
+            self.context.owners.check(self, "released")
+        if residence is Residence.GATHERING:
+            self._wait_gather()  # memory that a collective still writes must not go back
+        self._register(unsharded=False)
+        if self.transport.parking is not None:
+            self.transport.parking.kept = None
+        self.transport.release()
+        self._move(Residence.SHARDED)
+
+    def to_sharded(self) -> None:
+        """Reshard at the user's wish, and take over what he changed on the gathered parameters."""
+        if self.residence is Residence.UNSHARDED or self.residence is Residence.PARKED:
+            settle_requires_grad(self.params)
+        self.reshard()
+
+    def keep(self) -> None:
+        """Register the sharded parameters but keep the gathered data: backward starts here."""
+        self._register(unsharded=False)
+        self._move(Residence.KEPT)
+
+    def park(self) -> None:
+        """Register parameters over the smaller mesh and keep their part of the gathered data."""
+        assert isinstance(self.transport, InPlace)
+        self.transport.park()
+        self._move(Residence.PARKED)
+
+    def _register(self, *, unsharded: bool) -> None:
+        """Swap the registered parameters: this runs four times per step for each parameter."""
+        for table, name, param in self._tables:
+            table[name] = param.unsharded if unsharded else param.sharded
+        for param in self._unusual:
+            param.register(param.unsharded if unsharded else param.sharded)  # type: ignore[arg-type]
+
+    # -- backward --------------------------------------------------------------------------------
+
+    @on_parameters
+    def post_backward(self) -> None:
+        """Reshard and reduce; safe to call for a group that took no part in the backward."""
+        grads = self._take_gradients()
+        if self.settings.reshard_after_backward:
+            self.reshard()  # before the gradient buffer is allocated: it may take the same memory
+        if grads:
+            self.reducer.store_many(grads)
+            grads.clear()
+        if self.settings.reduce_grads:
+            self.reducer.reduce()
+
+    def _take_gradients(self) -> list[tuple[int, torch.Tensor]]:
+        """The gradients autograd left, by parameter; they are this list's alone."""
+        taken = []
+        for index, param in enumerate(self.params):
+            unsharded = param.unsharded
+            if unsharded is not None and (grad := unsharded.grad) is not None:
+                taken.append((index, grad))
+                unsharded.grad = None
+        return taken
+
+    def finish_backward(self) -> None:
+        """After the last backward: drop an unused prefetch or kept data, wait for offloaded gradients."""
+        if self.offload:
+            self.reducer.finish_offload()
+        if self.residence is Residence.GATHERING or self.residence is Residence.KEPT:
+            self.reshard()
+
+    def reset_iteration(self) -> None:
+        """Forget an iteration that failed: gathered parameters and collected gradients are dropped."""
+        for param in self.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+        self.reducer.discard()
+        self.to_sharded()
+
+    def __repr__(self) -> str:
+        return f"ParamGroup({self.label}, {len(self.params)} parameters, {self.residence.name})"

@@ -1,0 +1,524 @@
+"""Schedule: what the modules below one root do when, from the first gather of a forward to the last
+reduction.
+
+One object per root owns the order of forwards, what is prefetched and kept, the phases of every module, and,
+through its :class:`CommContext`, streams and pending reductions. Hooks tell it what happens; it tells
+groups what to do. A group knows only where its parameters are
+(:class:`~ragged_fsdp.fsdp.runtime.group.Residence`).
+
+A :class:`Turn` is one ``fully_shard`` call in the iteration. ``ALLOWED_PHASES`` is the table of its phases.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from enum import IntEnum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from ragged_fsdp.fsdp.autograd import in_backward, outside_compile, queue_callback
+from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
+from ragged_fsdp.fsdp.streams.context import CommContext
+from ragged_fsdp.fsdp.streams.memory import arena_bytes, pooled_bytes
+
+__all__ = ["ALLOWED_PHASES", "IN_BACKWARD", "ForwardOrder", "Phase", "Schedule", "Turn"]
+
+logger = logging.getLogger("ragged_fsdp")
+_COMPANION_SHARE = 4  # of the gradients of a module's largest group a companion has at most one in so many
+_KEPT_MODULES = 2  # backward starts with one of them gathered and the next one prefetched
+
+
+class Phase(IntEnum):
+    """What the modules of a call are doing in the current iteration."""
+
+    IDLE = auto()
+    FORWARD = auto()
+    BACKWARD = auto()
+    DONE = auto()
+
+
+ALLOWED_PHASES = {
+    (Phase.IDLE, Phase.FORWARD): "the forward starts",
+    (Phase.FORWARD, Phase.IDLE): "the forward ends or raises",
+    (Phase.IDLE, Phase.BACKWARD): "the first gradient of an output arrives",
+    (Phase.DONE, Phase.BACKWARD): "the module ran twice, and this is the backward of its first run",
+    (Phase.FORWARD, Phase.BACKWARD): "a gradient is taken inside the forward",
+    (Phase.BACKWARD, Phase.DONE): "the gradients of the inputs are there",
+    (Phase.IDLE, Phase.DONE): "its inputs needed no gradient: it is done when the backward ends",
+    (Phase.FORWARD, Phase.DONE): "a backward ends inside the forward",
+    (Phase.BACKWARD, Phase.IDLE): "the backward ends or is given up",
+    (Phase.DONE, Phase.IDLE): "the backward ends or is given up",
+}
+"""From phase to phase, and when; anything else raises. To stay in a phase is no move."""
+
+
+IN_BACKWARD = (Phase.BACKWARD, Phase.DONE)
+"""Phases in which a forward that starts is one that the backward computes again."""
+
+
+class Turn:
+    """One ``fully_shard`` call in the iteration: its groups and phase, which only the schedule changes."""
+
+    def __init__(self) -> None:
+        self.groups: list[ParamGroup] = []
+        self.phase = Phase.IDLE
+        self.is_root: bool | None = None
+        self.is_list = False
+        """Whether the call was given a list of modules, which may run in parts."""
+        self.auto_reshard = True
+        """Whether the library chose ``reshard_after_forward``: the root then stays gathered."""
+        self.gathered_budget_bytes = 0
+        """Bytes of gathered parameters that may stay between forward and backward."""
+        self.forward_prefetch: list[Turn] | None = None
+        self.backward_prefetch: list[Turn] | None = None
+        self.still_to_run: set[nn.Module] = set()
+        """Modules of a list whose forward has not run in this pass."""
+        self.positions: list[int] = []
+        """Its places in the order of ended forwards, one for each since the last backward."""
+
+
+class ForwardOrder:
+    """The order in which turns start their forward, recorded to prefetch the next one.
+
+    One per root of a forward: a training step and an evaluation that starts at a submodule have
+    different orders. A forward that leaves the recorded order stops prefetching until it is seen again.
+    """
+
+    def __init__(self) -> None:
+        self.recorded: list[Turn] = []
+        self._current: list[Turn] = []
+        self._position: int | None = 0
+
+    def begin(self) -> None:
+        """A forward starts."""
+        self._current = []
+        self._position = 0
+
+    def advance(self, turn: Turn) -> Turn | None:
+        """``turn`` starts; the one that started next the last time, if this is the same order."""
+        self._current.append(turn)
+        if self._position is None or self._position >= len(self.recorded):
+            return None
+        if self.recorded[self._position] is not turn:
+            self._position = None
+            return None
+        self._position += 1
+        return self.recorded[self._position] if self._position < len(self.recorded) else None
+
+    def end(self) -> None:
+        """The forward is over; what was seen is what the next one will follow."""
+        self.recorded = self._current
+        self._current = []
+
+
+class Schedule:
+    """One per root; before the first forward every call has one of its own, of which the root's remains."""
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self.lists: list[Turn] = []
+        """Turns of lists of modules."""
+        self.groups: list[ParamGroup] = []
+        """All groups below the root."""
+        self.comm: CommContext | None = None
+        """Made once, when the root is known or a module is first gathered by hand."""
+        self.forward_root: Turn | None = None
+        """Where the forward that is running started; not always the root (an encoder alone, for example)."""
+        self.is_last_backward = True
+        self.manual_finalization = False
+        self.post_optim_event: Any = None
+        self._orders: dict[Turn, ForwardOrder] = {}
+        self._order = ForwardOrder()
+        self._ended: list[Turn] = []
+        """Turns in the order their forward ended; backward runs through it from the end."""
+        self._gathered: set[ParamGroup] = set()
+        """What the forward that is running has gathered: if it raises, that is dropped."""
+        self._prefetched: set[ParamGroup] = set()
+        """Groups gathered because the recorded order said so, and not used yet."""
+        self._first: list[Turn] = []
+        """The turns with which the last backward started."""
+        self._first_known = False
+        """Whether this backward went on to a turn that is none of the first."""
+        self._kept: set[ParamGroup] = set()
+        """Groups that the byte budget keeps after forward."""
+        self._backward: Any = None
+        """Weak reference to the end of the backward that is running; autograd drops it with a failed one."""
+        self._copies_from_host = False
+        """Whether gathers copy from memory of the host, which does not wait for them."""
+
+    # -- the root --------------------------------------------------------------------------------
+
+    def open_comm(self, device: torch.device, turns: Iterable[Turn] = ()) -> CommContext:
+        """The communication context, made at the first call; the groups of ``turns`` use it from now on."""
+        if self.comm is None:
+            self.comm = CommContext(device)
+        for turn in (*self.turns, *turns):
+            for group in turn.groups:
+                group.context = self.comm
+        return self.comm
+
+    def adopt(self, root: Turn, turns: Sequence[Turn], module: nn.Module, device: torch.device) -> None:
+        """Run all ``turns`` from now on and prepare their groups."""
+        self.turns = list(turns)
+        self.lists = [turn for turn in turns if turn.is_list]
+        groups = self.groups = [group for turn in turns for group in turn.groups]
+        comm = self.open_comm(device)
+        for turn in turns:
+            turn.is_root = turn is root
+        if root.auto_reshard:
+            for group in root.groups:
+                group.settings.reshard_after_forward = False
+        self.follow_settings()
+        _name(groups, module)
+        _check_shared(groups)
+        _check_dense(groups)
+        for group in groups:
+            group.lazy_init()
+        needs = {group: group.reducer.nbytes for group in groups}
+        for turn in turns:
+            _find_companions({group: needs[group] for group in turn.groups})
+        lent = [need for group, need in needs.items() if not group.reducer.transport.companion]
+        comm.arena.nbytes = max(comm.arena.nbytes, arena_bytes(lent))
+        gathered = [group.transport.nbytes for group in groups]
+        comm.gather_pool.nbytes = max(comm.gather_pool.nbytes, pooled_bytes(gathered))
+        self._copies_from_host = any(group.pin_memory for group in groups)
+
+    def disband(self) -> None:
+        """Undo an :meth:`adopt` that raised."""
+        for turn in self.turns:
+            turn.is_root = None
+            for group in turn.groups:
+                group.fqn = None
+        self.turns, self.lists, self.groups = [], [], []
+
+    def follow_settings(self) -> None:
+        """Derive from the settings of each group what all share: the most gradient buffers any asks for."""
+        if self.comm is not None:
+            asked = [group.settings.max_grad_buffers for group in self.groups]
+            self.comm.ask_grad_buffers(self, max(asked, default=1))
+
+    def _enter(self, turn: Turn, phase: Phase) -> None:
+        if turn.phase is not phase:
+            if (turn.phase, phase) not in ALLOWED_PHASES:
+                raise RuntimeError(f"no transition from {turn.phase.name} to {phase.name}; this is a bug.")
+            turn.phase = phase
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    def begin_forward(self, turn: Turn) -> None:
+        """A forward starts at ``turn``."""
+        assert self.comm is not None
+        self.forward_root = turn
+        self._gathered.clear()
+        self._order = self._orders.setdefault(turn, ForwardOrder())
+        self._order.begin()
+        if not torch.is_grad_enabled():
+            self.comm.arena.release()
+        if in_backward():
+            return  # a checkpointed forward is computed again
+        if torch.is_grad_enabled() and any(group.reducer.transport.leases for group in self.groups):
+            self.comm.fill_arena()
+        for group in self.groups:
+            if (
+                group.residence is Residence.KEPT
+            ):  # no backward followed: the parameters may have changed since
+                group.reshard()
+        if self.post_optim_event is not None:
+            self.comm.wait_user_event(self.post_optim_event)
+            self.post_optim_event = None
+
+    def start(self, turn: Turn) -> bool:
+        """Gather for the forward of ``turn`` and wait; whether it begins now (a list may run in parts)."""
+        begins = turn.phase is not Phase.FORWARD
+        for group in turn.groups:
+            if group.residence is Residence.UNSHARDED:
+                group.settle()
+            else:
+                if begins:
+                    self._gathered.add(group)
+                group.unshard(group.settings.unshard_async_op)
+        for group in turn.groups:
+            group.wait_for_unshard()
+            self._prefetched.discard(group)
+        self._enter(turn, Phase.FORWARD)
+        return begins
+
+    def prefetch(self, turn: Turn) -> None:
+        """Gather what is needed after ``turn``, before its own kernels are launched."""
+        following = self._order.advance(turn) if turn.groups else None
+        if turn.forward_prefetch is not None:
+            for group in (group for other in turn.forward_prefetch for group in other.groups):
+                if group.residence is not Residence.UNSHARDED:
+                    self._gathered.add(group)
+                group.unshard(group.settings.unshard_async_op)
+        elif following is not None:
+            for group in following.groups:
+                if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
+                    self._prefetched.add(group)
+                    group.unshard(group.settings.unshard_async_op)
+
+    def recompute(self, turn: Turn) -> None:
+        """Gather for a forward that a backward computes again; nothing is recorded."""
+        for group in turn.groups:
+            group.unshard()
+            group.wait_for_unshard()
+
+    def end(self, turn: Turn) -> None:
+        """The forward of ``turn`` is over: reshard, or keep what backward needs first."""
+        if not in_backward():  # a checkpoint around this module recomputes in backward
+            trains = torch.is_grad_enabled()
+            may_keep = trains and turn.auto_reshard and not turn.is_root
+            for group in turn.groups:
+                self._reshard_after_forward(group, may_keep and (turn in self._first or group in self._kept))
+            if trains and turn.groups:
+                turn.positions.append(len(self._ended))
+                self._ended.append(turn)
+        self._enter(turn, Phase.IDLE)
+
+    def reshard(self, turn: Turn) -> None:
+        """At the user's wish: what the end of a forward does in one, else free what is gathered."""
+        for group in turn.groups:
+            if turn.phase is Phase.FORWARD:
+                self._reshard_after_forward(group, False)
+            else:
+                group.to_sharded()
+
+    def _reshard_after_forward(self, group: ParamGroup, keep: bool) -> None:
+        if not group.settings.reshard_after_forward:
+            return
+        if group.residence is Residence.UNSHARDED and group.transport.parking is not None:
+            group.park()
+        elif group.residence is Residence.UNSHARDED and keep:
+            group.keep()
+        else:
+            group.reshard()
+
+    def end_forward(self) -> None:
+        """The forward that is running ends: the next one may follow its order."""
+        self._order.end()
+        self._choose_kept()
+        self._leave_forward()
+        if self._copies_from_host and not torch.is_grad_enabled():
+            assert self.comm is not None
+            self.comm.streams["gather"].synchronize()  # no backward will wait: the user may write the weights
+
+    def abort_forward(self, turn: Turn) -> None:
+        """The forward of ``turn`` raised: be ready for the next one, which must gather anew what it gathered.
+
+        What was gathered before it stays: a rank that serves requests with unsharded weights may fail alone,
+        and must not be alone in the next gather.
+        """
+        is_last = self.forward_root is turn  # no module above can handle the error and go on
+        if turn.phase is not Phase.FORWARD and not is_last:
+            return  # it had not begun, or had ended, or backward computes it again
+        stopped = in_backward()  # a recomputation that had gone far enough
+        for other in self.turns if is_last else [turn]:
+            if other.phase is Phase.FORWARD:
+                self._enter(other, Phase.IDLE)
+                other.still_to_run.clear()
+            for group in other.groups:
+                if group in self._gathered and not stopped:
+                    group.to_sharded()
+        if is_last:
+            self._leave_forward()
+
+    def _leave_forward(self) -> None:
+        """However the forward ended: prefetched groups it did not use are dropped."""
+        self.forward_root = None
+        for group in self._prefetched:
+            if group.residence is Residence.GATHERING:
+                group.reshard()
+        self._prefetched.clear()
+
+    def _choose_kept(self) -> None:
+        """Fill the byte budget from the end of the forward: those groups are needed again first."""
+        left = max((turn.gathered_budget_bytes for turn in self.turns), default=0)
+        self._kept.clear()
+        if not left:
+            return
+        for turn in reversed(self._order.recorded):
+            if not turn.gathered_budget_bytes or turn.is_root:
+                continue
+            for group in reversed(turn.groups):
+                if group in self._kept:
+                    continue
+                left -= group.transport.nbytes
+                if left < 0:
+                    return
+                self._kept.add(group)
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def pre_backward(self, turn: Turn) -> None:
+        """A gradient of an output of ``turn`` is there: gather, and prefetch what backward needs next."""
+        self._begin_backward()
+        begins = turn.phase is not Phase.BACKWARD
+        self._enter(turn, Phase.BACKWARD)
+        if begins:
+            for group in turn.groups:
+                if group.residence is not Residence.UNSHARDED:
+                    self._note_first(turn)
+                if group.settings.unshard_in_backward:
+                    group.unshard(group.settings.unshard_async_op)
+                group.wait_for_unshard()
+        if turn.backward_prefetch is not None:
+            following: list[Turn] = turn.backward_prefetch
+        else:
+            following = self._before_in_forward(turn) if begins else []
+        for other in following:
+            for group in reversed(other.groups):
+                if group.settings.unshard_in_backward:
+                    group.unshard(group.settings.unshard_async_op)
+
+    def _before_in_forward(self, turn: Turn) -> list[Turn]:
+        """The turn whose forward ended before that of ``turn``: its backward is next."""
+        if not turn.positions:
+            return []
+        for position in range(turn.positions.pop() - 1, -1, -1):
+            if self._ended[position] is not turn:
+                return [self._ended[position]]
+        return []
+
+    def _begin_backward(self) -> None:
+        """Once per backward: run :meth:`end_backward` when it is over."""
+        if self._backward is not None and self._backward() is None:
+            self._drop_failed_backward()
+        if self._backward is None:
+            self._first.clear()
+            self._first_known = False
+            end = functools.partial(self.end_backward)
+            self._backward = weakref.ref(end)
+            queue_callback(end)
+
+    def _note_first(self, turn: Turn) -> None:
+        """The first turns that backward had to gather: their forward need not give the data up next time."""
+        if self._first_known or turn in self._first:
+            return
+        self._first_known = len(self._first) == _KEPT_MODULES
+        if not self._first_known:
+            self._first.append(turn)
+
+    def post_backward(self, turn: Turn) -> None:
+        """The gradients of the inputs of ``turn`` are there: reshard and reduce."""
+        self._enter(turn, Phase.DONE)
+        for group in reversed(turn.groups):
+            group.post_backward()
+
+    @outside_compile
+    def end_backward(self) -> None:
+        """Post-backward of the turns whose inputs needed no gradient; then wait for all reductions."""
+        self.forward_root = None
+        for turn in self.turns:
+            turn.still_to_run.clear()
+            for group in reversed(turn.groups):
+                # gathered again after it: a module that runs twice, checkpointed with use_reentrant
+                if turn.phase is not Phase.DONE or group.residence is Residence.UNSHARDED:
+                    group.hand_over()  # autograd lets this stream wait for those of the backward
+                    group.post_backward()
+            if turn.phase is not Phase.DONE:
+                self._enter(turn, Phase.DONE)
+            self._enter(turn, Phase.IDLE)
+        if self.is_last_backward and not self.manual_finalization:
+            self.finish_reductions()
+        self._backward = None
+
+    def finalize(self) -> None:
+        """Launch what is left to reduce: gradients that were collected while sync was off."""
+        for turn in reversed(self.turns):
+            for group in reversed(turn.groups):
+                group.post_backward()
+            self._enter(turn, Phase.IDLE)
+
+    def finish_reductions(self) -> None:
+        """Let the current stream see every reduced gradient; forget the order of the forward."""
+        if self.comm is None:
+            return
+        self.comm.finish_all()
+        for turn in self.turns:
+            for group in turn.groups:
+                group.finish_backward()
+            turn.positions.clear()
+        self._ended.clear()
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether a backward has started and not ended."""
+        return self._backward is not None
+
+    # -- failures --------------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Before a forward: if the last backward raised, forget it."""
+        if self._backward is not None and not in_backward():
+            self._drop_failed_backward()
+
+    def _drop_failed_backward(self) -> None:
+        logger.warning("the last backward raised; the gradients it had not reduced are dropped")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget an iteration that failed in the middle."""
+        if self.comm is not None:
+            self.comm.join()
+        self._ended.clear()
+        for turn in self.turns:
+            turn.still_to_run.clear()
+            turn.positions.clear()
+            self._enter(turn, Phase.IDLE)
+            for group in turn.groups:
+                group.reset_iteration()
+        self.forward_root = None
+        self._backward = None
+
+
+def _name(groups: Sequence[ParamGroup], module: nn.Module) -> None:
+    by_param = {param.sharded: param for group in groups for param in group.params}
+    for name, registered in module.named_parameters():
+        if registered in by_param:
+            by_param[registered].fqn = name
+    by_module: dict[nn.Module, list[ParamGroup]] = {}
+    for group in groups:
+        for owner in group.modules:
+            by_module.setdefault(owner, []).append(group)
+    for name, owner in module.named_modules():
+        for group in by_module.get(owner, ()):
+            group.fqn = name if group.fqn is None else f"{group.fqn}, {name}"
+
+
+def _check_shared(groups: Sequence[ParamGroup]) -> None:
+    seen: set[int] = set()
+    for group in groups:
+        for param in group.params:
+            if param.uid in seen:
+                raise ValueError(
+                    f"Parameter '{param.fqn or param.name}' is shared with a parameter already managed "
+                    "by another FSDP group. For shared/tied parameters, use "
+                    "fully_shard([module_a, module_b]) to place them in the same FSDP group."
+                )
+            seen.add(param.uid)
+
+
+def _find_companions(needs: dict[ParamGroup, int]) -> None:
+    """Mark the small groups of a module, by the bytes that their reductions need."""
+    for group, need in needs.items():
+        group.reducer.transport.companion = 0 < need * _COMPANION_SHARE <= max(needs.values())
+
+
+def _check_dense(groups: Sequence[ParamGroup]) -> None:
+    """Raise on embeddings that will make sparse gradients: a buffer has no place for them."""
+    if not torch.is_grad_enabled():
+        return
+    for param in (param for group in groups for param in group.params):
+        owner = param.places[0].module
+        if not isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            continue
+        if owner.sparse and param.sharded.requires_grad:
+            raise NotImplementedError(
+                f"{param.fqn or param.name}: its embedding has sparse=True, and sparse gradients cannot be "
+                "reduced into shards; make it with sparse=False, or freeze it."
+            )

@@ -1,0 +1,240 @@
+"""ModuleState: the hooks of one ``fully_shard`` call, which tell the schedule what happens.
+
+A state belongs to the module, or to the list of modules, passed to the call. States below one root share a
+:class:`Schedule`. The first state to run a forward becomes the root.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from ragged_fsdp.fsdp.autograd import (
+    BackwardHooks,
+    BeforeBackward,
+    after_backward,
+    cast_floating,
+    map_tensors,
+    outside_compile,
+)
+from ragged_fsdp.fsdp.runtime.group import ParamGroup
+from ragged_fsdp.fsdp.runtime.schedule import IN_BACKWARD, Schedule, Turn
+from ragged_fsdp.torch_internals import State, are_functorch_transforms_active, base_of, to_kwargs
+
+__all__ = ["ModuleState", "state_of"]
+
+_STATE_ATTRIBUTE = "_ragged_fsdp_state"
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of ``module`` if it was sharded, else None."""
+    return module.__dict__.get(_STATE_ATTRIBUTE)
+
+
+class ModuleState(State):
+    """State and hooks of the modules of one call; the composable contract makes it empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modules: tuple[nn.Module, ...] = ()
+        self.device = torch.device("cpu")
+        self.mp_policy = MixedPrecisionPolicy()
+        self.turn = Turn()
+        self.schedule = Schedule()
+        self._backward_hooks = BackwardHooks(self.post_backward, self.pre_backward)
+
+    def init(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Sequence[ParamGroup],
+        device: torch.device,
+        mp_policy: MixedPrecisionPolicy,
+        *,
+        auto_reshard: bool,
+        gathered_budget_bytes: int,
+    ) -> None:
+        """Attach to ``modules``."""
+        self.modules = tuple(modules)
+        self.device = device
+        self.mp_policy = mp_policy
+        self.turn.groups = list(groups)
+        self.turn.is_list = len(self.modules) > 1
+        self.turn.auto_reshard = auto_reshard
+        self.turn.gathered_budget_bytes = gathered_budget_bytes
+        for module in self.modules:
+            module.__dict__[_STATE_ATTRIBUTE] = self
+            pre = self.pre_forward if len(self.modules) == 1 else self._list_pre_forward
+            module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True)
+            post = self.post_forward if len(self.modules) == 1 else self._list_post_forward
+            module.register_forward_hook(post, prepend=False)
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """The groups of the call."""
+        return self.turn.groups
+
+    # -- root ------------------------------------------------------------------------------------
+
+    def lazy_init(self) -> None:
+        """Become the root: all modules are sharded by now, so the states below can be found."""
+        if self.turn.is_root is not None:
+            return
+        if len(self.modules) > 1:
+            raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
+        root_module = self.modules[0]
+        states: dict[ModuleState, None] = {}
+        for name, module in root_module.named_modules():
+            state = state_of(module)
+            if state is None:
+                continue
+            if state is not self and state not in states and state.turn.is_root is not None:
+                raise RuntimeError(
+                    f"FSDP state has already been lazily initialized for {name}\n"
+                    "FSDP requires running forward through the root module first"
+                )
+            states[state] = None
+        try:
+            self.schedule.adopt(self.turn, [state.turn for state in states], root_module, self.device)
+        except BaseException:  # parameters on the meta device, for example: the next forward tries again
+            self.schedule.disband()
+            raise
+        for state in states:
+            state.schedule = self.schedule
+
+    def prepare_by_hand(self) -> None:
+        """Before a gather that the user asks for: the root may not be known yet."""
+        self.schedule.open_comm(self.device, [self.turn])
+        for group in self.groups:
+            group.lazy_init()
+
+    def _begin_iteration(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Once per forward, in the module where it starts."""
+        self.lazy_init()
+        self.schedule.begin_forward(self.turn)
+        if self.device.type != "cpu" and (args or kwargs):
+            moved_args, moved_kwargs = to_kwargs(args, kwargs, self.device, False)
+            return moved_args[0], moved_kwargs[0]
+        return args, kwargs
+
+    # -- forward ---------------------------------------------------------------------------------
+
+    @outside_compile
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Gather, register the unsharded parameters, prepare the post-backward."""
+        turn = self.turn
+        self.schedule.recover()
+        if turn.phase in IN_BACKWARD:  # a checkpointed forward is computed again
+            self.schedule.recompute(turn)
+            return self._cast_inputs(args, kwargs)
+        if self.schedule.forward_root is None:
+            args, kwargs = self._begin_iteration(args, kwargs)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.schedule.start(turn):
+            if torch.is_grad_enabled() and turn.groups:
+                # one node on all inputs that need gradients; its backward is the post-backward
+                args, kwargs = after_backward(self._backward_hooks, args, kwargs)
+            self.schedule.prefetch(turn)
+        return args, kwargs
+
+    @outside_compile
+    def post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
+        """Reshard and hook the outputs."""
+        schedule, turn = self.schedule, self.turn
+        if turn.phase in IN_BACKWARD:
+            return self._cast_output(output)
+        schedule.end(turn)
+        output = self._hook_outputs(output)
+        if schedule.forward_root is turn:
+            output = self._end_incomplete_lists(output)
+            schedule.end_forward()
+        return self._cast_output(output)
+
+    @outside_compile
+    def abort_forward(self) -> None:
+        """The forward raised: be ready for the next one."""
+        self.schedule.abort_forward(self.turn)
+
+    @outside_compile
+    def _list_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not self.turn.still_to_run:
+            self.turn.still_to_run.update(self.modules)
+        return self.pre_forward(module, args, kwargs)
+
+    @outside_compile
+    def _list_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The group is done with the last module of the list; before that only the cast applies."""
+        if module in self.turn.still_to_run:
+            self.turn.still_to_run.discard(module)
+            if not self.turn.still_to_run:
+                return self.post_forward(module, args, output)
+        return self._cast_output(output)
+
+    def _end_incomplete_lists(self, output: Any) -> Any:
+        """End the forward of lists of which only some modules ran (a head that is called per chunk later)."""
+        if not any(turn.still_to_run for turn in self.schedule.lists):
+            return output
+        below = [state for m in self.modules[0].modules() if (state := state_of(m)) is not None]
+        for state in reversed(list(dict.fromkeys(below))):
+            if state is self or not state.turn.still_to_run:
+                continue
+            self.schedule.end(state.turn)
+            output = state._hook_outputs(output)
+            output = state._cast_output(output)
+            state.turn.still_to_run.clear()
+        return output
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return cast_floating(dtype, args), cast_floating(dtype, kwargs) if kwargs else kwargs
+
+    def _cast_output(self, output: Any) -> Any:
+        dtype = self.mp_policy.output_dtype
+        return output if dtype is None else cast_floating(dtype, output)
+
+    # -- backward --------------------------------------------------------------------------------
+
+    def _hook_outputs(self, output: Any) -> Any:
+        """The first gradient of an output is the start of this module's backward."""
+        if not torch.is_grad_enabled():
+            return output
+        functorch = are_functorch_transforms_active()
+
+        def hook(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.requires_grad:
+                if base_of(tensor) is not None:
+                    self._warn_view()
+                tensor.register_hook(self.pre_backward)
+            elif functorch and (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
+                return BeforeBackward.apply(self.pre_backward, tensor)
+            return tensor
+
+        return map_tensors(hook, output)
+
+    def _warn_view(self) -> None:
+        kind = ", ".join(type(m).__name__ for m in self.modules)
+        warnings.warn(
+            f"FSDP2-wrapped module ({kind}) returned a view tensor. An in-place op on this view (e.g., "
+            "`x += y`) will silently drop the pre-backward hook and skip the all-gather, which can cause "
+            "backward to fail or produce wrong gradients. Use out-of-place ops (`out = out + y`, not "
+            "`out += y`) or `.clone()` the output before any in-place op.",
+            UserWarning,
+            stacklevel=2,
+        )
+
+    @outside_compile
+    def pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+        """A gradient of an output is there: gather for backward and prefetch what comes next."""
+        self.schedule.pre_backward(self.turn)
+        return grad
+
+    @outside_compile
+    def post_backward(self) -> None:
+        """The gradients of the inputs are there: reshard and reduce."""
+        self.schedule.post_backward(self.turn)

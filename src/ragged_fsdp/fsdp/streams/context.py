@@ -1,0 +1,208 @@
+"""CommContext: streams, events, memory and pending reductions of the groups below one root.
+
+Everything is allocated and freed on the compute stream (the stream current when hooks run); the other
+streams wait for it before they touch new memory, and it waits for their events before memory goes back.
+So the allocator never sees a cross-stream lifetime and ``record_stream`` is not needed. See docs/schedule.md.
+
+``RAGGED_FSDP_DEBUG=1`` finds ranks that launch different collectives before they hang or mix data, and
+weights that are used on a stream that did not wait for them: :class:`OrderCheck` and :class:`StreamOwners`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ragged_fsdp.agreement import compare
+from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
+from ragged_fsdp.dbuffer.storage import stream_getter
+from ragged_fsdp.fsdp.streams.memory import Arena, GatherPool
+from ragged_fsdp.fsdp.streams.watch import CollectiveWatch
+from ragged_fsdp.torch_internals import peek_interpreter_stack
+
+__all__ = ["CommContext", "OrderCheck", "PendingReduction", "StreamOwners"]
+
+_HERE = nullcontext()
+_PENDING_COMPANIONS = 4  # per gradient buffer; a module has seldom more groups
+
+
+@dataclass
+class PendingReduction:
+    """Buffers that a reduction still uses; ``release`` frees them once ``event`` has been waited for."""
+
+    event: Any
+    release: Callable[[], None]
+    owner: Any
+    """The reducer of the group."""
+    companion: bool
+    """Whether it is one of the small groups of a module, which are counted by themselves."""
+    held: Any = None
+    """Memory that must not go back to the compute stream's pool before ``event``."""
+
+
+class CommContext:
+    """Made once for a root, on its device; roots that ``share_comm_ctx`` joined have the same one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.device_module: Any = None
+        """None on a device without streams (CPU), where everything runs in order."""
+        self.streams: dict[str, Any] = {}
+        self._so_far: Any = None
+        """An event for what a stream waits for at once, recorded again each time."""
+        if device.type not in ("cpu", "meta"):
+            self.device_module = torch.get_device_module(device)
+            if device.index is None:
+                self.device = torch.device(device.type, self.device_module.current_device())
+            self._so_far = torch.Event(self.device)
+            for name in ("gather", "reduce", "all_reduce"):
+                self.streams[name] = self.device_module.Stream(device=self.device, priority=-1)
+        self.current_stream: Callable[[], Any] = stream_getter(self.device)
+        """The stream on which hooks launch; None without streams."""
+        self.pending: deque[PendingReduction] = deque()
+        self.max_grad_buffers = 1
+        """Gradient buffers alive at once; see :meth:`ask_grad_buffers`."""
+        self._asked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.arena = Arena()
+        self.gather_pool = GatherPool()
+        self.watch = CollectiveWatch(self.device)
+        self.order_check = OrderCheck(self.device) if debug_enabled() else None
+        self.owners = StreamOwners(lambda: self.current_stream()) if debug_enabled() else None
+
+    def on_stream(self, name: str, stream: Any = None) -> AbstractContextManager:
+        """Run on a communication stream, behind everything launched so far on the current one."""
+        target = stream if stream is not None else self.streams.get(name)
+        if target is None:
+            return _HERE
+        if self.device_module is None:
+            return torch.cpu.stream(target)  # no real stream, but the user's hook asks which is current
+        # without it the stream would write memory that kernels launched before still use
+        self._so_far.record(self.current_stream())
+        target.wait_event(self._so_far)
+        return target if stream is None else self.device_module.stream(stream)
+
+    def record(self) -> Any:
+        """An event behind the current stream's work; None without streams."""
+        return None if self.device_module is None else self.current_stream().record_event()
+
+    def record_launch(self, phase: str, group: Any, pg: Any) -> Any:
+        """An event behind a collective of ``group``, which has a label and is watched from now on."""
+        if self.device_module is None:
+            return None
+        return self.watch.record(phase, group.label, pg, self.current_stream())
+
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait for ``event``."""
+        if event is not None and self.device_module is not None:
+            self.current_stream().wait_event(event)
+
+    def wait_user_event(self, event: Any) -> None:
+        """Let gathers wait for an event the user recorded after the optimizer step."""
+        if event is not None and self.streams:
+            self.streams["gather"].wait_event(event)
+
+    # -- memory of gradient buffers --------------------------------------------------------------
+
+    def lease(self, nbytes: int) -> FlatStorage | None:
+        """Storage for a gradient buffer that stays allocated between steps; None if none is that large.
+
+        A CUDA graph that is being captured gets none: a later forward without gradients would free it.
+        """
+        if self.device_module is torch.cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
+
+    def fill_arena(self) -> None:
+        """Allocate what :meth:`lease` will lend, before the step's other memory.
+
+        Not inside a transform of ``torch.func``, whose tensors have no storage.
+        """
+        capturing = self.device_module is torch.cuda and torch.cuda.is_current_stream_capturing()
+        if not capturing and peek_interpreter_stack() is None:
+            self.arena.fill(self.device, self.max_grad_buffers)
+
+    def ask_grad_buffers(self, schedule: Any, count: int) -> None:
+        """Let ``count`` gradient buffers live at once; of roots that share them the largest count holds."""
+        self._asked[schedule] = count
+        self.max_grad_buffers = max(self._asked.values())
+
+    # -- pending reductions ----------------------------------------------------------------------
+
+    def make_room(self, companion: bool) -> None:
+        """Before another gradient buffer is filled: wait for reductions beyond the allowed number.
+
+        The small groups of a module are not counted with its large one: computation would wait for the
+        reduction of the one to start that of the other.
+        """
+        most = self.max_grad_buffers * (_PENDING_COMPANIONS if companion else 1)
+        pending = self.pending
+        while len(pending) >= most and len([p for p in pending if p.companion is companion]) >= most:
+            self._finish(pending.popleft())
+
+    def finish_of(self, owner: Any) -> None:
+        """Wait for the pending reductions of one group."""
+        for entry in [p for p in self.pending if p.owner is owner]:
+            self.pending.remove(entry)
+            self._finish(entry)
+
+    def finish_all(self) -> None:
+        """Wait for every pending reduction and free its buffers."""
+        while self.pending:
+            self._finish(self.pending.popleft())
+
+    def join(self) -> None:
+        """Let the current stream wait for everything launched on the others, finished or given up."""
+        for stream in self.streams.values():
+            self.current_stream().wait_stream(stream)
+        self.finish_all()
+
+    def _finish(self, entry: PendingReduction) -> None:
+        self.wait(entry.event)  # before the release: the reduce stream may still read the buffers
+        entry.release()
+
+
+class OrderCheck:
+    """The collectives launched so far on each process group, compared over its ranks before each new one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._history: dict[Any, tuple[int, str]] = {}
+
+    def note(self, kind: str, name: str, pg: dist.ProcessGroup) -> None:
+        """Raise on every rank if one is about to launch anything but ``kind`` of the group ``name``."""
+        count, past = self._history.get(pg, (0, ""))
+        now = f"collective {count} on this process group: {kind} of group '{name}'"
+        self._history[pg] = (count + 1, hashlib.sha256(f"{past} {now}".encode()).hexdigest())
+        found = compare(now, [pg], self._device, history=past)
+        if found is not None:
+            raise RuntimeError(f"the ranks launch different collectives: {found.difference}.")
+
+
+class StreamOwners:
+    """Which stream the gathered weights of each group belong to: the one that waited for them last."""
+
+    def __init__(self, current_stream: Callable[[], Any]) -> None:
+        self._current_stream = current_stream
+        self._owner: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def hand_over(self, group: Any) -> None:
+        """To the current stream, which has waited for the last one."""
+        self._owner[group] = self._current_stream()
+
+    def check(self, group: Any, done: str) -> None:
+        """Raise unless the weights belong to the current stream."""
+        now = self._current_stream()
+        owner = self._owner.get(group, now)
+        if owner != now:
+            raise RuntimeError(
+                f"the weights of group '{group.label}' were waited for on stream {owner} and are {done} on "
+                f"stream {now}. Let the second wait for the first, then call unshard() on it."
+            )

@@ -1,0 +1,190 @@
+"""Says which collective does not finish, before the backend's timeout ends the process.
+
+Over gloo a collective that times out raises, and the error carries group, phase and rank. Over NCCL nothing
+raises: the host has long gone on, and after the process group's timeout a watchdog kills the process with the
+number of a collective in its message. So the launches of the last steps are remembered with their events; a
+thread looks at them a few times per timeout and logs, on every rank, the first that is still running after
+half of it, when the host launches no more. A rank that stopped launching is the one that does not report.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ragged_fsdp.torch_internals import backend_of, timeout_of
+
+__all__ = ["CollectiveWatch", "Launch"]
+
+logger = logging.getLogger("ragged_fsdp")
+
+_REMEMBERED = 512  # more than the host can launch ahead of the device
+_LOOKS_PER_TIMEOUT = 8
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class Launch:
+    """One collective on its way."""
+
+    phase: str
+    group_name: str
+    pg: dist.ProcessGroup
+    event: Any
+    """Behind it on its stream; has ``query()``. A later launch will use it again."""
+    started_s: float
+
+
+class CollectiveWatch:
+    """The launches below one root, by phase: those of a phase finish in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._launched: dict[str, deque[Launch]] = {}
+        self._timeouts_s: dict[dist.ProcessGroup, float] = {}
+        self._last_reported: tuple[Launch, float] | None = None
+        self._rank = 0
+
+    def record(self, phase: str, group_name: str, pg: dist.ProcessGroup, stream: Any) -> Any:
+        """An event behind the collective of a group that was launched on ``stream`` just now.
+
+        It is remembered until many more have been launched.
+        """
+        if pg not in self._timeouts_s:
+            self._timeouts_s[pg] = _timeout_s(pg, self._device)
+            self._rank = dist.get_rank()
+            _THREAD.add(self, self._timeouts_s[pg])
+        launched = self._launched.get(phase)
+        if launched is None:
+            launched = self._launched[phase] = deque()
+        if len(launched) < _REMEMBERED:
+            launch = Launch(phase, group_name, pg, torch.Event(self._device), time.monotonic())
+        else:
+            launch = launched.popleft()
+            launch.group_name, launch.pg = group_name, pg
+            launch.started_s = time.monotonic()  # before the event, see ``late``
+        launch.event.record(stream)
+        launched.append(launch)
+        return launch.event
+
+    def late(self, now_s: float) -> Launch | None:
+        """The oldest launch that runs for more than half of its timeout, once the host launches no more.
+
+        A host behind a collective that does not finish waits soon. While it still launches no event is
+        asked: a thread that asks one ends the capture of a CUDA graph on another.
+        """
+        phases = [list(launched) for launched in list(self._launched.values()) if launched]
+        if not all(self._is_old(launched[-1], now_s) for launched in phases):
+            return None
+        found = []
+        for launched in phases:
+            if _runs(launched[-1]):
+                found += [launch for launch in launched if self._is_old(launch, now_s) and _runs(launch)][:1]
+        # again: an event that runs may have been taken for a new launch since
+        old = [launch for launch in found if self._is_old(launch, now_s)]
+        return min(old, key=lambda launch: launch.started_s, default=None)
+
+    def _is_old(self, launch: Launch, now_s: float) -> bool:
+        return now_s - launch.started_s > self._timeouts_s[launch.pg] / 2
+
+    def _on_device(self) -> AbstractContextManager:
+        """A thread starts on device 0, and asking an event there would take memory on it for every rank."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        return torch.get_device_module(self._device).device(self._device)
+
+    def report(self, now_s: float) -> None:
+        """Log a late launch, once."""
+        with self._on_device():
+            launch = self.late(now_s)
+        if launch is None or self._last_reported == (launch, launch.started_s):
+            return
+        self._last_reported = launch, launch.started_s
+        logger.error(
+            "rank %d: %s of group '%s' (rank %d of %d of process group '%s') was launched %.0f s ago and "
+            "has not finished; the process group gives up after %.0f s. Look at ranks that report another "
+            "collective or none.",
+            self._rank,
+            launch.phase,
+            launch.group_name,
+            launch.pg.rank(),
+            launch.pg.size(),
+            launch.pg.group_name,
+            now_s - launch.started_s,
+            self._timeouts_s[launch.pg],
+        )
+
+
+def _runs(launch: Launch) -> bool:
+    """Whether it has not finished; what a CUDA graph captured did not run at all and cannot be asked."""
+    try:
+        return not launch.event.query()
+    except RuntimeError:
+        return False
+
+
+def _timeout_s(pg: dist.ProcessGroup, device: torch.device) -> float:
+    """How long a collective of the group may take; for ever if its backend, like one in Python, is silent."""
+    try:
+        timeout = timeout_of(backend_of(pg, device))
+    except RuntimeError:
+        return math.inf
+    return math.inf if timeout is None else timeout.total_seconds()
+
+
+class _WatchThread:
+    """One daemon thread for all watches of the process, from the first launch on."""
+
+    def __init__(self) -> None:
+        self._watches: weakref.WeakSet[CollectiveWatch] = weakref.WeakSet()
+        self._lock = threading.Lock()  # a set must not grow while it is read
+        self._pause_s = _LONGEST_PAUSE_S
+        self._changed = threading.Event()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, watch: CollectiveWatch, timeout_s: float) -> None:
+        """Look after ``watch``, often enough for ``timeout_s``."""
+        with self._lock:
+            self._watches.add(watch)
+        self._pause_s = min(self._pause_s, timeout_s / _LOOKS_PER_TIMEOUT)
+        self._changed.set()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ragged_fsdp watch", daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)  # before the interpreter goes: the thread must not query events then
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped = True
+        self._changed.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while not self._stopped:
+            self._changed.wait(self._pause_s)
+            self._changed.clear()
+            if self._stopped:
+                return
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            watches = list(self._watches)
+        for watch in watches:
+            watch.report(time.monotonic())
+
+
+_THREAD = _WatchThread()
