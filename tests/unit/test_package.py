@@ -68,6 +68,26 @@ def test_command_line_answers(arguments):
             assert re.search(rf"^  {command} +\w", result.stdout, re.MULTILINE), command
 
 
+def test_every_command_explains_itself():
+    """``-h`` and ``--help`` answer at every level, and nothing but click parses a command line."""
+    import click
+    from click.testing import CliRunner
+
+    from ragged_fsdp.cli.main import main
+
+    waiting = [([], main)]
+    for words, command in waiting:
+        for flag in ("-h", "--help"):
+            shown = CliRunner().invoke(main, [*words, flag], prog_name="ragged-fsdp")
+            assert shown.exit_code == 0, (words, shown.output)
+            assert shown.output.startswith(" ".join(["Usage: ragged-fsdp", *words])), words
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            names = command.list_commands(context)
+            waiting += [([*words, name], command.get_command(context, name)) for name in names]
+    assert len(waiting) >= 19 and all(isinstance(command, click.Command) for _, command in waiting)
+
+
 def test_a_wrong_command_is_named():
     result = _run("-m", "ragged_fsdp", "trian")
     assert result.returncode == 2 and "trian" in result.stderr and "Traceback" not in result.stderr
