@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,8 +18,9 @@ from ragged_fsdp.fsdp.build.managed import Managed
 from ragged_fsdp.fsdp.build.options import Options
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
-from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, Transport, parking_mesh
+from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
 from ragged_fsdp.fsdp.parts.main_shard import MainShard, RowPieces, pins_memory
+from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.parts.param import ManagedParam
 from ragged_fsdp.fsdp.parts.plan import (
@@ -46,7 +47,7 @@ __all__ = ["GroupBuilder"]
 logger = logging.getLogger("ragged_fsdp")
 Planned = tuple[list[int], ParallelMesh, GroupPlan]  # the parameters of a group, by index
 Cut = tuple[list[ManagedParam], MainShard | RowPieces]  # what a group is made of
-_REDUCTIONS: dict[str, type[GradTransport]] = {"reduce_scatter": ReduceScatter, "all_to_all": Exchange}
+_REDUCTIONS: dict[str, Callable[[Members], GradTransport]] = {"reduce_scatter": ReduceScatter, "all_to_all": Exchange}
 
 
 @dataclass
@@ -309,7 +310,7 @@ class GroupBuilder:
             self.options.mp_policy.param_dtype,
         )
 
-    def _transport(self, managed: Managed, members: Sequence[int]) -> type[Transport]:
+    def _transport(self, managed: Managed, members: Sequence[int]) -> type[Any]:
         """How the parameters of a group travel: they were put together because it is the same for all."""
         return _transport_of(self._choices[members[0]], managed.params[members[0]])
 
@@ -338,7 +339,7 @@ class GroupBuilder:
     def _make_group(
         self,
         modules: tuple[nn.Module, ...],
-        kind: type[Transport],
+        kind: type[Any],
         members: Sequence[int],
         mesh: ParallelMesh,
         plan: GroupPlan,
@@ -388,7 +389,7 @@ class GroupBuilder:
         attach(piece, target, placements)
 
     def _cut(
-        self, params: Sequence[ManagedParam], mesh: ParallelMesh, plan: GroupPlan, kind: type[Transport]
+        self, params: Sequence[ManagedParam], mesh: ParallelMesh, plan: GroupPlan, kind: type[Any]
     ) -> MainShard | RowPieces:
         """Copy this rank's pieces of the original parameters into a new main shard."""
         on_meta = any(param.sharded.is_meta for param in params)
@@ -424,7 +425,7 @@ class GroupBuilder:
             group.transport.parking = Parking(parking_mesh(group.mesh.mesh, value))
 
 
-def _transport_of(choice: _Choice, param: nn.Parameter) -> type[Transport]:
+def _transport_of(choice: _Choice, param: nn.Parameter) -> type[Any]:
     """The transport of one parameter; those of a group are all the same."""
     if is_extended(param):
         return Extensions

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.collectives import explain_failure
 from ragged_fsdp.dbuffer.redistribute import wait_all
 from ragged_fsdp.dtensor.geometry import contiguous_stride
-from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
+from ragged_fsdp.fsdp.gather.transport import InPlace, note_shards
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.param import ManagedParam
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, rank_major
@@ -80,11 +80,12 @@ class Gathered:
             tensor.untyped_storage().resize_(0)
 
 
-class _Packed(Transport):
+class _Packed:
     """Sends and receives through a message; subclasses say what goes in and what is made of it."""
 
     def __init__(self, members: Members) -> None:
-        super().__init__(members)
+        self.members = members
+        self.parking = None
         self.gathered = [Gathered() for _ in members.params]
         self._message: torch.Tensor | None = None
         """From the allocation until the parameters are copied out of it."""
@@ -223,7 +224,7 @@ class Extensions(_Packed):
 
     def adopt_shards(self) -> None:
         """Follow shards that were replaced, cast or moved; each is its own storage."""
-        self._note_shards()
+        note_shards(self.members)
 
     def allocate(self) -> None:
         """Pack the extensions' inputs into this rank's slot of a new message."""

@@ -12,6 +12,8 @@ owns the memory in between:
     finish     compute, which  waits for a work that is not on the stream, and does what is left to do
                has waited
     release    compute         gives the memory back; the tensors stay
+    adopt_     compute         brings sharded parameters that were replaced, cast or moved back into one
+    shards                     main shard
     =========  ==============  ===================================================================
 
 :class:`InPlace` is the default: one buffer whose slots are the ranks' shards, and one
@@ -20,7 +22,7 @@ owns the memory in between:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,58 +35,40 @@ from ragged_fsdp.fsdp.parts.main_shard import MainShard
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.torch_internals import local_of, spec_of
 
-__all__ = ["InPlace", "Parking", "Transport", "parking_mesh"]
+__all__ = ["InPlace", "Parking", "Transport", "note_shards", "parking_mesh"]
 
 
-class Transport:
-    """What every transport offers; see the module's docstring."""
+class Transport(Protocol):
+    """What every transport offers; the module's docstring says when each is called, and on which stream."""
 
-    parking: Parking | None = None
+    parking: Parking | None
     """What is kept between forward and backward, with ``reshard_after_forward`` an int."""
-
-    def __init__(self, members: Members) -> None:
-        self.members = members
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gathered parameters."""
-        raise NotImplementedError
 
-    def prepare(self) -> None:
-        """Make what the parameters will view, without memory, in the dtypes they have now."""
-        raise NotImplementedError
-
-    def allocate(self) -> None:
-        """Take the memory of a gather, on the compute stream."""
-        raise NotImplementedError
-
-    def begin(self, async_op: bool) -> None:
-        """Fill this rank's part and launch the collective, on the stream of gathers."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Do what is left; the current stream has waited for what :meth:`begin` launched."""
-        raise NotImplementedError
-
-    def release(self) -> None:
-        """Give the memory back; unsharded parameters stay valid objects that must not be read."""
-        raise NotImplementedError
-
-    def adopt_shards(self) -> None:
-        """Bring sharded parameters that were replaced, cast or moved back into one main shard."""
-        raise NotImplementedError
-
-    def _note_shards(self) -> None:
-        for param in self.members.params:
-            param.dtype = local_of(param.sharded).dtype
-            param.spec = spec_of(param.sharded)
+    def prepare(self) -> None: ...
+    def allocate(self) -> None: ...
+    def begin(self, async_op: bool) -> None: ...
+    def finish(self) -> None: ...
+    def release(self) -> None: ...
+    def adopt_shards(self) -> None: ...
 
 
-class InPlace(Transport):
+def note_shards(members: Members) -> None:
+    """Take over dtype and spec of sharded parameters that lie in no common shard."""
+    for param in members.params:
+        param.dtype = local_of(param.sharded).dtype
+        param.spec = spec_of(param.sharded)
+
+
+class InPlace:
     """One buffer, cut evenly over the ranks: a shard is cast into its slot and gathered where it lies."""
 
     def __init__(self, members: Members) -> None:
-        super().__init__(members)
+        self.members = members
+        self.parking: Parking | None = None
         self.weight: DBuffer | None = None
         """Gathered weights in the compute dtypes; its storage comes and goes."""
         self._staged: DBuffer | None = None
@@ -210,7 +194,7 @@ class InPlace(Transport):
             return
         devices = {local.device for local in locals_}
         if len(devices) > 1 or next(iter(devices)).type == "meta":
-            self._note_shards()
+            note_shards(members)
             return  # partly materialised: lazy init will name those that are missing
         device = devices.pop()
         members.main = made = MainShard(

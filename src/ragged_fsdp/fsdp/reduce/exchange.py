@@ -34,7 +34,7 @@ from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
-from ragged_fsdp.fsdp.reduce.transport import GradTransport, make_buffer, scattered
+from ragged_fsdp.fsdp.reduce.transport import make_buffer, scattered
 from ragged_fsdp.routes import Shared, shared_boxes
 
 __all__ = ["Exchange", "SendPlan", "packs_all", "plan_sends", "rounds_of"]
@@ -140,11 +140,12 @@ class _Memory(NamedTuple):
     """Rows from all ranks, for one round each; rounds take turns."""
 
 
-class Exchange(GradTransport):
+class Exchange:
     """Keeps autograd's gradients as they are and exchanges them; see the module's docstring."""
 
     def __init__(self, members: Members) -> None:
-        super().__init__(members)
+        self.members = members
+        self.companion = False
         self._layout: GradLayout | None = None
         self._grads: dict[int, torch.Tensor] = {}
         self._sends: list[list[torch.Tensor]] = []

@@ -6,6 +6,7 @@ everything but ``scatter`` runs on the compute stream:
     ========  =====================================================================================
     call      what it does
     ========  =====================================================================================
+    nbytes    says how many bytes it needs beside the gradients
     begin     a first gradient is there: take memory for all of them, or none
     store     keep gradients, or add them to those that earlier backwards left
     ready     last step before the collective; parameters without a gradient count as zero
@@ -22,7 +23,7 @@ everything but ``scatter`` runs on the compute stream:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import Partial, Shard
@@ -38,56 +39,29 @@ __all__ = ["GradTransport", "ReduceScatter", "make_buffer", "scattered"]
 _ALONE_NUMEL = 1 << 18
 
 
-class GradTransport:
-    """What every transport of gradients offers; see the module's docstring."""
+class GradTransport(Protocol):
+    """What every transport of gradients offers; the module's docstring says when each is called."""
 
-    def __init__(self, members: Members) -> None:
-        self.members = members
-        self.companion = False
-        """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
-        place in the arena."""
+    companion: bool
+    """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
+    place in the arena."""
 
     @property
     def leases(self) -> bool:
         """Whether its memory has a place in the arena."""
-        raise NotImplementedError
-
-    def nbytes(self, layout: GradLayout) -> int:
-        """Bytes it needs beside the gradients, in each reduction."""
-        raise NotImplementedError
-
-    def begin(self, layout: GradLayout, dtype: torch.dtype) -> None:
-        """Prepare for gradients of ``dtype`` that will be stored in ``layout``."""
-        raise NotImplementedError
-
-    def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
-        """Keep gradients by parameter; those that come ``again`` are added to what is there."""
-        raise NotImplementedError
-
-    def ready(self, missing: set[int]) -> None:
-        """Do what is left before :meth:`scatter`; parameters without a gradient count as zero."""
-        raise NotImplementedError
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """In which the sum is taken."""
-        raise NotImplementedError
 
-    def target(self, main: DBuffer) -> DBuffer:
-        """Where the sum will be: ``main`` itself, if it can be added there."""
-        raise NotImplementedError
-
-    def scatter(self, reduced: DBuffer, how: Scaling) -> None:
-        """Add over the shard group: this rank's part of the sum is ``reduced``."""
-        raise NotImplementedError
-
-    def hand_over(self) -> Callable[[], None]:
-        """Give up what the reduction uses; the function frees it, once the compute stream has waited."""
-        raise NotImplementedError
-
-    def discard(self) -> None:
-        """Drop collected gradients."""
-        raise NotImplementedError
+    def nbytes(self, layout: GradLayout) -> int: ...
+    def begin(self, layout: GradLayout, dtype: torch.dtype) -> None: ...
+    def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None: ...
+    def ready(self, missing: set[int]) -> None: ...
+    def target(self, main: DBuffer) -> DBuffer: ...
+    def scatter(self, reduced: DBuffer, how: Scaling) -> None: ...
+    def hand_over(self) -> Callable[[], None]: ...
+    def discard(self) -> None: ...
 
 
 def scattered(members: Members) -> tuple[Placement, ...]:
@@ -107,7 +81,7 @@ def make_buffer(
     return DBuffer(layout.layout, layout.shapes, members.mesh.mesh, placements, dtype=dtype, **options)
 
 
-class ReduceScatter(GradTransport):
+class ReduceScatter:
     """One buffer of the whole group in the reduction dtype, filled as gradients come, reduced in one
     collective.
 
@@ -116,7 +90,8 @@ class ReduceScatter(GradTransport):
     """
 
     def __init__(self, members: Members) -> None:
-        super().__init__(members)
+        self.members = members
+        self.companion = False
         self.full: DBuffer | None = None
         """From the first gradient until a reduction takes it over."""
         self._layout: GradLayout | None = None
