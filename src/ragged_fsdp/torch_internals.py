@@ -5,7 +5,7 @@ and which change upstream would make it unnecessary. ``REPLACED`` has those in w
 :mod:`ragged_fsdp.dtensor.patches` puts a function of ours, with the parameters that this relies on. All are
 looked up once, at import, before anything is changed: a release that lacks one is refused in a line that
 names it. What has moved or come between the supported releases is ``optional`` and found by feature, never by
-version number.
+version number; what only the compiler has is looked up by a test.
 
 The names below the table are torch's without the leading underscore, functions that read one attribute
 (``local_of(dtensor)``) and small functions where a name must be looked up late. Readers of attributes are C
@@ -59,7 +59,6 @@ __all__ = [
     "backend_of",
     "base_of",
     "bound_arguments",
-    "call_with",
     "checkpoint_wrapper",
     "composite_kernel",
     "concatenate_meshes",
@@ -124,7 +123,9 @@ class Private:
     parameters: str = ""
     """Those of the function that we rely on, separated by spaces."""
     optional: bool = False
-    """Whether supported releases exist that lack it."""
+    """Whether supported releases may lack it: it is asked for where it is used, by feature."""
+    costly: bool = False
+    """Whether looking it up imports much: a test does that, not every import."""
     last_seen: str = "2.15"
 
     @property
@@ -316,10 +317,15 @@ READ = (
         _DISPATCH,
     ),
     Private(
-        "torch.distributed.tensor._op_schema:OpSchema OutputSharding RuntimeSchemaInfo OpInfo.schema "
-        "OpInfo.flat_args_schema",
-        "what the C++ dispatcher asks, and the answer, which it caches",
+        "torch.distributed.tensor._op_schema:OpSchema OutputSharding RuntimeSchemaInfo",
+        "the answer to the C++ dispatcher, which caches it",
         _DISPATCH,
+    ),
+    Private(
+        "torch.distributed.tensor._op_schema:OpInfo.schema OpInfo.flat_args_schema",
+        "what the C++ dispatcher asks",
+        _DISPATCH,
+        optional=True,
     ),
     Private(
         "torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached "
@@ -331,6 +337,7 @@ READ = (
         "torch.distributed.tensor._api:_mesh_resources.get_current_mesh",
         "the mesh of `with mesh:`, default of distribute_tensor",
         "a public get_current_mesh in torch.distributed.device_mesh",
+        optional=True,
     ),
     Private(
         "torch.distributed.tensor.placement_types:_register_placements_as_opaque",
@@ -347,7 +354,7 @@ READ = (
     # collectives, meshes, process groups
     Private(
         "torch.distributed._functional_collectives:AsyncCollectiveTensor _are_we_tracing "
-        "all_to_all_single all_reduce broadcast wait_tensor",
+        "all_to_all_single broadcast",
         "collectives that a compiled graph can contain, and their unfinished results",
         "public functional collectives",
     ),
@@ -359,13 +366,13 @@ READ = (
         optional=True,
     ),
     Private(
-        "torch.distributed.device_mesh:DeviceMesh._flatten DeviceMesh._get_root_mesh",
-        "one shard group over several mesh dims; meshes of one root can be joined",
+        "torch.distributed.device_mesh:DeviceMesh._flatten",
+        "one shard group over several mesh dims",
         _MESH,
     ),
     Private(
-        "torch.distributed.device_mesh:DeviceMesh._concatenate",
-        "joins the data-parallel mesh and that of the parameter",
+        "torch.distributed.device_mesh:DeviceMesh._concatenate DeviceMesh._get_root_mesh",
+        "joins the data-parallel mesh and that of the parameter; without it the root mesh is sliced",
         _MESH,
         optional=True,
     ),
@@ -468,6 +475,18 @@ READ = (
         _DYNAMO,
     ),
     Private(
+        "torch._dynamo:disable",
+        "a hook that is traced as a part of its caller runs outside the graph",
+        "torch.compiler.disable that dynamo traces as it does this one",
+        costly=True,
+    ),
+    Private(
+        "torch._dynamo.config:patch recompile_limit",
+        "Newton-Schulz iterations are compiled for the shape of each matrix",
+        "a public recompile limit of torch.compile",
+        costly=True,
+    ),
+    Private(
         "torch:Tensor._post_accumulate_grad_hooks",
         "hooks of the user run when the sharded gradient is final",
         "a public way to call the hooks of a tensor",
@@ -486,6 +505,7 @@ READ = (
         "torch._C:_accelerator_getStream",
         "the current stream without two frames of Python",
         "torch.accelerator.current_stream in C++",
+        optional=True,
     ),
     Private(
         "torch._subclasses.fake_tensor:unset_fake_temporarily",
@@ -536,7 +556,7 @@ def require_supported(version: str) -> None:
 def _check() -> None:
     """Raise ``ImportError``, naming it, for the first name that this torch lacks or defines otherwise."""
     for record in PRIVATE:
-        for name in () if record.optional else record.names:
+        for name in () if record.optional or record.costly else record.names:
             try:
                 found = _plain(record.found(name))
             except (AttributeError, ImportError):
@@ -561,7 +581,6 @@ _check()
 import torch.distributed._functional_collectives as functional
 import torch.distributed.tensor._api as _api
 import torch.utils._pytree as pytree
-from torch._C import _accelerator_getStream as accelerator_get_stream
 from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
 from torch._C import _current_graph_task_id as current_graph_task_id
 from torch._C import _DisableFuncTorch as DisableFuncTorch
@@ -606,11 +625,12 @@ profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 disable_dynamo: Callable[..., Any] = torch._disable_dynamo
 register_load_state_dict_pre_hook = torch.nn.Module._register_load_state_dict_pre_hook
 flatten_mesh = DeviceMesh._flatten
-root_mesh = DeviceMesh._get_root_mesh
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] | None = getattr(
     DeviceMesh, "_concatenate", None
 )
-current_mesh: Callable[[], DeviceMesh] = _api._mesh_resources.get_current_mesh
+accelerator_get_stream: Callable[[int], Any] = getattr(
+    torch._C, "_accelerator_getStream", torch.accelerator.current_stream
+)
 raise_if_partial = DTensor._raise_if_contains_partial_placements
 cut_order_of = DTensorSpec._maybe_convert_StridedShard_to_shard_order
 
@@ -660,6 +680,16 @@ def rebind(old: Callable[..., Any], new: Callable[..., Any], *, skip: str) -> No
 def set_local(tensor: DTensor, local: torch.Tensor, spec: DTensorSpec) -> None:
     """Give ``tensor`` another local tensor and spec; who holds the DTensor keeps the same object."""
     tensor._local_tensor, tensor._spec = local, spec
+
+
+def current_mesh() -> DeviceMesh:
+    """The mesh of the ``with mesh:`` that surrounds the call."""
+    return _api._mesh_resources.get_current_mesh()
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that ``mesh`` was sliced from."""
+    return mesh._get_root_mesh()
 
 
 def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
@@ -735,10 +765,3 @@ def bound_arguments(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
     bound.update(zip((a.name for a in op._schema.arguments), args))
     bound.update(kwargs)
     return bound
-
-
-def call_with(op: Any, bound: dict[str, Any]) -> Any:
-    """Call ``op`` with arguments given by name."""
-    positional = [bound[a.name] for a in op._schema.arguments if not a.kwarg_only]
-    keyword = {a.name: bound[a.name] for a in op._schema.arguments if a.kwarg_only}
-    return op(*positional, **keyword)

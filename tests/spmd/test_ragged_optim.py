@@ -138,6 +138,34 @@ def test_one_optimizer_and_one_clip_over_several_meshes(rank):
             assert_same(params, plain, f"foreach={foreach} order={order}")
 
 
+@spmd(4)
+def test_a_norm_over_several_meshes_is_a_number_everywhere(rank):
+    """Also where it meets tensors that are not ours, of a mesh that it was not taken on."""
+    flat, grid = rank.mesh(), rank.mesh(2, 2, names=("dp", "tp"))
+    t = numbers(1, 8, 6, device=rank.device)
+    ours = distribute_tensor(t, flat, [RaggedShard((0,), (1, 0, 5, 2))])
+    theirs = distribute_tensor(t.bfloat16(), grid, [Shard(0), Shard(1)])
+    params = [nn.Parameter(ours), nn.Parameter(theirs)]
+    for param in params:
+        param.grad = param.detach().clone()
+    norms = torch.stack([p.grad.norm() for p in params])
+    expected = torch.stack([t.norm(), t.bfloat16().norm()])
+    assert_same(norms, expected)
+    assert_same(norms / norms.sum(), expected / expected.sum())
+    replicated = distribute_tensor(torch.arange(1.0, 3.0, device=rank.device), flat, [Replicate()])
+    plain = replicated.full_tensor()
+    assert_same([norms * replicated, replicated - norms], [expected * plain, plain - expected])
+    total = nn.utils.clip_grad_norm_(params, 1.0)  # one list for each dtype
+    assert total.item() == pytest.approx(expected.norm().item(), rel=1e-2)
+    scale = 1 / (total.full_tensor() + 1e-6)
+    assert_same(params[0].grad, t * scale)
+    assert_same(params[1].grad, t.bfloat16() * scale.bfloat16())
+    with pytest.raises(RuntimeError, match="mesh"):  # as stock has it
+        theirs * distribute_tensor(t, flat, [Replicate()])
+    with pytest.raises(RuntimeError, match="mesh"):
+        theirs.sum() * distribute_tensor(t, flat, [Shard(0)]).sum()
+
+
 @spmd(*worlds(3))
 def test_gradient_scaler_sees_the_infinite_piece(rank):
     mesh = rank.mesh()

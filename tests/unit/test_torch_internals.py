@@ -119,6 +119,13 @@ def test_every_record_is_complete():
     assert len(names) == len(set(names))
 
 
+def test_what_costs_much_to_look_up_is_there():
+    costly = [(record, name) for record in torch_internals.PRIVATE if record.costly for name in record.names]
+    assert costly
+    for record, name in costly:
+        assert record.found(name) is not None, f"{record.home}.{name}"
+
+
 def test_what_is_replaced_has_a_replacement():
     tables = {name for r in torch_internals.REPLACED if not r.parameters for name in r.names}
     functions = {name for r in torch_internals.REPLACED if r.parameters for name in r.names}

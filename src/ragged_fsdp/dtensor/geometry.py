@@ -191,7 +191,7 @@ def contiguous_spec(
 def with_placements(
     spec: DTensorSpec, placements: Sequence[Placement], dtype: torch.dtype | None = None
 ) -> DTensorSpec:
-    """The same tensor under other placements (or of another dtype)."""
+    """``spec`` with other placements (and another dtype)."""
     meta: Any = spec.tensor_meta
     if dtype is not None:
         meta = TensorMeta(meta.shape, meta.stride, dtype)

@@ -234,7 +234,7 @@ class Division:
     cut_order: tuple[tuple[int, tuple[int, ...]], ...]
 
     def with_placement(self, mesh_dim: int, placement: Placement) -> Division:
-        """The same cuts with another placement, which cuts nothing, along ``mesh_dim``."""
+        """This division with another placement, which cuts nothing, along ``mesh_dim``."""
         placements = (*self.placements[:mesh_dim], placement, *self.placements[mesh_dim + 1 :])
         return replace(self, placements=placements)
 

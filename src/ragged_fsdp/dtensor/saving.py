@@ -168,7 +168,7 @@ def _lies_inside(tensor: DTensor) -> bool:
 
 
 def _compact(tensor: DTensor) -> DTensor:
-    """The same tensor, attributes and gradient, around a copy of its part."""
+    """``tensor`` with its attributes and gradient, around a copy of its part."""
     local = local_of(tensor).detach().clone()
     compact = DTensor(local, spec_of(tensor), requires_grad=tensor.requires_grad)
     compact.__dict__.update(tensor.__dict__)
