@@ -167,6 +167,55 @@ def overhead(
 
 
 @app.command()
+@click.argument("other", type=click.Path(path_type=Path))
+@click.option("--cases", default="gpt-oss-64,llama-64", help="Cases of the suite, separated by commas.")
+@click.option("--wire", default="free,400", help="'free' or GB/s; several separated by commas.")
+@click.option("--implementations", default="ours,ours-all-to-all", help="Which of ours to run.")
+@click.option("--rounds", default=6, help="Turns each tree takes; the median counts.")
+@click.option("--iterations", default=4, help="Timed steps of a turn and wire.")
+@click.option("--limit", default=120.0, help="Seconds one tree may take to start, or for a wire.")
+@_OUT
+def trees(
+    other: Path,
+    cases: str,
+    wire: str,
+    implementations: str,
+    rounds: int,
+    iterations: int,
+    limit: float,
+    out: Path | None,
+) -> None:
+    """This source tree and OTHER, a folder with ragged_fsdp in it, in turns.
+
+    Time and memory of steps, and their ratios: what a change cost.
+    """
+    from dataclasses import replace
+
+    from .report import ratio_table
+    from .runner import save
+    from .suite import SUITE
+    from .trees import compare_trees
+
+    if unknown := sorted(set(cases.split(",")) - set(SUITE)):
+        raise click.BadParameter(f"cases: got {unknown}, expected any of {', '.join(SUITE)}")
+    if not (other / "ragged_fsdp" / "__init__.py").is_file():
+        raise click.BadParameter(f"other: expected a folder with ragged_fsdp in it, got {other}")
+    _need_cuda()
+    folders = {"old": other, "new": Path(__file__).resolve().parents[2] / "src"}
+    results = []
+    for name in cases.split(","):
+        case = replace(SUITE[name].case, wires=_wires(wire), iterations=iterations)
+        for implementation in implementations.split(","):
+            start = time.monotonic()
+            found = compare_trees(case, implementation, folders, _CONSOLE.out, rounds=rounds, limit_s=limit)
+            results.append(found)
+            _CONSOLE.print(ratio_table(found))
+            _CONSOLE.out(f"{name}, {implementation}: {time.monotonic() - start:.0f} s")
+            if out is not None:
+                save(out, results)
+
+
+@app.command()
 @click.option("--ranks", default="2,4", help="Numbers of ranks, separated by commas.")
 @click.option("--steps", default=50, help="Training steps.")
 @click.option("--device", default="cuda", help="cuda (NCCL) or cpu (gloo).")
@@ -207,23 +256,31 @@ def real(ranks: str, steps: int, device: str, debug: bool, limit: float, out: Pa
 @app.command()
 @_RANKS
 @_COMPARED
+@click.option("--names", is_flag=True, help="Name the files that are crossed.")
 @_OUT
-def calls(ranks: int, implementations: str, out: Path | None) -> None:
-    """Python calls per layer, counted on the CPU.
+def calls(ranks: int, implementations: str, names: bool, out: Path | None) -> None:
+    """Python calls per layer and files crossed, counted on the CPU.
 
     Needs no device and has no noise.
     """
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    from .calls import calls_per_layer
+    from .calls import DEPTHS, calls_per_layer
     from .runner import save
 
     rows, own = [], multiprocessing.get_context("spawn")  # each has a process group of its own
     for name in implementations.split(","):
         with ProcessPoolExecutor(1, mp_context=own) as pool:
             rows += pool.submit(calls_per_layer, name, ranks).result()
+        files = rows[-1].pop("files", {})
         _CONSOLE.out(f"{name:>16}: {rows[-1]['calls_per_layer']:6.0f} calls per layer")
+        for direction, crossed in files.items():
+            changes = rows[-1][f"{direction}_file_changes"]
+            _CONSOLE.out(
+                f"{'':>18}{direction} of {DEPTHS[1]} layers: {len(crossed)} files, {changes} changes of file"
+                + (f": {', '.join(crossed)}" if names else "")
+            )
         if out is not None:
             save(out, rows)
 

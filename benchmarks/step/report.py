@@ -24,6 +24,7 @@ __all__ = [
     "markdown_table",
     "other_tables",
     "overhead_table",
+    "ratio_table",
     "real_table",
     "segment_table",
     "step_table",
@@ -262,6 +263,14 @@ def overhead_table(result: dict[str, Any]) -> Table:
         "as a graph ms",
     )  # fmt: skip
     return _table("host time, " + title(result), columns, cells)
+
+
+def ratio_table(result: dict[str, Any]) -> Table:
+    """Times and memory of this source tree beside those of another."""
+    from .trees import ratios
+
+    head, *lines = ratios(result, new="new", old="old")
+    return _table(title(result), head, lines)
 
 
 def segment_table(found: dict[str, Any]) -> Table:
