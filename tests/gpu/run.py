@@ -114,6 +114,7 @@ GROUPS = {  # those that take longest first
     "kernels": Group(
         "Muon's and the 8-bit kernels, decoding of gathered codes",
         ("tests/gpu/test_*_kernels.py", "tests/gpu/test_optim_*.py"),
+        ("-n", "4"),  # most of their time is the compiler's
         shares=False,
     ),
     "races": Group(
