@@ -4,7 +4,8 @@ Clocks and temperatures change a time by a percent from minute to minute. So bot
 device, each in a process that finds its own ``ragged_fsdp`` first on the path, and every round asks both for
 a few steps on each wire, the one that was last in the round before being first. The models, the wire and the
 clock are this tree's for both. A ratio is the median over the rounds of the ratio within a round. Memory is
-each process's own: the first turn shows that of a fresh start, and the largest counts.
+each process's own: the first turn shows that of a fresh start, and the largest counts. Both trees start from
+the same weights and make the same steps, so that their losses should be the same too.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _row(label: str, name: str, wire: Wire, turns: Sequence[dict[Wire, dict[str,
 def ratios(result: dict[str, Any], new: str, old: str) -> list[tuple[str, ...]]:
     """A table with a line per wire: times and memory of ``new``, each with what it is of ``old``'s."""
     head = ("implementation", "wire GB/s", "fwd+bwd ms", "/ old", "range", "step ms", "/ old", "host / old")
-    lines = [(*head, "alloc GiB", "/ old", "reserved GiB", "/ old")]
+    lines = [(*head, "alloc GiB", "/ old", "reserved GiB", "/ old", "loss")]
     rows = {(row["tree"], row.get("bandwidth_gb_s")): row for row in result["rows"]}
     for (tree, wire), row in rows.items():
         other = rows.get((old, wire))
@@ -109,6 +110,7 @@ def ratios(result: dict[str, Any], new: str, old: str) -> list[tuple[str, ...]]:
                 f"{statistics.median(_by_round(row, other, 'step_ms')):.4f}",
                 f"{statistics.median(_by_round(row, other, 'host_ms')):.2f}",
                 *(cell for key in _PEAKS for cell in (f"{row[key]:.3f}", f"{row[key] / other[key]:.4f}")),
+                "same" if row["loss"] == other["loss"] else f"{row['loss']:.9g}, was {other['loss']:.9g}",
             )
         )
     return lines

@@ -32,7 +32,8 @@ def timed(case, run):
     run.turns += 1
     ms = MS * (1 if run.wire.bandwidth_gb_s is None else 2)
     times = {"forward_backward_ms": ms, "step_ms": ms, "host_ms": ms, "forward_backward_all_ms": [ms]}
-    return {**times, "peak_allocated_gib": MS, "peak_reserved_gib": max(1.0, 4.0 - run.turns)}
+    loss = 2.0 if run.wire.bandwidth_gb_s is None else MS
+    return {**times, "peak_allocated_gib": MS, "peak_reserved_gib": max(1.0, 4.0 - run.turns), "loss": loss}
 
 
 sys.modules["benchmarks.step.measure"] = SimpleNamespace(prepare=prepare, timed=timed)
@@ -71,6 +72,7 @@ def test_both_trees_are_timed_in_every_round(tree):
     head, free, slow = trees.ratios(result, new="new", old="old")
     assert len(head) == len(free) == len(slow) and (free[1], slow[1]) == ("free", "400")
     assert free[3] == "1.5000" and slow[4] == "1.500 to 1.500" and free[9] == "1.5000"
+    assert free[-1] == "same" and slow[-1] == "3, was 2"
 
 
 def test_a_tree_that_fails_is_named(tree):
