@@ -49,7 +49,6 @@ from ragged_fsdp.dbuffer.checks import (
 from ragged_fsdp.dbuffer.redistribute import Move, plan_move, wait_all
 from ragged_fsdp.dbuffer.storage import FlatStorage, debug_enabled
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
-from ragged_fsdp.dtensor.saving import claim
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.placement import block_numel, placement_from_layout
 from ragged_fsdp.planner import plan_group
@@ -194,7 +193,6 @@ class DBuffer:
         made.__dict__.update(self._kind)
         numel = self.nbytes // self.dtype.itemsize
         made.flat = torch.empty(numel, dtype=self.dtype, device=self.device, pin_memory=self.pin_memory)
-        claim(made.flat.untyped_storage())
         return made
 
     @cached_property

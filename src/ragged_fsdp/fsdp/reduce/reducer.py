@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ragged_fsdp.dbuffer import DBuffer
-from ragged_fsdp.dtensor.geometry import contiguous_stride
+from ragged_fsdp.dtensor.geometry import contiguous_stride, is_ragged
+from ragged_fsdp.dtensor.saving import claim
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.param import ManagedParam
@@ -45,6 +46,7 @@ class GradReducer:
         self._main_kind: DBuffer | None = None
         self._empty_grads: dict[int, DTensor] = {}
         """Gradients of parameters that have no place: empty, so they are the same objects in every step."""
+        self._claims = not all(is_ragged(param.spec) for param in members.params)
         ndim = members.mesh.mesh.ndim
         self._final = (*[Replicate()] * (ndim - 1), Shard(0))
 
@@ -191,7 +193,10 @@ class GradReducer:
             placements = scattered(self.members)
             self._main_kind = make_buffer(self.members, self._layout, dtype, placements, allocate=False)
             self._empty_grads = {}
-        return self._main_kind.empty_like()
+        main = self._main_kind.empty_like()
+        if self._claims:  # else a copy of a gradient that is not ragged would take the whole shard along
+            claim(main.flat.untyped_storage())
+        return main
 
     def _missing(self) -> set[int]:
         """Parameters that have a place among the gradients and no gradient."""
