@@ -145,6 +145,25 @@ def test_a_backward_that_reaches_only_some_layers(rank):
 
 
 @spmd(2)
+def test_a_loss_of_what_a_module_computed_inside(rank):
+    """No gradient arrives at an output; the gradients of the input end the backward of each step alike."""
+
+    class Probed(FeedForward):
+        def forward(self, x):
+            self.inside = self.up(x)
+            return self.down(self.inside)
+
+    model, reference = build(Probed, rank.device)
+    fully_shard(model, mesh=rank.mesh())
+    for step in range(3):
+        for module in (model, reference):
+            module.zero_grad()
+            module(rows(rank, step).requires_grad_())
+            module.inside.square().sum().backward()
+        _finish(model, reference)
+
+
+@spmd(2)
 def test_a_forward_that_raises_can_be_repeated(rank):
     class Fragile(FeedForward):
         fail = False

@@ -405,6 +405,10 @@ class Schedule:
 
     def post_backward(self, turn: Turn) -> None:
         """The gradients of the inputs of ``turn`` are there: reshard and reduce."""
+        if self._backward is None:
+            # the loss came from inside a module, past the hooks of its outputs: without an end the module
+            # would stay DONE, and its next forward would be taken for one that a backward computes again
+            self._begin_backward()
         self._enter(turn, Phase.DONE)
         for group in reversed(turn.groups):
             group.post_backward()
