@@ -77,6 +77,22 @@ def test_replicas_and_shards(rank: Rank) -> None:
         sharded.redistribute([Shard(0), Replicate()])
 
 
+@spmd(2)
+def test_what_is_known_of_earlier_calls_is_neither_stale_nor_piled_up(rank: Rank) -> None:
+    """A list of placements may be changed between calls; results may be new buffers each time."""
+    mesh, values = rank.mesh(), list(tensors(rank.device).values())
+    sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
+    wanted: list[Placement] = [Replicate()]
+    whole = sharded.redistribute(wanted)
+    wanted[0] = Shard(0)
+    assert sharded.redistribute(wanted) is sharded
+    assert torch.equal(whole.redistribute(wanted).flat, sharded.flat)
+    for _ in range(20):
+        gathered = sharded.redistribute((Replicate(),), out=whole.with_placements((Replicate(),)))
+        assert all(torch.equal(view, value) for view, value in zip(gathered.tensors, values))
+    assert len(sharded._moves) <= 8
+
+
 @spmd(3)
 def test_group_operations_cast_and_memory(rank: Rank) -> None:
     mesh, values = rank.mesh(), list(tensors(rank.device).values())

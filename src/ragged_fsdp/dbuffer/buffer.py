@@ -58,6 +58,7 @@ from ragged_fsdp.torch_internals import local_of, storage_id
 __all__ = ["DBuffer"]
 
 _ALIGN_BYTES = 16
+_MOVES_KEPT = 8
 _KIND = (
     "layout",
     "shapes",
@@ -372,8 +373,8 @@ class DBuffer:
         """The same buffer in other placements, by one collective per mesh dim that changes.
 
         Args:
-            placements: one per mesh dim. What a caller passes again, the same object with an ``out`` of the
-                same kind, is not checked again.
+            placements: one per mesh dim. A tuple that a caller passes again, with an ``out`` of the same
+                kind, is not checked again.
             out: receives the result, in its dtype; a buffer of this layout with these placements.
             average: reductions are means over the ranks.
             async_op: return at once; call :meth:`wait` on the result before using it.
@@ -387,7 +388,10 @@ class DBuffer:
         known = self._moves.get(kind)
         if known is None or known[0] is not placements:
             target = self._checked_target(placements, out)
-            known = self._moves[kind] = (placements, plan_move(self, target, out))
+            if len(self._moves) == _MOVES_KEPT:  # each ``out`` that is a new buffer is a kind of its own
+                self._moves.clear()
+            # by the tuple: a list that a caller changes between two calls must be read again
+            known = self._moves[kind] = (target, plan_move(self, target, out))
         if self.pending is not None or not (self._is_fresh or self.storage.is_materialized):
             self._check_live("redistribute")
         if out is not None:
