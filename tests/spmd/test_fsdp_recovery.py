@@ -9,10 +9,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
 import fsdp_inside
-from collective_calls import count, failing
+from collective_calls import GATHER, count, failing
 from fsdp_cases import (
     DIM,
     GatheredMemory,
@@ -174,6 +176,34 @@ def test_errors_that_a_forward_handles_itself(rank: Rank) -> None:
     model.broken = False
     assert torch.equal(model.other(rows(rank, 0)), reference.first(rows(rank, 0)))
     assert not fsdp_inside.forward_is_running(model)
+
+
+class _FailsOnce:
+    """An all-gather whose second call raises."""
+
+    calls = 0
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("planted")
+        return getattr(dist, GATHER)(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+@spmd(2)
+def test_a_gather_whose_failure_a_forward_handles(rank: Rank) -> None:
+    """What the module's other groups had gathered is given up too: later it would be stale."""
+    model, reference = build(_Guarded, rank.device)
+    biases_apart = {"shard_placement_fn": lambda p: Shard(0) if p.ndim == 1 else None}
+    for module in (model.first, model.second):
+        fully_shard(module, mesh=rank.mesh(), **biases_apart)
+    fully_shard(model, mesh=rank.mesh())
+    model.first.set_custom_all_gather(_FailsOnce())
+    with torch.no_grad():
+        for step, expected in enumerate((reference.second, reference)):
+            torch.testing.assert_close(model(rows(rank, step)), expected(rows(rank, step)))
+            for parameter in (*model.parameters(), *reference.parameters()):
+                parameter.mul_(0.5)
 
 
 @spmd(2)

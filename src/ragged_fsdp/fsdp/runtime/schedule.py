@@ -235,6 +235,7 @@ class Schedule:
     def start(self, turn: Turn) -> bool:
         """Gather for the forward of ``turn`` and wait; whether it begins now (a list may run in parts)."""
         begins = turn.phase is not Phase.FORWARD
+        self._enter(turn, Phase.FORWARD)  # before the gathers: one that raises is given up with the others
         for group in turn.groups:
             if group.residence is Residence.UNSHARDED:
                 group.settle()
@@ -245,7 +246,6 @@ class Schedule:
         for group in turn.groups:
             group.wait_for_unshard()
             self._prefetched.discard(group)
-        self._enter(turn, Phase.FORWARD)
         return begins
 
     def prefetch(self, turn: Turn) -> None:
