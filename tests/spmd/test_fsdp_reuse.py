@@ -226,3 +226,39 @@ def test_grouped_modules_run_apart(rank):
             module.head(chunk).square().sum().backward()
         hidden.backward(leaf.grad)
     _finish(model, reference)
+
+
+@ragged_only
+@spmd(2)
+def test_a_part_of_a_list_that_is_no_child_of_the_module_that_runs_it(rank):
+    """The list's forward ends with that of the module: what was gathered for it is freed."""
+
+    class Encoder(nn.Module):
+        def __init__(self, embed: nn.Module) -> None:
+            super().__init__()
+            self.body, self.borrowed = FeedForward(), (embed,)
+
+        def forward(self, x):
+            return self.body(self.borrowed[0](x))
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+            self.encoder = Encoder(self.embed)
+
+        def forward(self, x):
+            return self.head(self.encoder(x))
+
+    model, reference = build(Tied, rank.device)
+    fully_shard([model.embed, model.head], mesh=rank.mesh())
+    fully_shard(model.encoder, mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for step in range(3):
+            part = (lambda module: module) if step == 0 else (lambda module: module.encoder)
+            torch.testing.assert_close(part(model)(rows(rank, step)), part(reference)(rows(rank, step)))
+            assert is_sharded(model.embed.parameters())
+            for parameter in (*parameters, *reference.parameters()):
+                parameter.mul_(0.5)

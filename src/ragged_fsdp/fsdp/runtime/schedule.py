@@ -68,8 +68,6 @@ class Turn:
         self.groups: list[ParamGroup] = []
         self.phase = Phase.IDLE
         self.is_root: bool | None = None
-        self.is_list = False
-        """Whether the call was given a list of modules, which may run in parts."""
         self.auto_reshard = True
         """Whether the library chose ``reshard_after_forward``: the root then stays gathered."""
         self.gathered_budget_bytes = 0
@@ -121,8 +119,6 @@ class Schedule:
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
-        self.lists: list[Turn] = []
-        """Turns of lists of modules."""
         self.groups: list[ParamGroup] = []
         """All groups below the root."""
         self.comm: CommContext | None = None
@@ -165,7 +161,6 @@ class Schedule:
     def adopt(self, root: Turn, turns: Sequence[Turn], module: nn.Module, device: torch.device) -> None:
         """Run all ``turns`` from now on and prepare their groups."""
         self.turns = list(turns)
-        self.lists = [turn for turn in turns if turn.is_list]
         groups = self.groups = [group for turn in turns for group in turn.groups]
         comm = self.open_comm(device)
         for turn in turns:
@@ -194,7 +189,7 @@ class Schedule:
             turn.is_root = None
             for group in turn.groups:
                 group.fqn = None
-        self.turns, self.lists, self.groups = [], [], []
+        self.turns, self.groups = [], []
 
     def follow_settings(self) -> None:
         """Derive from the settings of each group what all share: the most gradient buffers any asks for."""

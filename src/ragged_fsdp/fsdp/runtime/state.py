@@ -46,6 +46,8 @@ class ModuleState(State):
         self.mp_policy = MixedPrecisionPolicy()
         self.turn = Turn()
         self.schedule = Schedule()
+        self._lists: list[ModuleState] = []
+        """The states below the root that were given a list of modules, which may run in parts."""
         self._backward_hooks = BackwardHooks(self.post_backward, self.pre_backward)
 
     def init(
@@ -63,7 +65,6 @@ class ModuleState(State):
         self.device = device
         self.mp_policy = mp_policy
         self.turn.groups = list(groups)
-        self.turn.is_list = len(self.modules) > 1
         self.turn.auto_reshard = auto_reshard
         self.turn.gathered_budget_bytes = gathered_budget_bytes
         for module in self.modules:
@@ -103,8 +104,9 @@ class ModuleState(State):
         except BaseException:  # parameters on the meta device, for example: the next forward tries again
             self.schedule.disband()
             raise
+        lists = [state for state in states if len(state.modules) > 1]
         for state in states:
-            state.schedule = self.schedule
+            state.schedule, state._lists = self.schedule, lists
 
     def prepare_by_hand(self) -> None:
         """Before a gather that the user asks for: the root may not be known yet."""
@@ -175,11 +177,11 @@ class ModuleState(State):
         return self._cast_output(output)
 
     def _end_incomplete_lists(self, output: Any) -> Any:
-        """End the forward of lists of which only some modules ran (a head that is called per chunk later)."""
-        if not any(turn.still_to_run for turn in self.schedule.lists):
-            return output
-        below = [state for m in self.modules[0].modules() if (state := state_of(m)) is not None]
-        for state in reversed(list(dict.fromkeys(below))):
+        """End the forward of lists of which only some modules ran (a head that is called per chunk later).
+
+        Lists below the root, not below this module: it may call modules that are no children of its own.
+        """
+        for state in reversed(self._lists):
             if state is self or not state.turn.still_to_run:
                 continue
             self.schedule.end(state.turn)
