@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp_inside
 from collective_calls import noted
@@ -57,6 +58,26 @@ def test_custom_objects_allocate(rank: Rank, async_op: bool) -> None:
     train_both(model, reference, rank)
     assert gathers["allocate"] == gathers["collective"] > 0
     assert scatters["allocate"] == scatters["collective"] == 4 * 3
+
+
+@pytest.mark.parametrize("reshard", [True, 2])
+@spmd(4)
+def test_memory_of_a_custom_gather_is_let_go_after_it(rank: Rank, reshard: bool | int) -> None:
+    given: list[StorageWeakRef] = []
+
+    class Remembered(Gather):
+        def allocate(self, size, *, dtype, device):
+            made = super().allocate(size, dtype=dtype, device=device)
+            given.append(StorageWeakRef(made.untyped_storage()))
+            return made
+
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model, mesh=rank.mesh(), reshard_after_forward=reshard)
+    for module in (model, *model.layers):
+        module.set_custom_all_gather(Remembered(Counter()))
+    for step in range(2):
+        model(tokens(rank, step)).backward()
+    assert given and all(storage.expired() for storage in given)
 
 
 @spmd(2)

@@ -160,6 +160,8 @@ class InPlace:
                 out.wait()
         if self._staged is not None:
             weight.flat.copy_(self._staged.flat)
+            if self.parking is not None:
+                self.parking.forget(self._staged)  # else it would stay allocated until the next forward
             self._staged = None
         if self.parking is not None:
             self.parking.kept = None
@@ -236,6 +238,10 @@ class Parking:
         own = self.seen(weight).slot_buffer
         self.kept = own.empty_like().copy_(own)
         return self.kept
+
+    def forget(self, weight: DBuffer) -> None:
+        """Let go of memory that was gathered into and is not used again."""
+        self._seen.pop(weight.storage, None)
 
     def seen(self, weight: DBuffer) -> DBuffer:
         """The memory of ``weight`` as a buffer over the smaller groups, whose borders may cut blocks."""
