@@ -331,6 +331,24 @@ def in_dtype(reference: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: parameter.detach().to(dtype) for name, parameter in reference.named_parameters()}
 
 
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: Any,
+    steps: Iterable[int],
+    batches: Callable[[Any, int], Tensor] = tokens,
+) -> Tensor:
+    """Train on a rank's batches of some steps; the losses."""
+    losses = []
+    for step in steps:
+        loss = model(batches(rank, step)).float().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
 def train_both(
     model: nn.Module,
     reference: nn.Module,
@@ -438,6 +456,10 @@ class GatheredMemory:
             if not isinstance(parameter, DTensor):
                 storage = parameter.untyped_storage()
                 self._storages[module][storage._cdata] = storage
+
+    def was_used(self, module: nn.Module) -> bool:
+        """Whether the module has had a forward, without which its memory is not known."""
+        return bool(self._storages[module])
 
     def nbytes(self, module: nn.Module) -> int:
         """Bytes that are allocated now."""

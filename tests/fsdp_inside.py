@@ -43,7 +43,6 @@ __all__ = [
     "pending_reductions",
     "pool_memory",
     "quantize_dequantize",
-    "residence_of",
     "stream_is",
     "use_comm_memory",
 ]
@@ -58,11 +57,6 @@ def _context(module: nn.Module) -> CommContext:
 
 
 # -- states ----------------------------------------------------------------------------------------
-
-
-def residence_of(module: nn.Module) -> str:
-    """Where the parameters of a module's groups are, in the words of the runtime; joined if they differ."""
-    return ", ".join(sorted({group.residence.name for group in _groups(module)}))
 
 
 def forward_is_running(root: nn.Module) -> bool:

@@ -70,8 +70,8 @@ def _found(patterns: tuple[str, ...]) -> set[str]:
 _POISONED = {"RAGGED_FSDP_DEBUG": "1"}
 _RUNTIME = (
     *_spmd("dbuffer"),
-    *_spmd("fsdp", "buffers", "casts", "debug", "edges", "exchange", "gradients", "kept_layers"),
-    *_spmd("fsdp", "late_streams", "memory_pools", "parallelism", "recovery", "reuse"),
+    *_spmd("fsdp", "buffers", "casts", "debug", "edges", "exchange", "gradients"),
+    *_spmd("fsdp", "late_streams", "memory_pools", "parallelism", "recovery", "residence", "reuse"),
 )
 _PIPELINE = _spmd("fsdp", "pipeline")
 _USE = tuple(_found(_spmd("fsdp")) - _found((*_RUNTIME, *_PIPELINE)))

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fsdp_inside
-from fsdp_cases import Transformer, build, shard_blocks, tokens
+from fsdp_cases import Transformer, build, shard_blocks, tokens, train
 from rank_pool import DEVICE, Rank, spmd
 
 pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs RAGGED_FSDP_TEST_DEVICE=cuda")
@@ -13,18 +13,6 @@ pytestmark = pytest.mark.skipif(DEVICE != "cuda", reason="needs RAGGED_FSDP_TEST
 def _holds(pool: torch.cuda.MemPool, tensor: torch.Tensor) -> bool:
     address = tensor.data_ptr()
     return any(s["address"] <= address < s["address"] + s["total_size"] for s in pool.snapshot())
-
-
-def _train(model: torch.nn.Module, rank: Rank, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    losses = []
-    for step in range(steps):
-        loss = model(tokens(rank, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @spmd(2)
@@ -37,8 +25,8 @@ def test_training_in_a_pool(rank: Rank) -> None:
         shard_blocks(model, mesh=rank.mesh())
         for module in (model, *model.layers):
             fsdp_inside.use_comm_memory(module, memory if enabled else None)
-        losses.append(_train(model, rank, 5))
-    assert losses[0] == losses[1]
+        losses.append(train(model, torch.optim.SGD(model.parameters(), lr=0.3), rank, range(5)))
+    assert torch.equal(*losses)
     shard = model.head.weight.to_local()
     loss = model(tokens(rank, 0))
     assert _holds(pool, model.head.weight)  # the root stays gathered after forward

@@ -26,6 +26,7 @@ from fsdp_cases import (
     rows,
     shard_blocks,
     tokens,
+    train,
 )
 from ragged_fsdp import BlockCodes
 from rank_pool import DEVICE, spmd
@@ -36,25 +37,14 @@ STEPS, WIDTH = 5, 1024
 SLEEP_CYCLES = 20_000_000  # about 10 ms: long enough to expose a missing wait
 
 
-def _train(model, optimizer, rank, steps=STEPS):
-    losses = []
-    for step in range(steps):
-        loss = model(tokens(rank, step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
 @pytest.mark.parametrize("moe", [False, True], ids=["dense", "moe"])
 @spmd(2, 4)
 def test_losses_and_parameters_equal_ddp(rank, moe):
     model, reference = build(lambda: Transformer(moe=moe), rank.device)
     shard_blocks(model)
     ddp = DistributedDataParallel(reference, device_ids=[torch.cuda.current_device()])
-    ours = _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
-    theirs = _train(ddp, torch.optim.AdamW(reference.parameters(), lr=1e-3), rank)
+    ours = train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, range(STEPS))
+    theirs = train(ddp, torch.optim.AdamW(reference.parameters(), lr=1e-3), rank, range(STEPS))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     assert_same(model, reference, tolerance=1e-4)
 
@@ -69,8 +59,8 @@ def test_mixed_precision_equals_stock_fsdp2(rank, hsdp):
     for layer in other.layers:
         stock_fully_shard(layer, mesh=mesh, mp_policy=policy)
     stock_fully_shard(other, mesh=mesh, mp_policy=policy)
-    ours = _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
-    theirs = _train(other, torch.optim.AdamW(other.parameters(), lr=1e-3), rank)
+    ours = train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, range(STEPS))
+    theirs = train(other, torch.optim.AdamW(other.parameters(), lr=1e-3), rank, range(STEPS))
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=0)
     for (name, p), q in zip(model.named_parameters(), other.parameters()):
         assert relative_error(full(p), full(q)) < 2e-2, name
@@ -179,14 +169,8 @@ def test_delays_change_nothing(rank, where, kind):
                 for layer in model.layers:
                     layer.register_forward_pre_hook(lambda m, args: torch.cuda._sleep(SLEEP_CYCLES))
                     layer.register_full_backward_pre_hook(lambda m, grads: torch.cuda._sleep(SLEEP_CYCLES))
-            losses = []
-            for step in range(4):
-                loss = model(_batch(rank, step))
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-        results.append((torch.stack(losses), [full(p) for p in model.parameters()]))
+            losses = train(model, optimizer, rank, range(4), _batch)
+        results.append((losses, [full(p) for p in model.parameters()]))
     (plain, plain_params), (late, late_params) = results
     assert torch.equal(plain, late), (plain, late)
     assert all(torch.equal(a, b) for a, b in zip(plain_params, late_params))
@@ -199,8 +183,8 @@ def test_offload_to_pinned_memory(rank, pinned):
     model.cpu()
     shard_blocks(model, offload_policy=fsdp.CPUOffloadPolicy(pin_memory=pinned))
     ddp = DistributedDataParallel(reference, device_ids=[torch.cuda.current_device()])
-    ours = _train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank)
-    theirs = _train(ddp, torch.optim.AdamW(reference.parameters(), lr=1e-3), rank)
+    ours = train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, range(STEPS))
+    theirs = train(ddp, torch.optim.AdamW(reference.parameters(), lr=1e-3), rank, range(STEPS))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
     assert all(p.device.type == "cpu" for p in model.parameters())
     assert all(p.to_local().is_pinned() == pinned for p in model.parameters() if p.to_local().numel())

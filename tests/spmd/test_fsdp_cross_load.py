@@ -1,5 +1,7 @@
 """Checkpoints travel between this package, stock FSDP2, plain models and world sizes."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,7 +23,7 @@ from fsdp_cases import (
     fully_shard,
     ragged_only,
     shard_blocks,
-    tokens,
+    train,
 )
 from rank_pool import spmd
 
@@ -79,8 +81,8 @@ def test_training_goes_on_in_the_other_with_its_optimizer_state(rank, source, ta
     optimizers = {m: torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (writer, reader)}
     straight, _ = _make(source, rank, seed=1)
     straight_optimizer = torch.optim.AdamW(straight.parameters(), lr=1e-3)
-    _run(straight, straight_optimizer, rank, range(STEPS))
-    _run(writer, optimizers[writer], rank, range(2))
+    train(straight, straight_optimizer, rank, range(STEPS))
+    train(writer, optimizers[writer], rank, range(2))
     states = dict(zip(("model", "optim"), get_state_dict(writer, optimizers[writer])))
     dcp.save(states, checkpoint_id=rank.shared_dir / "ckpt")
     states = dict(zip(("model", "optim"), get_state_dict(reader, optimizers[reader])))
@@ -88,33 +90,21 @@ def test_training_goes_on_in_the_other_with_its_optimizer_state(rank, source, ta
     set_state_dict(
         reader, optimizers[reader], model_state_dict=states["model"], optim_state_dict=states["optim"]
     )
-    _run(reader, optimizers[reader], rank, range(2, STEPS))
+    train(reader, optimizers[reader], rank, range(2, STEPS))
     for (name, p), q in zip(reader.named_parameters(), straight.parameters()):
         torch.testing.assert_close(full(p), full(q), rtol=1e-6, atol=1e-8, msg=name)
 
 
-def _run(model, optimizer, rank, steps, *, batch_rank=None):
-    for step in steps:
-        source = rank if batch_rank is None else batch_rank
-        model(tokens(source, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class _SameData:
-    """Every rank sees the same batches, so that results do not depend on the world size."""
-
-    rank = 0
-
-    def __init__(self, device):
-        self.device = device
+def _same_data(rank):
+    """As if it were the first rank: every rank sees its batches, so results do not depend on their number."""
+    return dataclasses.replace(rank, rank=0)
 
 
 def _save_after_two_steps(rank, policy_rows=None):
     model, _ = build(lambda: Transformer(moe=True), rank.device)
     shard_blocks(model, **_granularity(policy_rows))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    _run(model, optimizer, rank, range(2), batch_rank=_SameData(rank.device))
+    train(model, optimizer, _same_data(rank), range(2))
     states = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
     dcp.save(states, checkpoint_id=rank.shared_dir / "ckpt")
 
@@ -126,9 +116,9 @@ def _resume_for_two_steps(rank, policy_rows=None):
     states = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
     dcp.load(states, checkpoint_id=rank.shared_dir / "ckpt")
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
-    _run(model, optimizer, rank, range(2, STEPS), batch_rank=_SameData(rank.device))
+    train(model, optimizer, _same_data(rank), range(2, STEPS))
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-3)
-    _run(reference, theirs, rank, range(STEPS), batch_rank=_SameData(rank.device))
+    train(reference, theirs, _same_data(rank), range(STEPS))
     assert_same(model, reference, tolerance=1e-6)
 
 

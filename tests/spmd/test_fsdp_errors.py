@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard, init_device_mesh
+from torch.distributed.tensor import Shard
 
 import fsdp_inside
 from fsdp_cases import DIM, FeedForward, fsdp, fully_shard, is_sharded, ragged_only, rows
@@ -42,9 +42,9 @@ def test_deepcopy(rank):
 @spmd(4)
 def test_meshes(rank):
     with pytest.raises(ValueError, match="expects a 1D or 2D DeviceMesh but got"):
-        fully_shard(FeedForward(), mesh=init_device_mesh(rank.device, (4, 1, 1)))
+        fully_shard(FeedForward(), mesh=rank.mesh(4, 1, 1))
     with pytest.raises(AssertionError, match="mesh_dim_names specified"):
-        fully_shard(FeedForward(), mesh=init_device_mesh(rank.device, (2, 2)))
+        fully_shard(FeedForward(), mesh=rank.mesh(2, 2))
 
 
 @spmd(2)

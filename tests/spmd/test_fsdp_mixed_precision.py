@@ -11,10 +11,12 @@ from fsdp_cases import (
     FeedForward,
     Transformer,
     average_gradients,
+    backward_through,
     build,
     fsdp,
     full,
     fully_shard,
+    in_dtype,
     relative_error,
     rows,
     shard_blocks,
@@ -88,21 +90,16 @@ def test_training_follows_a_bf16_reference(rank, reduce_dtype):
     model, reference = build(lambda: Transformer(moe=exact), rank.device)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     shard_blocks(model, mp_policy=policy)
-    ours = torch.optim.SGD(model.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, reference)]
     for step in range(4):
         loss = model(tokens(rank, step))
-        low = {n: p.detach().bfloat16().requires_grad_() for n, p in reference.named_parameters()}
-        expected = torch.func.functional_call(reference, low, (tokens(rank, step),))
-        assert abs(loss.item() - expected.item()) <= 2e-2 * abs(expected.item())
         loss.backward()
-        expected.backward()
-        for name, parameter in reference.named_parameters():
-            parameter.grad = low[name].grad.float()
+        expected = backward_through(reference, in_dtype(reference, torch.bfloat16), tokens(rank, step))
+        assert abs(loss.item() - expected.item()) <= 2e-2 * abs(expected.item())
         average_gradients(reference)
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
     bound = 1e-4 if exact else 5e-2  # zero-initialised biases hold nothing but the rounded sums
     for (name, p), q in zip(model.named_parameters(), reference.parameters()):
         error = relative_error(full(p), q.detach())
@@ -114,12 +111,8 @@ def test_fp32_reduction_of_bf16_gradients_is_exact(rank):
     model, reference = build(FeedForward, rank.device)
     fully_shard(model, mp_policy=BF16_FP32)
     model(rows(rank, 0)).float().square().sum().backward()
-    reference.bfloat16()
-    reference(rows(rank, 0).bfloat16()).float().square().sum().backward()
-    gradients = [parameter.grad.float() for parameter in reference.parameters()]
-    reference.float()
-    for parameter, gradient in zip(reference.parameters(), gradients):
-        parameter.grad = gradient
+    weights = in_dtype(reference, torch.bfloat16)
+    backward_through(reference, weights, rows(rank, 0).bfloat16(), lambda out: out.float().square().sum())
     average_gradients(reference)
     for (name, p), q in zip(model.named_parameters(), reference.parameters()):
         assert torch.equal(full(p.grad), q.grad), name

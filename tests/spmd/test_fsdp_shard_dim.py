@@ -12,6 +12,7 @@ from collective_calls import count
 from fsdp_cases import (
     DIM,
     FeedForward,
+    Stack,
     Transformer,
     assert_same,
     average_gradients,
@@ -72,7 +73,7 @@ def _steps(rank, model, reference, tolerance, batch=tokens):
 @spmd(1, 2, 3, 4)
 def test_training_equals_unsharded(rank, kind):
     """33 rows of vocabulary and 23 hidden ones are uneven chunks; a rank may own nothing of a bias."""
-    factory = Transformer if kind == "first" else lambda: _Even(rank.world_size)
+    factory = Transformer if kind == "first" else _Even
     model, reference = build(factory, rank.device)
     shard_blocks(model, shard_placement_fn=PLACEMENTS[kind])
     for (name, p), q in zip(model.named_parameters(), reference.parameters()):
@@ -87,25 +88,22 @@ def test_training_equals_unsharded(rank, kind):
         assert p.to_local().is_contiguous()
 
 
-class _Even(nn.Module):
-    """Dims that divide by the ranks, as ``Shard(dim)`` needs for dims other than 0."""
+class _Even(Stack):
+    """Dims that divide by the ranks, as ``Shard(dim)`` needs for dims other than 0; one has three."""
 
-    def __init__(self, ranks) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(FeedForward(hidden=HIDDEN) for _ in range(2))
+    def __init__(self) -> None:
+        super().__init__(hidden=HIDDEN)
         self.experts = nn.Parameter(torch.randn(3, DIM, HIDDEN) / DIM**0.5)
 
     def forward(self, x):
-        for layer in self.layers:
-            x = x + layer(x)
-        return torch.einsum("bd,edh->bh", x, self.experts)
+        return torch.einsum("bd,edh->bh", super().forward(x), self.experts)
 
 
 @pytest.mark.parametrize("mode", ["mixed_precision", "offload", "accumulate", "frozen", "keep", "hsdp"])
 @spmd(4)
 def test_options(rank, mode):
     """What a group can do, it can do with chunks."""
-    model, reference = build(lambda: _Even(4), rank.device)
+    model, reference = build(_Even, rank.device)
     options, tolerance = {"shard_placement_fn": _last_dim}, 1e-6
     if mode == "mixed_precision":
         options["mp_policy"] = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -136,7 +134,7 @@ def test_options(rank, mode):
 @ragged_only
 @spmd(3)
 def test_gradients_by_all_to_all(rank):
-    model, reference = build(lambda: _Even(3), rank.device)
+    model, reference = build(_Even, rank.device)
     shard_blocks(model, shard_placement_fn=_last_dim, reduction="all_to_all")
     _steps(rank, model, reference, tolerance=1e-5, batch=rows)
 
@@ -180,8 +178,8 @@ def test_data_parallel_dims_of_a_full_mesh(rank, dim):
 @spmd(3)
 def test_state_dicts_cross(rank):
     """From chunks to the default layout, to an unsharded model, and back."""
-    model, reference = build(lambda: _Even(3), rank.device, seed=1)
-    chunked, _ = build(lambda: _Even(3), rank.device, seed=2)
+    model, reference = build(_Even, rank.device, seed=1)
+    chunked, _ = build(_Even, rank.device, seed=2)
     shard_blocks(model)
     shard_blocks(chunked, shard_placement_fn=_last_dim)
     chunked.load_state_dict(

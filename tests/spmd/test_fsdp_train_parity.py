@@ -19,6 +19,7 @@ from torch.distributed._composable import checkpoint as recompute_activations
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from fsdp_cases import (
+    OPTIMIZERS,
     SEQ,
     VOCAB,
     Transformer,
@@ -32,10 +33,6 @@ from fsdp_cases import (
 from rank_pool import spmd
 
 STEPS = 10
-OPTIMIZERS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-}
 
 
 @dataclass(frozen=True)

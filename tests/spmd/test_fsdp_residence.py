@@ -1,10 +1,10 @@
-"""Weights that stay gathered between forward and backward, and when they may not be taken for the present."""
+"""Where the weights of each layer are in every moment of a step: sharded or whole, allocated or not."""
 
 import pytest
 import torch
 from torch import nn
 
-from collective_calls import count
+from collective_calls import count, noted
 from fsdp_cases import (
     GatheredMemory,
     Transformer,
@@ -24,6 +24,103 @@ pytestmark = ragged_only
 LAYERS = 5
 
 
+class Diary:
+    """The state of all layers in each moment, a letter per layer.
+
+    ``s``: sharded, with nothing allocated. ``a``: gathered ahead of its use, or kept from the last one, with
+    the sharded parameters registered. ``w``: whole.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers = model.layers
+        self.pages: list[tuple[str, str]] = []
+        self._memory = GatheredMemory(*model.layers)
+        for index, layer in enumerate(model.layers):
+            layer.mlp.up.register_forward_hook(lambda m, args, out, index=index: self._in_forward(index, out))
+
+    def _in_forward(self, index: int, out: torch.Tensor) -> None:
+        self.note(f"forward of {index}")
+        if out.requires_grad:
+            out.register_hook(lambda _: self.note(f"backward of {index}"))
+
+    def note(self, moment: str) -> None:
+        """Write down where the layers are."""
+        letters = ""
+        for layer in self.layers:
+            if not self._memory.was_used(layer):
+                letters += "?"
+            elif is_sharded(layer.parameters()):
+                letters += "a" if self._memory.nbytes(layer) else "s"
+            else:
+                letters += "w"
+        self.pages.append((moment, letters))
+
+
+FIRST, MIDDLE, LAST = range(3)
+MOMENTS = ["forward of 0", "forward of 1", "forward of 2", "after forward"]
+MOMENTS += ["backward of 2", "backward of 1", "backward of 0", "after backward"]
+STEPS = {  # from the second step on, when the order of the layers is known: the next one is gathered ahead
+    "True": (True, "was swa ssw sss saw aws wss sss"),
+    "False": (False, "was wwa www www www wws wss sss"),
+    "None": (None, "was swa saw saa saw aws wss sss"),  # backward starts with the last two
+    "2": (2, "was swa ssw sss saw aws wss sss"),  # what is kept is a larger shard, not the whole
+}
+
+
+@spmd(4)
+@pytest.mark.parametrize("name", STEPS)
+def test_every_moment_of_a_step(rank: Rank, name: str) -> None:
+    reshard, expected = STEPS[name]
+    model, _ = build(lambda: Transformer(layers=3), rank.device)
+    shard_blocks(model, mesh=rank.mesh(), reshard_after_forward=reshard)
+    diary = Diary(model)
+    for step in range(3):
+        diary.pages.clear()
+        loss = model(tokens(rank, step))
+        diary.note("after forward")
+        with noted() as notes:
+            loss.backward()
+        diary.note("after backward")
+        if step:
+            assert diary.pages == list(zip(MOMENTS, expected.split())), diary.pages
+        sizes = {call.group.size() for call in notes.of("gather")}
+        assert sizes == ({2} if reshard == 2 else {4} if sizes else set())
+    diary.pages.clear()
+    with torch.no_grad():
+        model(tokens(rank, 0))
+    diary.note("after forward")
+    # no backward follows, so that nothing is kept for it
+    without = "was wwa www www" if reshard is False else "was swa ssw sss"
+    assert diary.pages == list(zip(MOMENTS, without.split())), diary.pages
+
+
+@spmd(2)
+def test_moments_that_the_user_chooses(rank: Rank) -> None:
+    model, _ = build(lambda: Transformer(layers=3), rank.device)
+    shard_blocks(model, mesh=rank.mesh(), reshard_after_forward=True)
+    diary, first = Diary(model), model.layers[FIRST]
+    for step in range(2):
+        model(tokens(rank, step)).backward()
+
+    def now() -> str:
+        diary.note("now")
+        return diary.pages.pop()[1]
+
+    handle = first.unshard(async_op=True)
+    assert now() == "ass"
+    handle.wait()
+    assert now() == "wss"
+    first.reshard()
+    assert now() == "sss"
+    first.set_modules_to_forward_prefetch([model.layers[MIDDLE], model.layers[LAST]])
+    model.layers[LAST].set_modules_to_backward_prefetch([model.layers[MIDDLE], first])
+    model.layers[MIDDLE].set_reshard_after_backward(False)
+    diary.pages.clear()
+    model(tokens(rank, 2)).backward()
+    assert [letters for _, letters in diary.pages] == ["waa", "swa", "ssw", "aaw", "aws", "wws"]
+    assert now() == "sws"
+
+
 @pytest.mark.parametrize("kept", [2, 3])
 @spmd(2)
 def test_the_end_of_the_forward_stays_gathered(rank: Rank, kept: int) -> None:
@@ -40,8 +137,7 @@ def test_the_end_of_the_forward_stays_gathered(rank: Rank, kept: int) -> None:
         assert held == [False] * (LAYERS - now) + [True] * now
         assert is_sharded(model.layers.parameters())  # what is kept is not registered
         _, backward = count(loss.backward)
-        assert forward == {"gather": LAYERS + 1}
-        assert backward == {"gather": LAYERS - now, "reduce_scatter": LAYERS + 1}
+        assert (forward["gather"], backward["gather"]) == (LAYERS + 1, LAYERS - now)
         assert not any(memory.nbytes(layer) for layer in model.layers)
         reference(tokens(rank, step)).backward()
     average_gradients(reference)
