@@ -54,9 +54,17 @@ class _Counter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # desugar first: count what really runs
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            if _is_comparison(args):
+                return func(*args, **(kwargs or {}))
             name = func.__name__.split(".")[0]
             self.counts[_OPERATORS.get(name, name)] += 1
         return func(*args, **(kwargs or {}))
+
+
+def _is_comparison(args: tuple[Any, ...]) -> bool:
+    """Whether it is the all-reduce of two integers with which ranks compare what they are about to do."""
+    tensors = args[0] if args and isinstance(args[0], list) else []
+    return len(tensors) == 1 and tensors[0].dtype == torch.int64 and tensors[0].numel() == 2
 
 
 def count(fn: Callable[[], Any]) -> tuple[Any, dict[str, int]]:

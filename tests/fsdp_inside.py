@@ -19,14 +19,20 @@ from torch import nn
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import redistribute
-from ragged_fsdp.fsdp.build import builder
+from ragged_fsdp.fsdp.construct import builder
 from ragged_fsdp.fsdp.gather.block_codes import quantize_dequantize
 from ragged_fsdp.fsdp.reduce import exchange
+from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
+from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
 from ragged_fsdp.fsdp.streams import watch
 from ragged_fsdp.fsdp.streams.context import CommContext, PendingReduction
 
 __all__ = [
     "BROKEN",
+    "PHASES",
+    "PHASE_MOVES",
+    "RESIDENCES",
+    "RESIDENCE_MOVES",
     "Watch",
     "break_streams",
     "comm_contexts_of",
@@ -41,6 +47,7 @@ __all__ = [
     "no_memory_for_shards",
     "on_sum_of_exchange",
     "pending_reductions",
+    "phase_after",
     "pool_memory",
     "quantize_dequantize",
     "stream_is",
@@ -57,6 +64,28 @@ def _context(module: nn.Module) -> CommContext:
 
 
 # -- states ----------------------------------------------------------------------------------------
+
+PHASES = [phase.name for phase in Phase]
+PHASE_MOVES = {(start.name, end.name): when for (start, end), when in ALLOWED_PHASES.items()}
+RESIDENCES = [residence.name for residence in Residence]
+RESIDENCE_MOVES = {(start.name, end.name): when for (start, end), when in ALLOWED_MOVES.items()}
+
+
+def phase_after(start: str, end: str) -> str:
+    """The phase of a turn that was in ``start`` when the schedule let it enter ``end``."""
+    turn = Turn()
+    turn.phase = Phase[start]
+    Schedule()._enter(turn, Phase[end])
+    return turn.phase.name
+
+
+def residence_after(start: str, end: str) -> str:
+    """The residence of a group that was in ``start`` when it moved to ``end``."""
+    group = object.__new__(ParamGroup)
+    group.params, group.fqn, group.label_suffix = [], "layer", ""
+    group.residence = Residence[start]
+    group._move(Residence[end])
+    return group.residence.name
 
 
 def forward_is_running(root: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """``fully_shard`` and the other public names: FSDP2's, with the same meaning.
 
 It validates, groups, plans, cuts, compares with the other ranks and attaches, with the help of
-:mod:`ragged_fsdp.fsdp.build`. Nothing is changed before all of that has succeeded on every rank.
+:mod:`ragged_fsdp.fsdp.construct`. Nothing is changed before all of that has succeeded on every rank.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from ragged_fsdp.fsdp.build.agreement import Agreement
-from ragged_fsdp.fsdp.build.builder import GroupBuilder
-from ragged_fsdp.fsdp.build.managed import collect, moved_buffers, replace_buffers
-from ragged_fsdp.fsdp.build.options import Options
+from ragged_fsdp.fsdp.construct.agreement import Agreement
+from ragged_fsdp.fsdp.construct.builder import GroupBuilder
+from ragged_fsdp.fsdp.construct.managed import collect, moved_buffers, replace_buffers
+from ragged_fsdp.fsdp.construct.options import Options
 from ragged_fsdp.fsdp.parts.mesh import (
     DataParallelMeshDims,
     ParallelMesh,

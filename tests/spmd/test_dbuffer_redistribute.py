@@ -160,8 +160,7 @@ MESHES = {  # sizes of the mesh dims, and how many of them, from the first, are 
     ("levels", 2): [((1, 2), 0), ((2, 1), 0), ((2, 1, 1), 1)],
     ("levels", 4): [((2, 2), 0), ((1, 2, 2), 0), ((2, 1, 2), 0), ((2, 2, 1), 1), ((1, 2, 2), 1)],
 }
-NO_LEVELS = pytest.mark.xfail(strict=True, reason="only the last mesh dim is cut")
-KINDS = ["one level", pytest.param("levels", marks=NO_LEVELS)]
+KINDS = ["one level", "levels"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

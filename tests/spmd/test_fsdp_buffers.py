@@ -171,18 +171,10 @@ def _buffers_in_use(rank: Rank, *limits: tuple[str, int], early: bool) -> tuple[
     return len({call.read.data_ptr() for call in layers}), max(under_way)
 
 
-OVERRIDES = pytest.mark.xfail(strict=True, reason="what is set last counts for all groups below the root")
-
-
 @spmd(2)
 @pytest.mark.parametrize(
     ("last", "early"),
-    [
-        ("root", True),
-        ("layer", True),
-        ("root", False),
-        pytest.param("layer", False, marks=OVERRIDES),
-    ],
+    [("root", True), ("layer", True), ("root", False), ("layer", False)],
 )
 def test_a_layer_does_not_lower_the_number_of_buffers_of_the_root(rank: Rank, last: str, early: bool) -> None:
     """Below one root the largest number counts, whoever says it last."""

@@ -78,7 +78,6 @@ def test_streams_shared_after_the_first_forward(rank: Rank) -> None:
 
 
 @spmd(2)
-@pytest.mark.xfail(strict=True, reason="each call makes contexts that the root then replaces")
 def test_one_communication_context_below_a_root(rank: Rank) -> None:
     with pytest.MonkeyPatch.context() as patch:
         made = fsdp_inside.contexts_made(patch)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsdp_inside
 from collective_calls import noted
 from fsdp_cases import Transformer, build, ragged_only, shard_blocks, tokens, train_both
+from ragged_fsdp.collectives import Comm
 from rank_pool import Rank, spmd
 
 pytestmark = ragged_only
@@ -93,15 +94,17 @@ def test_memory_that_cannot_be_used_is_refused(rank: Rank) -> None:
         model(tokens(rank, 0)).backward()
 
 
-class Pool:
+class Pool(Comm):
     """Stands for the pool of a process group: notes the storages that grow within it."""
+
+    common_memory = False
 
     def __init__(self) -> None:
         self.is_open = False
         self.allocated: set[int] = set()
 
     @contextmanager
-    def allocating(self, device: torch.device) -> Iterator[None]:
+    def memory(self, device: torch.device) -> Iterator[None]:
         self.is_open = True
         yield
         self.is_open = False

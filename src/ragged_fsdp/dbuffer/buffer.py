@@ -384,7 +384,10 @@ class DBuffer:
             ValueError: no such transition, as from anything to ``Partial()``, or ``out`` does not fit.
             RuntimeError: this buffer's storage is released.
         """
-        kind = None if out is None else out._kind
+        try:
+            kind = None if out is None else out._kind
+        except AttributeError:
+            raise TypeError(f"DBuffer.redistribute: out must be a DBuffer, got {out!r}.") from None
         known = self._moves.get(kind)
         if known is None or known[0] is not placements:
             target = self._checked_target(placements, out)
@@ -497,7 +500,6 @@ class DBuffer:
             raise ValueError(f"DBuffer: placements {other.placements} do not match {self.placements}.")
 
     def _check_out(self, out: DBuffer, target: tuple[Placement, ...]) -> None:
-        expect(".redistribute: out", out, DBuffer, "a DBuffer")
         if out.layout is not self.layout and out.layout.digest != self.layout.digest:
             raise ValueError("DBuffer: out has another layout than the buffer that is redistributed.")
         if out.placements != target:

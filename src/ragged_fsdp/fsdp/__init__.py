@@ -1,5 +1,4 @@
-"""The runtime of ``fully_shard``, in rooms that import one way: build -> runtime -> gather, reduce -> parts
--> streams.
+"""The runtime of ``fully_shard``, in rooms that import one way; docs/design.md says what each of them owns.
 
-See docs/design.md for what each of them owns.
+``construct -> runtime -> gather, reduce -> parts -> streams -> autograd``
 """

@@ -457,5 +457,5 @@ class FusedSGD(_FlatOptimizer):
             dampening=group["dampening"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
-            is_first_step=update.count == 0,
+            is_first_step=bool(buffers) and update.count == 0,  # torch warns where there is none
         )

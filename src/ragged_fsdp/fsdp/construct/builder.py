@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from ragged_fsdp.fsdp.build.managed import Managed
-from ragged_fsdp.fsdp.build.options import Options
+from ragged_fsdp.fsdp.construct.managed import Managed
+from ragged_fsdp.fsdp.construct.options import Options
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
@@ -47,7 +47,10 @@ __all__ = ["GroupBuilder"]
 logger = logging.getLogger("ragged_fsdp")
 Planned = tuple[list[int], ParallelMesh, GroupPlan]  # the parameters of a group, by index
 Cut = tuple[list[ManagedParam], MainShard | RowPieces]  # what a group is made of
-_REDUCTIONS: dict[str, Callable[[Members], GradTransport]] = {"reduce_scatter": ReduceScatter, "all_to_all": Exchange}
+_REDUCTIONS: dict[str, Callable[[Members], GradTransport]] = {
+    "reduce_scatter": ReduceScatter,
+    "all_to_all": Exchange,
+}
 
 
 @dataclass
@@ -384,7 +387,9 @@ class GroupBuilder:
             rows = plan.local_rows(index, mesh.shard_rank)[1]
             param.attach_chunk(piece, target, placements, shard_dim, rows)
             return
-        target, placements = mesh.placements_for(original, param.name, ragged_placement(plan, index, original))
+        target, placements = mesh.placements_for(
+            original, param.name, ragged_placement(plan, index, original)
+        )
         attach = param.attach_shard if mesh.shards else param.attach_replicated
         attach(piece, target, placements)
 
@@ -408,7 +413,9 @@ class GroupBuilder:
         if on_meta:
             return main
         for index, param in enumerate(params):
-            main.pieces[index].copy_(plan.local_part(index, mesh.shard_rank, inner_of(param.sharded).detach()))
+            main.pieces[index].copy_(
+                plan.local_part(index, mesh.shard_rank, inner_of(param.sharded).detach())
+            )
         return main
 
     def _set_reshard(self, group: ParamGroup) -> None:

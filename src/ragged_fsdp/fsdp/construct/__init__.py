@@ -1,0 +1,1 @@
+"""From the arguments of ``fully_shard`` to groups, compared with the other ranks before anything changes."""
