@@ -12,7 +12,8 @@ group::
 price of these copies. :class:`Extensions` is for tensor subclasses with ``fsdp_pre_all_gather`` and
 ``fsdp_post_all_gather`` (FSDP2's protocol): they send the tensors the first returns, such as float8 data
 and a scale, and compute with what the second makes of the gathered ones. They keep their class, so they lie
-in no common buffer, and are cut by rows, because extensions pad and index by rows.
+in no common buffer, and are cut by rows, because extensions pad and index by rows. :class:`Pieces` stands in
+for the default where a cast made its buffer impossible.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.collectives import explain_failure
 from ragged_fsdp.dbuffer.redistribute import wait_all
 from ragged_fsdp.dtensor.geometry import contiguous_stride
-from ragged_fsdp.fsdp.gather.transport import InPlace, note_shards
+from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, note_shards
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.param import ManagedParam
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, rank_major
@@ -38,7 +39,7 @@ from ragged_fsdp.torch_internals import (
     unsafe_preserve_version_counter,
 )
 
-__all__ = ["Chunks", "Extensions", "is_extended"]
+__all__ = ["Chunks", "Extensions", "Pieces", "is_extended"]
 
 _ALIGN_BYTES = 16
 _SIGNATURE = (
@@ -85,7 +86,7 @@ class _Packed:
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        self.parking = None
+        self.parking: Parking | None = None
         self.gathered = [Gathered() for _ in members.params]
         self._message: torch.Tensor | None = None
         """From the allocation until the parameters are copied out of it."""
@@ -153,8 +154,13 @@ class _Packed:
             state.release()
 
 
-class Chunks(_Packed):
-    """Gathers chunks along any dim into whole parameters."""
+class Pieces(_Packed):
+    """Gathers the pieces of a planned group one by one: where a cast changed some item sizes and not others.
+
+    ``module.to(dtype)`` after ``fully_shard`` keeps every cut where it is: sharded parameters, optimizer
+    states and checkpoints do not move. But where int8 codes stay while bf16 norms become fp32, the pieces of a rank
+    no longer fill its shard as planned, and the gathered parameters are no runs of one buffer.
+    """
 
     def prepare(self) -> None:
         """Make the gathered tensors, without memory; again if the dtypes changed."""
@@ -163,19 +169,23 @@ class Chunks(_Packed):
             state = self.gathered[index]
             if state.outputs and state.outputs[0].dtype == dtype:
                 continue
-            numel = members.mesh.shard_size * self._chunk_numel(index)
-            whole = torch.empty(numel, dtype=dtype, device=members.device)
+            whole = torch.empty(self._whole_numel(index), dtype=dtype, device=members.device)
             self.gathered[index] = state = Gathered(outputs=[whole])
             state.release()
             param.unsharded = None
 
-    def _chunk_numel(self, index: int) -> int:
-        return self.plan.chunk_rows(index) * self.plan.row_numel(index)
+    def _whole_numel(self, index: int) -> int:
+        return self.members.params[index].inner_shape.numel()
+
+    def _room(self, index: int) -> int:
+        """Elements of a parameter that a rank's part of the message has room for."""
+        plan, ranks = self.members.plan, range(self.members.mesh.shard_size)
+        return max(plan.local_range(index, rank).numel for rank in ranks)
 
     def allocate(self) -> None:
-        """Cast the chunks into this rank's slot of a new message."""
+        """Cast the pieces into this rank's slot of a new message."""
         members, outputs = self.members, [state.outputs[0] for state in self.gathered]
-        slot = self._new_message([[out.nbytes // members.mesh.shard_size] for out in outputs])
+        slot = self._new_message([[self._room(i) * out.dtype.itemsize] for i, out in enumerate(outputs)])
         targets, sources = [], []
         for index, (param, out) in enumerate(zip(members.params, outputs)):
             local = local_of(param.sharded)
@@ -188,8 +198,30 @@ class Chunks(_Packed):
             torch._foreach_copy_(targets, sources)
 
     def _unpack(self, index: int, state: Gathered, parts: torch.Tensor) -> None:
+        whole, param = state.outputs[0], self.members.params[index]
+        for rank, part in enumerate(parts):
+            at = self.members.plan.local_range(index, rank)
+            if at.numel:
+                piece = part.narrow(0, state.offsets[0], at.numel * whole.dtype.itemsize).view(whole.dtype)
+                whole.narrow(0, at.tensor_start, at.numel).copy_(piece)
+        if param.unsharded is None:
+            param.make_unsharded(whole.view(param.inner_shape))
+
+    adopt_shards = InPlace.adopt_shards
+
+
+class Chunks(Pieces):
+    """Gathers chunks along any dim into whole parameters, each with one copy."""
+
+    def _whole_numel(self, index: int) -> int:
+        return self.members.mesh.shard_size * self._room(index)  # the last chunks are filled up
+
+    def _room(self, index: int) -> int:
+        return self.plan.chunk_rows(index) * self.plan.row_numel(index)
+
+    def _unpack(self, index: int, state: Gathered, parts: torch.Tensor) -> None:
         whole, param, dim = state.outputs[0], self.members.params[index], self.plan.dims[index]
-        ranks, chunk = self.members.mesh.shard_size, self._chunk_numel(index)
+        ranks, chunk = self.members.mesh.shard_size, self._room(index)
         if whole.numel():
             nbytes = chunk * whole.dtype.itemsize
             chunks = parts.narrow(1, state.offsets[0], nbytes).view(whole.dtype)
@@ -199,8 +231,6 @@ class Chunks(_Packed):
             target.copy_(chunks.view(target.shape))
         if param.unsharded is None:
             param.make_unsharded(whole.narrow(0, 0, param.inner_shape.numel()).view(param.inner_shape))
-
-    adopt_shards = InPlace.adopt_shards
 
 
 class Extensions(_Packed):

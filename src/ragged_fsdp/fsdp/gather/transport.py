@@ -79,17 +79,16 @@ class InPlace:
         """Bytes of the gathered parameters."""
         return self.weight.nbytes if self.weight is not None else 0
 
+    def fits_plan(self) -> bool:
+        """Whether item sizes are as planned, or all changed alike, so that shards are filled as planned."""
+        items, plan = tuple(dtype.itemsize for dtype in self.members.gathered_dtypes), self.members.plan
+        return items == plan.item_bytes or (plan.same_items and len(set(items)) == 1)
+
     def prepare(self) -> None:
         """Make the gathered buffer, without memory; again if the dtypes changed."""
         members, plan, dtypes = self.members, self.members.plan, self.members.gathered_dtypes
         if self.weight is not None and self.weight.dtypes == dtypes:
             return
-        items = tuple(dtype.itemsize for dtype in dtypes)
-        if items != plan.item_bytes and not (plan.same_items and len(set(items)) == 1):
-            raise RuntimeError(
-                f"{members.label}: after fully_shard its parameters were cast to {[str(d) for d in dtypes]}, "
-                f"items of {items} bytes where {plan.item_bytes} were planned; cast them before."
-            )
         self.weight = DBuffer(
             plan.layout,
             plan.shapes,

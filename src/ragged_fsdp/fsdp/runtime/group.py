@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ragged_fsdp.fsdp.autograd import on_parameters
+from ragged_fsdp.fsdp.gather.packed import Pieces
 from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.param import ManagedParam, check_materialized, settle_requires_grad
@@ -63,7 +64,8 @@ class ParamGroup(Members):
         reduce: Callable[[Members], GradTransport],
     ) -> None:
         super().__init__(*parts)
-        self.transport = gather(self)
+        self._planned = gather(self)
+        self.transport: Transport = self._planned
         self.reducer = GradReducer(self, reduce(self))
         self._tables = [(table, name, p) for p in self.params for table, name in p.tables or ()]
         self._unusual = [p for p in self.params if p.tables is None]
@@ -87,7 +89,25 @@ class ParamGroup(Members):
             self.initialized = True
         check_materialized(self.params, on_host=self.offload)
         self.follow_trainable()
+        self._choose_transport()
         self.transport.prepare()
+
+    def _choose_transport(self) -> None:
+        """The transport that was planned for, unless a cast has changed some item sizes and not others."""
+        planned, fits = self._planned, True
+        if type(planned) is InPlace:
+            fits = planned.fits_plan()
+            if not fits and planned.parking is not None:
+                raise RuntimeError(
+                    f"{self.label}: after fully_shard its parameters were cast to "
+                    f"{[str(dtype) for dtype in self.gathered_dtypes]}, items of different sizes; "
+                    "reshard_after_forward=int does not support that. Cast them before."
+                )
+        if fits is not (self.transport is planned):
+            self.transport = planned if fits else Pieces(self)
+            planned.weight = None  # type: ignore[attr-defined]  # unsharded parameters are made anew
+            for param in self.params:
+                param.unsharded = None
 
     def _follow_state_dicts(self) -> None:
         """State dicts are saved from and loaded into the sharded parameters."""
