@@ -7,7 +7,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_cases import (
     Stack,
@@ -146,10 +147,15 @@ def test_a_gradient_the_user_keeps_stays_as_it_is(rank: Rank, reduction: str) ->
         assert all(torch.equal(full(grad), value) for grad, value in zip(grads, expected))
 
 
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("dim", [None, 0], ids=["ragged", "Shard(0)"])
 @spmd(2)
-def test_gradients_can_be_copied_and_saved(rank: Rank) -> None:
+def test_gradients_can_be_copied_and_saved(rank: Rank, dim: int | None, offload: bool) -> None:
     model, _ = build(Transformer, rank.device)
-    shard_blocks(model, mesh=rank.mesh())
+    options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
+    if dim is not None:
+        options["shard_placement_fn"] = lambda param: Shard(dim)
+    shard_blocks(model, mesh=rank.mesh(), **options)
     model(tokens(rank, 0)).backward()
     grads = [p.grad for p in model.parameters()]
     file = io.BytesIO()

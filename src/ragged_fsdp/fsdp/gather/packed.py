@@ -158,8 +158,8 @@ class Pieces(_Packed):
     """Gathers the pieces of a planned group one by one: where a cast changed some item sizes and not others.
 
     ``module.to(dtype)`` after ``fully_shard`` keeps every cut where it is: sharded parameters, optimizer
-    states and checkpoints do not move. But where int8 codes stay while bf16 norms become fp32, the pieces of a rank
-    no longer fill its shard as planned, and the gathered parameters are no runs of one buffer.
+    states and checkpoints do not move. But where int8 codes stay while bf16 norms become fp32, the pieces of
+    a rank no longer fill its shard as planned, and the gathered parameters are no runs of one buffer.
     """
 
     def prepare(self) -> None:

@@ -276,6 +276,8 @@ class GradReducer:
         """Copy the reduced shard to the host; without waiting if nobody on the host reads it in backward."""
         members = self.members
         on_host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=members.pin_memory)
+        if self._claims:  # these are the gradients now: without it one that is not ragged cannot be copied
+            claim(on_host.untyped_storage())
         read_now = any(p.grad is not None or post_accumulate_grad_hooks_of(p) for p in sharded)
         non_blocking = members.pin_memory and not read_now and flat.device.type != "cpu"
         on_host.copy_(flat, non_blocking=non_blocking)
