@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from ragged_fsdp.cli import HELP_OPTIONS
+
 __all__ = ["SETTINGS", "command"]
 
 SETTINGS: dict[str, Any] = {
@@ -29,7 +31,7 @@ _STOP_AT = 80
 _CONTENTS = ("run", "export", "report.html")
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, **HELP_OPTIONS})
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),

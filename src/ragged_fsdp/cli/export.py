@@ -4,6 +4,7 @@ from pathlib import Path
 
 import click
 
+from ragged_fsdp.cli import HELP_OPTIONS
 from ragged_fsdp.cli.checkpoint_path import find_checkpoint
 
 __all__ = ["command"]
@@ -11,7 +12,7 @@ __all__ = ["command"]
 _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(context_settings={"show_default": True, **HELP_OPTIONS})
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="keep", help="type of the weights")

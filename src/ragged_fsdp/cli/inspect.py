@@ -6,12 +6,13 @@ from typing import Any
 
 import click
 
+from ragged_fsdp.cli import HELP_OPTIONS
 from ragged_fsdp.cli.checkpoint_path import find_checkpoint
 
 __all__ = ["command"]
 
 
-@click.command()
+@click.command(context_settings=HELP_OPTIONS)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--verify", is_flag=True, help="read every file and compare its checksum")
 @click.option("--all", "show_all", is_flag=True, help="list all tensors, not only the model's")

@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from ragged_fsdp.cli import HELP_OPTIONS
+
 __all__ = ["main"]
 
 _COMMANDS = {
@@ -54,7 +56,7 @@ class _LazyGroup(click.Group):
 
 @click.group(
     cls=_LazyGroup,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},  # of subcommands too
+    context_settings={**HELP_OPTIONS, "max_content_width": 110},
 )
 @click.version_option(package_name="ragged-fsdp")
 def main() -> None:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
+from ragged_fsdp.cli import HELP_OPTIONS
 from ragged_fsdp.cli.plan_costs import (
     Candidate,
     PaddingWarning,
@@ -66,7 +67,7 @@ ragged-fsdp plan llama3-70b -g '*=whole' --advise --gpus 512 --memory 60
 """
 
 
-@click.command(help=_HELP, context_settings={"show_default": True})
+@click.command(help=_HELP, context_settings={"show_default": True, **HELP_OPTIONS})
 @click.argument("model")
 @click.option(
     "-n", "--fsdp", default="8,16,32,64,128,256,512,1024", help="FSDP sizes: 64 or 8,16 or FROM:TO:STEP."

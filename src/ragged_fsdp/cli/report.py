@@ -4,10 +4,12 @@ from pathlib import Path
 
 import click
 
+from ragged_fsdp.cli import HELP_OPTIONS
+
 __all__ = ["command"]
 
 
-@click.command()
+@click.command(context_settings=HELP_OPTIONS)
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
 @click.option(
     "--out", type=click.Path(dir_okay=False, path_type=Path), default=None, help="page (.html or .svg)"

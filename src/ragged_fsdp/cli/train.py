@@ -7,6 +7,7 @@ from typing import Any, get_origin, get_type_hints
 
 import click
 
+from ragged_fsdp.cli import HELP_OPTIONS
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml
 
@@ -80,7 +81,7 @@ def _first_line(section: type) -> str:
     return (section.__doc__ or "").splitlines()[0].rstrip(".")
 
 
-@click.command(cls=_TrainCommand, epilog=_EPILOG)
+@click.command(cls=_TrainCommand, epilog=_EPILOG, context_settings=HELP_OPTIONS)
 @click.option("--config", type=click.Path(dir_okay=False), default=None, help="settings file (TOML)")
 @_flags
 def command(config: str | None, **flags: Any) -> None:

@@ -330,7 +330,7 @@ class Exchange:
         if rows.shape[0] == 1:
             rows = sent.view(1, -1)
         else:
-            collectives.all_to_all(rows, sent, pg)
+            collectives.all_to_all(rows.view(-1), sent, pg)
         _sum_rows(rows, reduced, divisor)
 
     def _exchange_rounds(self, memory: _Memory, reduced: torch.Tensor, divisor: float, pg: Any) -> None:
