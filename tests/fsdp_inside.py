@@ -50,6 +50,7 @@ __all__ = [
     "phase_after",
     "pool_memory",
     "quantize_dequantize",
+    "remembered_of_a_step",
     "stream_is",
     "use_comm_memory",
 ]
@@ -96,6 +97,15 @@ def forward_is_running(root: nn.Module) -> bool:
 def pending_reductions(root: nn.Module) -> list[str]:
     """The groups whose reductions were launched and not waited for yet, in the order of their launch."""
     return [entry.owner.members.label for entry in _context(root).pending]
+
+
+def remembered_of_a_step(root: nn.Module) -> int:
+    """What is noted below ``root`` for a step that runs: the order of its groups, reductions under way."""
+    context = root._get_fsdp_state().root
+    positions = [
+        place for state in context.states for group in state.groups for place in group.forward_positions
+    ]
+    return len(context.backward_order) + len(context.comm.pending) + len(positions)
 
 
 def comm_contexts_of(module: nn.Module) -> list[Any]:

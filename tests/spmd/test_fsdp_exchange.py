@@ -72,18 +72,23 @@ def _assert_alike(found: dict[str, dict[str, torch.Tensor | None]]) -> None:
 @spmd(1, 2, 3, 4)
 @pytest.mark.parametrize("views", [False, True])
 def test_gradients_equal_those_of_the_reduce_scatter(rank: Rank, views: bool) -> None:
+    """A module is used on one rank only: the others send zeros, and have its gradient if they ask for it."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         if views:
             _through_views(patch, rank.device)
         for reduction in REDUCTIONS:
             net, _ = _net(rank, reduction=reduction)
-            for step in range(2):
+            found[reduction] = {}
+            for step, unused in enumerate((False, True, True)):
                 net.zero_grad()
-                # a rank-dependent use of a module: where it is unused on some ranks they send zeros
+                net.set_reduce_scatter_unused_params(unused)
                 net(rows(rank, step, dim=7), use_extra=rank.rank == 0).sum().backward()
-            found[reduction] = _grads(net)
+                found[reduction] |= {f"{name} in step {step}": grad for name, grad in _grads(net).items()}
     _assert_alike(found)
+    if rank.rank:
+        assert found["all_to_all"]["extra.weight in step 0"] is None
+    assert found["all_to_all"]["extra.weight in step 1"] is not None
 
 
 @spmd(2, 4)

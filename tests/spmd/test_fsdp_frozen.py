@@ -69,7 +69,7 @@ def test_one_gather_for_all_dtypes_and_no_place_for_frozen_gradients(rank):
 
     def make():
         net = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 40), nn.Linear(40, 8))
-        net[1].requires_grad_(False)
+        net[:2].requires_grad_(False)
         net.codes = nn.Parameter(torch.arange(77, dtype=torch.int8), requires_grad=False)
         return net
 

@@ -82,10 +82,12 @@ def test_whole_gradients_are_dropped_after_the_backward(rank: Rank, reduction: s
     model, _ = build(Stack, rank.device)
     shard_blocks(model, mesh=rank.mesh(), reduction=reduction)
     made: list[weakref.ref[torch.Tensor]] = []
+    watched: list[torch.Tensor] = []
 
     def watch(module: nn.Module, args: object) -> None:
-        if (weight := module.weight).requires_grad and not weight._post_accumulate_grad_hooks:
-            weight.register_post_accumulate_grad_hook(lambda p: made.append(weakref.ref(p.grad)))
+        if not any(module.weight is weight for weight in watched):
+            watched.append(module.weight)
+            module.weight.register_post_accumulate_grad_hook(lambda p: made.append(weakref.ref(p.grad)))
 
     for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
         linear.register_forward_pre_hook(watch)

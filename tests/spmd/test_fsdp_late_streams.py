@@ -24,6 +24,10 @@ CASES = {
     "parts": {"gather_policy": lambda name, p: BlockCodes("int8", (4, 4)) if name == "up.weight" else None},
 }
 CASES["parts"] |= {"reduction": "all_to_all", "max_buffers": 2}
+CASES["bf16 weights"] = {
+    "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+    "reduction": "all_to_all",
+}
 
 
 class Failing(torch.autograd.Function):
@@ -41,7 +45,8 @@ class Failing(torch.autograd.Function):
 def _model(rank: Rank, case: str, buffers: int = 1) -> nn.Module:
     hsdp = rank.world_size == 4
     mesh = rank.mesh(2, 2, names=("replicate", "shard")) if hsdp else rank.mesh()
-    model, _ = build(lambda: Stack(layers=4), rank.device)
+    dtype = torch.bfloat16 if case == "bf16 weights" else torch.float32
+    model, _ = build(lambda: Stack(layers=4).to(dtype), rank.device)
     shard_blocks(model, mesh=mesh, **CASES[case])
     model.set_reduce_scatter_max_input_buffers(buffers)
     return model
@@ -50,10 +55,11 @@ def _model(rank: Rank, case: str, buffers: int = 1) -> nn.Module:
 def _train(net: nn.Module, rank: Rank) -> list[torch.Tensor]:
     """Losses, gradients and parameters of steps, each with something that happens to users."""
     seen: list[torch.Tensor] = []
+    dtype = next(net.parameters()).dtype
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
     def backward(step: int) -> torch.Tensor:
-        loss = net(rows(rank, step)).float().square().mean()
+        loss = net(rows(rank, step).to(dtype)).float().square().mean()
         loss.backward()
         return loss.detach()
 
@@ -79,13 +85,14 @@ def _train(net: nn.Module, rank: Rank) -> list[torch.Tensor]:
     hook.remove()
     net.reset_iter_state()
     net.zero_grad()
-    taking = [p.register_post_accumulate_grad_hook(take) for p in net.parameters()]
     seen.append(backward(5))
+    taking = [p.register_post_accumulate_grad_hook(take) for p in net.parameters()]
+    seen.append(backward(6))  # adds to gradients that the user then drops
     for handle in taking:
         handle.remove()
     with torch.no_grad():
-        seen.append(net(rows(rank, 5)).clone())
-    seen.append(backward(6))
+        seen.append(net(rows(rank, 6).to(dtype)).clone())
+    seen.append(backward(7))
     finish_step()
     return seen + [p.to_local().clone() for p in net.parameters()]
 

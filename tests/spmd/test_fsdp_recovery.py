@@ -290,7 +290,7 @@ def test_steps_leave_nothing_behind_and_a_dropped_model_is_freed(rank: Rank) -> 
     remembered = 3 * 13 * sum(launches.values()) if rank.device == "cuda" else 0
     assert more <= 50 + remembered, f"{more} objects more"
     assert _alive().total() <= own.total() + remembered, _alive() - own
-    assert not fsdp_inside.pending_reductions(model)
+    assert not fsdp_inside.remembered_of_a_step(model)
     gone = weakref.ref(model)
     del model
     left = _alive() - before
