@@ -141,9 +141,9 @@ def gradient_memory_lent(root: nn.Module) -> int:
 
 
 def use_comm_memory(module: nn.Module, comm: Any) -> None:
-    """Let gathered weights and gradient buffers of a module lie in the memory of ``comm``."""
+    """Let gathered weights and gradient buffers of a module lie in the memory of ``comm``; None is the common."""
     for group in _groups(module):
-        group.settings.gather_comm = group.settings.reduce_comm = comm
+        group.settings.gather_comm = group.settings.reduce_comm = comm or collectives.Comm()
 
 
 def comm_memory_of(module: nn.Module) -> list[Any]:

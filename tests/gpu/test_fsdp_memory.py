@@ -3,6 +3,7 @@
 Runs as rank 0 of 8 under torch's fake process group, in a process of its own: memory depends on sizes only.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,8 +79,10 @@ def measure(buffers: int) -> None:
 def test_peak_of_a_step(buffers: int) -> None:
     script = f"import test_fsdp_memory as t; t.measure({buffers})"
     here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
+    command = [sys.executable, "-c", script]
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=here, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=here, env=env, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     second, _, allocated, reserved = map(int, done.stdout.split()[-4:])
