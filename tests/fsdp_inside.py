@@ -141,7 +141,7 @@ def gradient_memory_lent(root: nn.Module) -> int:
 
 
 def use_comm_memory(module: nn.Module, comm: Any) -> None:
-    """Let gathered weights and gradient buffers of a module lie in the memory of ``comm``; None is the common."""
+    """Let weights and gradient buffers of a module lie in the memory of ``comm``; None is the common one."""
     for group in _groups(module):
         group.settings.gather_comm = group.settings.reduce_comm = comm or collectives.Comm()
 
