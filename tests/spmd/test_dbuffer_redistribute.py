@@ -3,11 +3,13 @@
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragged_fsdp import DBuffer, Elements, Rows, Whole
 from ragged_fsdp.layout import TensorSpec
@@ -90,6 +92,34 @@ def test_what_is_known_of_earlier_calls_is_neither_stale_nor_piled_up(rank: Rank
         gathered = sharded.redistribute((Replicate(),), out=whole.with_placements((Replicate(),)))
         assert all(torch.equal(view, value) for view, value in zip(gathered.tensors, values))
     assert len(sharded._moves) <= 8
+
+
+class _Operators(TorchDispatchMode):
+    """Notes the operators that run, other than views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("replicas", [None, 1])
+@spmd(2, 3)
+def test_one_copy_and_one_collective_beside_a_dim_of_one_rank(rank: Rank, replicas: int | None) -> None:
+    mesh = rank.mesh() if replicas is None else rank.mesh(1, rank.world_size, names=("replicate", "shard"))
+    everywhere = (Replicate(),) * mesh.ndim
+    sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
+    out = DBuffer(sharded.layout, sharded.shapes, mesh, everywhere, dtype=torch.bfloat16)
+    for _ in range(2):
+        with _Operators() as noted:
+            sharded.redistribute(everywhere, out=out)
+    assert len(noted.names) == 2 and noted.names[0] == "copy_", noted.names  # and the gather
+    for view, value in zip(out.tensors, tensors(rank.device).values()):
+        assert torch.equal(view, value.bfloat16())
 
 
 @spmd(3)

@@ -48,9 +48,12 @@ def plan_move(source: DBuffer, target: tuple[Placement, ...], out: DBuffer | Non
     changes = [dim for dim, (have, want) in enumerate(zip(source.placements, target)) if have != want]
     if any(isinstance(source.placements[dim], Partial) for dim in changes):
         source.check_arithmetic("a reduction")
-    if out is not None and len(source.levels) == 1 and changes == list(source.levels):
-        group = source.mesh.get_group(changes[0])
-        have, want = source.placements[-1], target[-1]
+    # a level of one rank holds the same whatever its placement: it must not make the move one in steps
+    levels = [dim for dim in source.levels if source.mesh.size(dim) > 1] or [source.levels[-1]]
+    moved = [dim for dim in changes if dim in levels or source.mesh.size(dim) > 1]
+    if out is not None and len(levels) == 1 and moved == levels:
+        group = source.mesh.get_group(levels[0])
+        have, want = source.placements[levels[0]], target[levels[0]]
         if isinstance(have, Shard) and isinstance(want, Replicate):
             return _gather_alone(group, source, out)
         if isinstance(have, Partial) and isinstance(want, Shard) and out.dtype == source.dtype:
