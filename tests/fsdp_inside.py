@@ -99,13 +99,11 @@ def pending_reductions(root: nn.Module) -> list[str]:
     return [entry.owner.members.label for entry in _context(root).pending]
 
 
-def remembered_of_a_step(root: nn.Module) -> int:
-    """What is noted below ``root`` for a step that runs: the order of its groups, reductions under way."""
-    context = root._get_fsdp_state().root
-    positions = [
-        place for state in context.states for group in state.groups for place in group.forward_positions
-    ]
-    return len(context.backward_order) + len(context.comm.pending) + len(positions)
+def remembered_of_a_step(root: nn.Module) -> list[Any]:
+    """What a schedule still remembers of forwards and backwards that are over: it should be nothing."""
+    schedule = root._get_fsdp_state().schedule
+    places = [place for turn in schedule.turns for place in turn.positions]
+    return [*schedule._ended, *places, *_context(root).pending]
 
 
 def comm_contexts_of(module: nn.Module) -> list[Any]:
