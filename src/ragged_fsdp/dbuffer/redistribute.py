@@ -26,7 +26,7 @@ slot of that level, with a collective each.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -58,8 +58,9 @@ def plan_move(source: DBuffer, target: tuple[Placement, ...], out: DBuffer | Non
             return _gather_alone(group, source, out)
         if isinstance(have, Partial) and isinstance(want, Shard) and out.dtype == source.dtype:
             return _reduce_alone(group)
+    order = _order(source, target, changes)
     return lambda source, out, average, async_op, comm: _in_steps(
-        source, target, out, average, async_op, comm
+        source, target, order, out, average, async_op, comm
     )
 
 
@@ -96,6 +97,7 @@ def _reduce_alone(group: Any) -> Move:
 def _in_steps(
     source: DBuffer,
     target: tuple[Placement, ...],
+    order: Sequence[int],
     out: DBuffer | None,
     average: bool,
     async_op: bool,
@@ -104,7 +106,7 @@ def _in_steps(
     """Change one mesh dim after the other; only the last collectives are still under way afterwards."""
     result: DBuffer = source
     works: list[Any] = []
-    for dim in _order(source, target):
+    for dim in order:
         wait_all(works)
         have, want = result.placements[dim], target[dim]
         placements = (*result.placements[:dim], want, *result.placements[dim + 1 :])
@@ -123,7 +125,7 @@ def _in_steps(
     return result, works
 
 
-def _order(source: DBuffer, target: tuple[Placement, ...]) -> list[int]:
+def _order(source: DBuffer, target: tuple[Placement, ...], changes: Sequence[int]) -> list[int]:
     """Reduce from the last level to the first, all-reduce the little that is left, cut, gather."""
 
     def turn(dim: int) -> tuple[int, int]:
@@ -132,8 +134,7 @@ def _order(source: DBuffer, target: tuple[Placement, ...]) -> list[int]:
             return (0, -dim) if isinstance(want, Shard) else (1, dim)
         return (2, dim) if isinstance(have, Replicate) else (3, dim)
 
-    changed = [dim for dim, (have, want) in enumerate(zip(source.placements, target)) if have != want]
-    return sorted(changed, key=turn)
+    return sorted(changes, key=turn)
 
 
 def _runs(buffer: DBuffer, dim: int) -> int:

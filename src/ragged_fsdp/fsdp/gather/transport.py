@@ -73,6 +73,8 @@ class InPlace:
         """Gathered weights in the compute dtypes; its storage comes and goes."""
         self._staged: DBuffer | None = None
         """What the collective writes instead, if it writes only memory of its own."""
+        self._out: DBuffer | None = None
+        """What the gather under way fills."""
 
     @property
     def nbytes(self) -> int:
@@ -137,12 +139,11 @@ class InPlace:
         source = main.buffer
         if self.parking is not None and self.parking.kept is not None:
             source, out, group = self.parking.kept, self.parking.seen(out), self.parking.group
-        elif (
-            source is None
-        ):  # dtypes differ: the pieces lie behind each other, and go to their places one by one
+        elif source is None:
+            # dtypes differ: the pieces lie behind each other, and go to their places one by one
             source = out.slot_buffer
             main.fill(source.tensors, non_blocking=members.pin_memory)
-        comm = members.settings.gather_comm
+        comm, self._out = members.settings.gather_comm, out
         members.launch(
             "all-gather", group, source.redistribute, out.placements, out=out, async_op=async_op, comm=comm
         )
@@ -151,10 +152,8 @@ class InPlace:
         """Wait for a work that is not on the stream; copy out of memory that is not the buffer's."""
         weight, members = self.weight, self.members
         assert weight is not None
-        out = weight if self._staged is None else self._staged
-        if self.parking is not None and self.parking.kept is not None:
-            out = self.parking.seen(out)
-        if out.pending is not None:
+        out, self._out = self._out, None
+        if out is not None and out.pending is not None:
             with explain_failure("all-gather", members.label, members.mesh.shard_group):
                 out.wait()
         if self._staged is not None:

@@ -170,9 +170,8 @@ class ReduceScatter:
             return main
         if self.members.mesh.replicate_group is None:
             return self.full.slot_buffer
-        return self.full.part_as(
-            self.full.levels[-1], self._scattered
-        )  # an all-reduce changes its placements
+        # a buffer of this step alone: the all-reduce over the replicas changes its placements
+        return self.full.part_as(self.full.levels[-1], self._scattered)
 
     def scatter(self, reduced: DBuffer, how: Scaling) -> None:
         """Reduce-scatter the buffer."""
