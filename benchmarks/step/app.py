@@ -17,6 +17,7 @@ from .wire import DELIVERIES, PAYLOADS
 __all__ = ["app"]
 
 
+_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 _ALL = "none,ours,fsdp2,fsdp1,megatron,deepspeed"
 _CONSOLE = Console(width=170)
 _PATH = click.Path(path_type=Path)
@@ -27,8 +28,21 @@ _COMPARED = click.option("--implementations", default="none,ours,ours-all-to-all
 _RANKS = click.option("--ranks", default=64, help="Ranks to be rank 0 of.")
 
 
+class _Command(click.Command):
+    """Answers ``-h`` also where no group stands above it.
+
+    click makes a command's help option once, from the context that asks first: a command that left ``-h``
+    to the group's settings would lose it for the whole process when a test asks it alone.
+    """
+
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, context_settings=_HELP_OPTIONS, **settings)
+
+
 class _InOrder(click.Group):
     """Help lists the commands as this file has them, not by the alphabet."""
+
+    command_class = _Command
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -36,7 +50,7 @@ class _InOrder(click.Group):
 
 @click.group(
     cls=_InOrder,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
+    context_settings={**_HELP_OPTIONS, "max_content_width": 110, "show_default": True},
 )
 def app() -> None:
     """Measure ragged_fsdp and its peers."""
