@@ -76,7 +76,7 @@ def phase_after(start: str, end: str) -> str:
     """The phase of a turn that was in ``start`` when the schedule let it enter ``end``."""
     turn = Turn()
     turn.phase = Phase[start]
-    Schedule()._enter(turn, Phase[end])
+    Schedule(turn)._enter(turn, Phase[end])
     return turn.phase.name
 
 

@@ -18,7 +18,7 @@ from fsdp_cases import (
     tokens,
     train_both,
 )
-from ragged_fsdp import BlockCodes, DBuffer, Rows, fully_shard
+from ragged_fsdp import BlockCodes, DBuffer, Rows, fully_shard, share_comm_ctx
 from rank_pool import Rank, spmd
 
 pytestmark = ragged_only
@@ -150,11 +150,6 @@ def _buffers_in_use(rank: Rank, *limits: tuple[str, int], early: bool) -> tuple[
     """
     model, _ = build(lambda: Stack(layers=6), rank.device)
     shard_blocks(model, mesh=rank.mesh())
-    under_way = []
-
-    def look(call: Call) -> None:
-        if call.kind == "reduce_scatter":
-            under_way.append(len(fsdp_inside.pending_reductions(model)))
 
     def limit() -> None:
         for name, most in limits:
@@ -165,6 +160,17 @@ def _buffers_in_use(rank: Rank, *limits: tuple[str, int], early: bool) -> tuple[
     model(rows(rank, 0)).sum().backward()
     if not early:
         limit()
+    return _seen_in_backward(model, rank)
+
+
+def _seen_in_backward(model: nn.Module, rank: Rank) -> tuple[int, int]:
+    """The buffers that six layers reduce from in turn, and the most reductions under way."""
+    under_way = []
+
+    def look(call: Call) -> None:
+        if call.kind == "reduce_scatter":
+            under_way.append(len(fsdp_inside.pending_reductions(model)))
+
     with noted(look) as notes:
         model(rows(rank, 1)).sum().backward()
     layers = notes.of("reduce_scatter")[:6]
@@ -182,3 +188,19 @@ def test_a_layer_does_not_lower_the_number_of_buffers_of_the_root(rank: Rank, la
     assert _buffers_in_use(rank, early=early) == (1, 0)
     assert _buffers_in_use(rank, ("", 3), early=early) == (3, 2)
     assert _buffers_in_use(rank, *limits, early=early) == (3, 2)
+
+
+@spmd(2)
+@pytest.mark.parametrize("early", [True, False])
+def test_roots_that_share_have_as_many_buffers_as_any_was_given(rank: Rank, early: bool) -> None:
+    """Also where they begin to share after the first forward, when each has counted for itself."""
+    asking, other = (shard_blocks(build(lambda: Stack(layers=6), rank.device)[0]) for _ in range(2))
+    asking.set_reduce_scatter_max_input_buffers(3)
+    if early:
+        share_comm_ctx([other, asking])
+    for model in (asking, other):
+        model(rows(rank, 0)).sum().backward()
+    if not early:
+        assert _seen_in_backward(other, rank) == (1, 0)
+        share_comm_ctx([other, asking])
+    assert _seen_in_backward(other, rank) == (3, 2)

@@ -92,9 +92,7 @@ class FSDPModule(TorchFSDPModule):
         state = self._get_fsdp_state()
         state.prepare_by_hand()
         for group in state.groups:
-            if (
-                group.residence is Residence.KEPT
-            ):  # by the last forward: the parameters may have changed since
+            if group.residence is Residence.KEPT:  # by a forward: the parameters may have changed since
                 group.reshard()
             group.unshard(async_op=async_op)
             group.hand_over()
@@ -404,13 +402,10 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
             raise ValueError(f"Expects list of FSDPModules but got {module}")
     if not modules:
         return
-    states = [module._get_fsdp_state() for module in modules]
-    comm = states[0].schedule.open_comm(states[0].device, [states[0].turn])
-    for state in states[1:]:
-        state.schedule.comm = comm
-        state.schedule.open_comm(
-            state.device, [state.turn]
-        )  # its groups, and those below once they are known
+    first, *others = (module._get_fsdp_state() for module in modules)
+    comm = first.schedule.open_comm(first.device)
+    for state in others:
+        state.schedule.use_comm(comm)
 
 
 def _check_callable(what: str, given: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum, auto
 from typing import Any
 
@@ -117,10 +117,9 @@ class ForwardOrder:
 class Schedule:
     """One per root; before the first forward every call has one of its own, of which the root's remains."""
 
-    def __init__(self) -> None:
-        self.turns: list[Turn] = []
-        self.groups: list[ParamGroup] = []
-        """All groups below the root."""
+    def __init__(self, turn: Turn) -> None:
+        self.turns = [turn]
+        """All turns below the root, once it is known."""
         self.comm: CommContext | None = None
         """Made once, when the root is known or a module is first gathered by hand."""
         self.forward_root: Turn | None = None
@@ -144,57 +143,63 @@ class Schedule:
         """Groups that the byte budget keeps after forward."""
         self._backward: Any = None
         """Weak reference to the end of the backward that is running; autograd drops it with a failed one."""
+        self._arena_bytes = self._pooled_bytes = 0
+        """What the root's gradient buffers and gathered layers need of the memory that is kept."""
         self._copies_from_host = False
         """Whether gathers copy from memory of the host, which does not wait for them."""
 
     # -- the root --------------------------------------------------------------------------------
 
-    def open_comm(self, device: torch.device, turns: Iterable[Turn] = ()) -> CommContext:
-        """The communication context, made at the first call; the groups of ``turns`` use it from now on."""
+    def open_comm(self, device: torch.device) -> CommContext:
+        """The communication context of the groups, made at the first call."""
         if self.comm is None:
-            self.comm = CommContext(device)
-        for turn in (*self.turns, *turns):
-            for group in turn.groups:
-                group.context = self.comm
+            self.use_comm(CommContext(device))
+        assert self.comm is not None
         return self.comm
 
+    def use_comm(self, comm: CommContext) -> None:
+        """Communicate through ``comm`` from now on; what its roots share grows to what this one needs."""
+        if self.comm is not None:
+            self.comm.finish_all()  # nobody would wait for what was launched through it
+        self.comm = comm
+        for turn in self.turns:
+            for group in turn.groups:
+                group.context = comm
+        self.follow_settings()
+        comm.arena.nbytes = max(comm.arena.nbytes, self._arena_bytes)
+        comm.gather_pool.nbytes = max(comm.gather_pool.nbytes, self._pooled_bytes)
+
     def adopt(self, root: Turn, turns: Sequence[Turn], module: nn.Module, device: torch.device) -> None:
-        """Run all ``turns`` from now on and prepare their groups."""
+        """Run all ``turns`` from now on and prepare their groups; if that raises nothing was adopted."""
+        groups = [group for turn in turns for group in turn.groups]
+        try:
+            _name(groups, module)
+            _check_shared(groups)
+            _check_dense(groups)
+            for group in groups:
+                group.lazy_init()
+        except BaseException:  # parameters on the meta device, for example: the next forward tries again
+            for group in groups:
+                group.fqn = None
+            raise
         self.turns = list(turns)
-        groups = self.groups = [group for turn in turns for group in turn.groups]
-        comm = self.open_comm(device)
         for turn in turns:
             turn.is_root = turn is root
+            _find_companions(turn.groups)
         if root.auto_reshard:
             for group in root.groups:
                 group.settings.reshard_after_forward = False
-        self.follow_settings()
-        _name(groups, module)
-        _check_shared(groups)
-        _check_dense(groups)
-        for group in groups:
-            group.lazy_init()
-        needs = {group: group.reducer.nbytes for group in groups}
-        for turn in turns:
-            _find_companions({group: needs[group] for group in turn.groups})
-        lent = [need for group, need in needs.items() if not group.reducer.transport.companion]
-        comm.arena.nbytes = max(comm.arena.nbytes, arena_bytes(lent))
-        gathered = [group.transport.nbytes for group in groups]
-        comm.gather_pool.nbytes = max(comm.gather_pool.nbytes, pooled_bytes(gathered))
+        self._arena_bytes = arena_bytes(
+            [group.reducer.nbytes for group in groups if not group.reducer.transport.companion]
+        )
+        self._pooled_bytes = pooled_bytes([group.transport.nbytes for group in groups])
         self._copies_from_host = any(group.pin_memory for group in groups)
-
-    def disband(self) -> None:
-        """Undo an :meth:`adopt` that raised."""
-        for turn in self.turns:
-            turn.is_root = None
-            for group in turn.groups:
-                group.fqn = None
-        self.turns, self.groups = [], []
+        self.use_comm(self.comm or CommContext(device))
 
     def follow_settings(self) -> None:
         """Derive from the settings of each group what all share: the most gradient buffers any asks for."""
         if self.comm is not None:
-            asked = [group.settings.max_grad_buffers for group in self.groups]
+            asked = [group.settings.max_grad_buffers for turn in self.turns for group in turn.groups]
             self.comm.ask_grad_buffers(self, max(asked, default=1))
 
     def _enter(self, turn: Turn, phase: Phase) -> None:
@@ -205,24 +210,26 @@ class Schedule:
 
     # -- forward ---------------------------------------------------------------------------------
 
-    def begin_forward(self, turn: Turn) -> None:
-        """A forward starts at ``turn``."""
+    def begin_forward(self, root: Turn) -> None:
+        """A forward starts at ``root``."""
         assert self.comm is not None
-        self.forward_root = turn
+        self.forward_root = root
         self._gathered.clear()
-        self._order = self._orders.setdefault(turn, ForwardOrder())
+        self._order = self._orders.setdefault(root, ForwardOrder())
         self._order.begin()
         if not torch.is_grad_enabled():
             self.comm.arena.release()
         if in_backward():
             return  # a checkpointed forward is computed again
-        if torch.is_grad_enabled() and any(group.reducer.transport.leases for group in self.groups):
+        fills_arena = False
+        for turn in self.turns:
+            for group in turn.groups:
+                settings = group.settings
+                fills_arena |= settings.reduce_grads and settings.reduce_comm.common_memory
+                if group.residence is Residence.KEPT:  # no backward came: parameters may have changed since
+                    group.reshard()
+        if fills_arena and torch.is_grad_enabled():
             self.comm.fill_arena()
-        for group in self.groups:
-            if (
-                group.residence is Residence.KEPT
-            ):  # no backward followed: the parameters may have changed since
-                group.reshard()
         if self.post_optim_event is not None:
             self.comm.wait_user_event(self.post_optim_event)
             self.post_optim_event = None
@@ -462,8 +469,9 @@ class Schedule:
 
     def reset(self) -> None:
         """Forget an iteration that failed in the middle."""
-        if self.comm is not None:
-            self.comm.join()
+        if self.comm is None:
+            return
+        self.comm.join()
         self._ended.clear()
         for turn in self.turns:
             turn.still_to_run.clear()
@@ -502,10 +510,11 @@ def _check_shared(groups: Sequence[ParamGroup]) -> None:
             seen.add(param.uid)
 
 
-def _find_companions(needs: dict[ParamGroup, int]) -> None:
+def _find_companions(groups: Sequence[ParamGroup]) -> None:
     """Mark the small groups of a module, by the bytes that their reductions need."""
-    for group, need in needs.items():
-        group.reducer.transport.companion = 0 < need * _COMPANION_SHARE <= max(needs.values())
+    most = max((group.reducer.nbytes for group in groups), default=0)
+    for group in groups:
+        group.reducer.transport.companion = 0 < group.reducer.nbytes * _COMPANION_SHARE <= most
 
 
 def _check_dense(groups: Sequence[ParamGroup]) -> None:

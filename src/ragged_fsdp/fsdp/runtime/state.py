@@ -45,7 +45,7 @@ class ModuleState(State):
         self.device = torch.device("cpu")
         self.mp_policy = MixedPrecisionPolicy()
         self.turn = Turn()
-        self.schedule = Schedule()
+        self.schedule = Schedule(self.turn)
         self._lists: list[ModuleState] = []
         """The states below the root that were given a list of modules, which may run in parts."""
         self._backward_hooks = BackwardHooks(self.post_backward, self.pre_backward)
@@ -99,18 +99,14 @@ class ModuleState(State):
                     "FSDP requires running forward through the root module first"
                 )
             states[state] = None
-        try:
-            self.schedule.adopt(self.turn, [state.turn for state in states], root_module, self.device)
-        except BaseException:  # parameters on the meta device, for example: the next forward tries again
-            self.schedule.disband()
-            raise
+        self.schedule.adopt(self.turn, [state.turn for state in states], root_module, self.device)
         lists = [state for state in states if len(state.modules) > 1]
         for state in states:
             state.schedule, state._lists = self.schedule, lists
 
     def prepare_by_hand(self) -> None:
         """Before a gather that the user asks for: the root may not be known yet."""
-        self.schedule.open_comm(self.device, [self.turn])
+        self.schedule.open_comm(self.device)
         for group in self.groups:
             group.lazy_init()
 
