@@ -19,13 +19,13 @@ from torch import nn
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import redistribute
+from ragged_fsdp.fsdp import watch
 from ragged_fsdp.fsdp.construct import builder
 from ragged_fsdp.fsdp.gather.block_codes import quantize_dequantize
 from ragged_fsdp.fsdp.reduce import exchange
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
-from ragged_fsdp.fsdp.streams import watch
-from ragged_fsdp.fsdp.streams.context import CommContext, PendingReduction
+from ragged_fsdp.fsdp.streams import CommContext, PendingReduction
 
 __all__ = [
     "BROKEN",

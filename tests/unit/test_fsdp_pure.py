@@ -27,7 +27,7 @@ from ragged_fsdp.fsdp.parts.plan import (
 )
 from ragged_fsdp.fsdp.reduce.exchange import plan_sends, rounds_of
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, GradRun, grad_layout, scaling
-from ragged_fsdp.fsdp.streams.memory import pooled_bytes
+from ragged_fsdp.fsdp.streams import pooled_bytes
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group
 

@@ -19,7 +19,7 @@ from ragged_fsdp.fsdp.parts.main_shard import MainShard, RowPieces, pins_memory
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.parts.param import ManagedParam
 from ragged_fsdp.fsdp.parts.plan import GroupPlan, gathered_dtype
-from ragged_fsdp.fsdp.streams.context import CommContext
+from ragged_fsdp.fsdp.streams import CommContext
 from ragged_fsdp.torch_internals import profiler_enabled
 
 __all__ = ["GroupSettings", "Members"]

@@ -22,7 +22,7 @@ from ragged_fsdp.fsdp.parts.param import ManagedParam
 from ragged_fsdp.fsdp.parts.plan import rank_major
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling, grad_layout, scaling
 from ragged_fsdp.fsdp.reduce.transport import GradTransport, make_buffer, scattered
-from ragged_fsdp.fsdp.streams.context import PendingReduction
+from ragged_fsdp.fsdp.streams import PendingReduction
 from ragged_fsdp.torch_internals import AsyncCollectiveTensor, local_of, post_accumulate_grad_hooks_of
 
 __all__ = ["GradReducer"]

@@ -23,8 +23,7 @@ from torch import nn
 
 from ragged_fsdp.fsdp.autograd import in_backward, outside_compile, queue_callback
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
-from ragged_fsdp.fsdp.streams.context import CommContext
-from ragged_fsdp.fsdp.streams.memory import arena_bytes, pooled_bytes
+from ragged_fsdp.fsdp.streams import CommContext, arena_bytes, pooled_bytes
 
 __all__ = ["ALLOWED_PHASES", "IN_BACKWARD", "ForwardOrder", "Phase", "Schedule", "Turn"]
 

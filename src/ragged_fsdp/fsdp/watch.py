@@ -55,6 +55,7 @@ class CollectiveWatch:
         self._timeouts_s: dict[dist.ProcessGroup, float] = {}
         self._last_reported: tuple[Launch, float] | None = None
         self._rank = 0
+        self._pause_s = math.inf
 
     def record(self, phase: str, group_name: str, pg: dist.ProcessGroup, stream: Any) -> Any:
         """An event behind the collective of a group that was launched on ``stream`` just now.
@@ -64,7 +65,7 @@ class CollectiveWatch:
         if pg not in self._timeouts_s:
             self._timeouts_s[pg] = _timeout_s(pg, self._device)
             self._rank = dist.get_rank()
-            _THREAD.add(self, self._timeouts_s[pg])
+            self._look_often(self._timeouts_s[pg] / _LOOKS_PER_TIMEOUT)
         launched = self._launched.get(phase)
         if launched is None:
             launched = self._launched[phase] = deque()
@@ -77,6 +78,15 @@ class CollectiveWatch:
         launch.event.record(stream)
         launched.append(launch)
         return launch.event
+
+    def _look_often(self, pause_s: float) -> None:
+        """Let a thread report after each pause; one with shorter pauses takes the place of the last."""
+        pause_s = min(pause_s, _LONGEST_PAUSE_S)
+        if pause_s < self._pause_s:
+            self._pause_s = pause_s
+            looking = threading.Thread(target=_look, args=(weakref.ref(self), pause_s), daemon=True)
+            looking.name = "ragged_fsdp watch"
+            looking.start()
 
     def late(self, now_s: float) -> Launch | None:
         """The oldest launch that runs for more than half of its timeout, once the host launches no more.
@@ -143,48 +153,24 @@ def _timeout_s(pg: dist.ProcessGroup, device: torch.device) -> float:
     return math.inf if timeout is None else timeout.total_seconds()
 
 
-class _WatchThread:
-    """One daemon thread for all watches of the process, from the first launch on."""
-
-    def __init__(self) -> None:
-        self._watches: weakref.WeakSet[CollectiveWatch] = weakref.WeakSet()
-        self._lock = threading.Lock()  # a set must not grow while it is read
-        self._pause_s = _LONGEST_PAUSE_S
-        self._changed = threading.Event()
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-
-    def add(self, watch: CollectiveWatch, timeout_s: float) -> None:
-        """Look after ``watch``, often enough for ``timeout_s``."""
-        with self._lock:
-            self._watches.add(watch)
-        self._pause_s = min(self._pause_s, timeout_s / _LOOKS_PER_TIMEOUT)
-        self._changed.set()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ragged_fsdp watch", daemon=True)
-            self._thread.start()
-            atexit.register(self.stop)  # before the interpreter goes: the thread must not query events then
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stopped = True
-        self._changed.set()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
-
-    def _run(self) -> None:
-        while not self._stopped:
-            self._changed.wait(self._pause_s)
-            self._changed.clear()
-            if self._stopped:
-                return
-            self._look()
-
-    def _look(self) -> None:
-        with self._lock:
-            watches = list(self._watches)
-        for watch in watches:
-            watch.report(time.monotonic())
+_ENDING = threading.Event()
+_LOOKING = threading.Lock()
 
 
-_THREAD = _WatchThread()
+def _look(watch: weakref.ref[CollectiveWatch], pause_s: float) -> None:
+    """Report after each pause, until the watch goes, a thread with shorter pauses comes, or the process ends."""
+    while not _ENDING.wait(pause_s):
+        looked_after = watch()
+        if looked_after is None or looked_after._pause_s < pause_s:
+            return
+        with _LOOKING:
+            if not _ENDING.is_set():
+                looked_after.report(time.monotonic())
+        del looked_after  # else this thread would keep it
+
+
+@atexit.register
+def _end() -> None:
+    """Before the interpreter goes: no thread may ask an event then."""
+    _ENDING.set()
+    _LOOKING.acquire(timeout=1.0)

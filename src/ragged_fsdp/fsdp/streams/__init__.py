@@ -1,1 +1,0 @@
-"""Streams, events and memory that the groups below one root share. See docs/schedule.md."""
