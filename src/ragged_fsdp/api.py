@@ -14,10 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from ragged_fsdp.fsdp.construct.agreement import Agreement
 from ragged_fsdp.fsdp.construct.builder import GroupBuilder
-from ragged_fsdp.fsdp.construct.managed import collect, moved_buffers, replace_buffers
-from ragged_fsdp.fsdp.construct.options import Options
+from ragged_fsdp.fsdp.construct.call import Agreement, Options, collect, moved_buffers, replace_buffers
 from ragged_fsdp.fsdp.parts.mesh import (
     DataParallelMeshDims,
     ParallelMesh,
@@ -124,14 +122,13 @@ def fully_shard(
             shard_placement_fn=shard_placement_fn,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
-            ignored_params=Options.ignored_set(ignored_params),
+            ignored_params=ignored_params,
             orig_param_policy=orig_param_policy,
             reduction=reduction,
             gathered_budget_bytes=gathered_budget_bytes,
             max_buffers=max_buffers,
             gather_policy=gather_policy,
         )
-        options.check_types()
         modules = [module] if isinstance(module, nn.Module) else _listed(module)
         for one in modules:
             _check_module(one)
@@ -184,15 +181,13 @@ fully_shard.state = _APPLY.state  # type: ignore[attr-defined]
 
 def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement) -> None:
     device = agreement.device
-    managed = collect(modules, set(options.ignored_params))
-    builder = GroupBuilder(options, agreement.mesh, device)
-    builder.check(managed)
-    planned = builder.plan(managed)
+    managed = collect(modules, options.ignored)
+    builder = GroupBuilder(options, managed, agreement.mesh, device)
+    drafts = builder.draft()
     moved = moved_buffers(managed, device)
-    cuts = builder.cut(managed, planned)
-    agreement.reach(builder.statements(managed, planned), next(iter(managed.names), ""))
+    agreement.reach(builder.statements(drafts), next(iter(managed.names), ""))
     replace_buffers(moved)
-    groups = builder.build(tuple(modules), managed, planned, cuts)
+    groups = builder.build(tuple(modules), drafts)
     _APPLY.state(modules[0]).init(
         modules,
         groups,

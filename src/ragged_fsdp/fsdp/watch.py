@@ -158,7 +158,7 @@ _LOOKING = threading.Lock()
 
 
 def _look(watch: weakref.ref[CollectiveWatch], pause_s: float) -> None:
-    """Report after each pause, until the watch goes, a thread with shorter pauses comes, or the process ends."""
+    """Report after each pause until the watch goes, one with shorter pauses comes, or the process ends."""
     while not _ENDING.wait(pause_s):
         looked_after = watch()
         if looked_after is None or looked_after._pause_s < pause_s:

@@ -1,10 +1,10 @@
-"""From managed parameters and options to groups: validate, split by mesh, plan, cut, register."""
+"""From managed parameters and options to groups: choose, check, plan, cut; register once all ranks agree."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,15 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from ragged_fsdp.fsdp.construct.managed import Managed
-from ragged_fsdp.fsdp.construct.options import Options
+from ragged_fsdp.fsdp.construct.call import REDUCTIONS, Managed, Options
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
-from ragged_fsdp.fsdp.parts.main_shard import MainShard, RowPieces, pins_memory
-from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.fsdp.parts.members import MainShard, ManagedParam, RowPieces, pins_memory
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
-from ragged_fsdp.fsdp.parts.param import ManagedParam
 from ragged_fsdp.fsdp.parts.plan import (
     ChunkPlan,
     GroupPlan,
@@ -36,21 +33,13 @@ from ragged_fsdp.fsdp.parts.plan import (
     shrink_to,
     split_by_blocks,
 )
-from ragged_fsdp.fsdp.reduce.exchange import Exchange
-from ragged_fsdp.fsdp.reduce.transport import GradTransport, ReduceScatter
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
 
-__all__ = ["GroupBuilder"]
+__all__ = ["Draft", "GroupBuilder"]
 
 logger = logging.getLogger("ragged_fsdp")
-Planned = tuple[list[int], ParallelMesh, GroupPlan]  # the parameters of a group, by index
-Cut = tuple[list[ManagedParam], MainShard | RowPieces]  # what a group is made of
-_REDUCTIONS: dict[str, Callable[[Members], GradTransport]] = {
-    "reduce_scatter": ReduceScatter,
-    "all_to_all": Exchange,
-}
 
 
 @dataclass
@@ -64,35 +53,96 @@ class _Choice:
     codes: BlockCodes | None = None
     """What travels instead of values."""
 
+    def transport(self, param: nn.Parameter) -> type[Any]:
+        """How the parameter travels; those of a group all travel alike."""
+        if is_extended(param):
+            return Extensions
+        if self.codes is not None:
+            return Codes
+        return InPlace if self.shard_dim is None else Chunks
+
+
+@dataclass
+class Draft:
+    """A group that is planned and cut, while nothing of it is registered."""
+
+    members: list[int]
+    """Its parameters, by their place among those of the call."""
+    transport: type[Any]
+    mesh: ParallelMesh
+    plan: GroupPlan
+    params: list[ManagedParam]
+    main: MainShard | RowPieces
+
 
 @dataclass
 class GroupBuilder:
     """Makes the groups of one ``fully_shard`` call."""
 
     options: Options
+    managed: Managed
     mesh: ParallelMesh
     device: torch.device
     _meshes: dict[int, tuple[Any, ParallelMesh]] = field(default_factory=dict)
     _choices: list[_Choice] = field(default_factory=list)
 
-    def check(self, managed: Managed) -> None:
-        """Raise on arguments and parameters that cannot be sharded; nothing is changed yet."""
+    def draft(self) -> list[Draft]:
+        """Check everything, then plan and cut a group per mesh and kind; the module is not changed yet."""
         self._check_reshard()
-        for name, param in zip(managed.names, managed.params):
-            if not param.is_contiguous():
-                raise NotImplementedError(
-                    f"FSDP does not support non-contiguous parameters yet: {name} "
-                    f"{param.shape=} {param.stride()=}"
-                )
-            try:
-                choice = self._choose(name, param)
-            except Exception as error:  # the user's functions may raise anything
-                if name not in str(error):
-                    error.add_note(f"fully_shard: the parameter is '{name}'.")
-                raise
-            if is_extended(param) or choice.shard_dim is not None:
-                self._check_packed(name, param, choice)
+        alike: dict[Any, list[int]] = {}
+        for index, (name, param) in enumerate(zip(self.managed.names, self.managed.params)):
+            choice = self._checked_choice(name, param)
             self._choices.append(choice)
+            dtype = param.dtype if choice.codes else None  # codes are decoded into a buffer of one dtype
+            alike.setdefault((choice.mesh.key(), choice.transport(param), dtype), []).append(index)
+        return [
+            self._draft(part, transport, self._choices[part[0]].mesh)
+            for (_, transport, _), members in alike.items()
+            for part in self._split(members, transport)
+        ]
+
+    def build(self, modules: tuple[nn.Module, ...], drafts: Sequence[Draft]) -> list[ParamGroup]:
+        """Register the shards and make the groups."""
+        groups = [self._make_group(modules, draft) for draft in drafts]
+        if len(groups) > 1:
+            for number, group in enumerate(groups, 1):
+                group.label_suffix = f" ({number} of {len(groups)})"
+        return groups
+
+    def statements(self, drafts: Sequence[Draft]) -> list[tuple[ParallelMesh, str]]:
+        """What the ranks of each mesh must agree on; of the call's own mesh also if it has no group.
+
+        Where parameters may have another mesh, the call's own comes again at the end, with an empty text.
+        """
+        may_leave = self.options.shard_placement_fn is not None
+        own = [self.options.description, f"shard_placement_fn={'given' if may_leave else None}"]
+        texts: dict[Any, tuple[ParallelMesh, list[str]]] = {self.mesh.key(): (self.mesh, own)}
+        for draft in drafts:
+            lines = texts.setdefault(draft.mesh.key(), (draft.mesh, []))[1]
+            lines.append(draft.plan.description)
+            coded = [(i, self._choices[i].codes) for i in draft.members if self._choices[i].codes]
+            lines += [f"{self.managed.names[i]} {codes}" for i, codes in coded]
+        statements = [(mesh, "\n".join(lines)) for mesh, lines in texts.values()]
+        return [*statements, (self.mesh, "")] if may_leave else statements
+
+    # -- checks ----------------------------------------------------------------------------------
+
+    def _checked_choice(self, name: str, param: nn.Parameter) -> _Choice:
+        """What the user's functions say about a parameter; raise if it cannot be sharded so."""
+        if not param.is_contiguous():
+            raise NotImplementedError(
+                f"FSDP does not support non-contiguous parameters yet: {name} "
+                f"{param.shape=} {param.stride()=}"
+            )
+        try:
+            choice = self._choose(name, param)
+        except Exception as error:  # the user's functions may raise anything
+            if name not in str(error):
+                error.add_note(f"fully_shard: the parameter is '{name}'.")
+            raise
+        if is_extended(param) or choice.shard_dim is not None:
+            self._check_packed(name, param, choice)
+        return choice
 
     def _check_reshard(self) -> None:
         value, shards = self.options.reshard_after_forward, self.mesh.shard_size
@@ -156,7 +206,8 @@ class GroupBuilder:
         dim = self._placement_dim(param, placement, mesh, shapes[0])
         if block is None and mesh.shards and (explicit or dim):
             return _Choice(mesh, 1, dim)
-        return _Choice(mesh, math.lcm(block or 1, self._row_numel(shapes[0], dim)), None, codes)
+        row = max(1, math.prod(shapes[0][1:])) if dim == 0 else 1  # no other dim is cut into whole rows
+        return _Choice(mesh, math.lcm(block or 1, row), None, codes)
 
     def _placement_choice(self, param: nn.Parameter) -> tuple[ParallelMesh, Shard | None, bool]:
         """The mesh, the placement, and whether the placement was the point of the answer.
@@ -236,187 +287,94 @@ class GroupBuilder:
             )
         return dim
 
-    @staticmethod
-    def _row_numel(inner: tuple[int, ...], dim: int) -> int:
-        """Elements that the nearest ragged layout keeps together: rows for dim 0; other dims have no such."""
-        return max(1, math.prod(inner[1:])) if dim == 0 else 1
-
     # -- groups ----------------------------------------------------------------------------------
 
-    def plan(self, managed: Managed) -> list[Planned]:
-        """Plan a group per mesh and kind; nothing is changed yet."""
-        by_mesh: dict[Any, list[int]] = {}
-        for index, choice in enumerate(self._choices):
-            param = managed.params[index]
-            dtype = param.dtype if choice.codes else None  # codes are decoded into a buffer of one dtype
-            key = (choice.mesh.key(), _transport_of(choice, param), dtype)
-            by_mesh.setdefault(key, []).append(index)
-        planned: list[Planned] = []
-        for members in by_mesh.values():
-            mesh = self._choices[members[0]].mesh
-            for part in self._split(managed, members, mesh):
-                planned.append((part, mesh, self._plan(managed, part, mesh)))
-        return planned
-
-    @torch.no_grad()
-    def cut(self, managed: Managed, planned: Sequence[Planned]) -> list[Cut]:
-        """Copy this rank's pieces of every group; they are registered by :meth:`build` only."""
-        return [self._cut_group(managed, *entry) for entry in planned]
-
-    def build(
-        self,
-        modules: tuple[nn.Module, ...],
-        managed: Managed,
-        planned: Sequence[Planned],
-        cuts: Sequence[Cut],
-    ) -> list[ParamGroup]:
-        """Register the shards and make the groups."""
-        kinds = [self._transport(managed, members) for members, _, _ in planned]
-        groups = [self._make_group(modules, k, *entry, *cut) for k, entry, cut in zip(kinds, planned, cuts)]
-        if len(groups) > 1:
-            for number, group in enumerate(groups, 1):
-                group.label_suffix = f" ({number} of {len(groups)})"
-        return groups
-
-    def statements(self, managed: Managed, planned: Sequence[Planned]) -> list[tuple[ParallelMesh, str]]:
-        """What the ranks of each mesh must agree on; of the call's own mesh also if it has no group.
-
-        Where parameters may have another mesh, the call's own comes again at the end, with an empty text.
-        """
-        may_leave = self.options.shard_placement_fn is not None
-        own = [self.options.description, f"shard_placement_fn={'given' if may_leave else None}"]
-        texts: dict[Any, tuple[ParallelMesh, list[str]]] = {self.mesh.key(): (self.mesh, own)}
-        for part, mesh, plan in planned:
-            lines = texts.setdefault(mesh.key(), (mesh, []))[1]
-            lines.append(plan.description)
-            lines += [
-                f"{managed.names[i]} {choice.codes}" for i in part if (choice := self._choices[i]).codes
-            ]
-        statements = [(mesh, "\n".join(lines)) for mesh, lines in texts.values()]
-        return [*statements, (self.mesh, "")] if may_leave else statements
-
-    def _split(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> list[list[int]]:
+    def _split(self, members: list[int], transport: type[Any]) -> list[list[int]]:
         """The members of each buffer: one buffer for all unless ``max_buffers`` allows more and they pay."""
-        kind = self._transport(managed, members)
-        if self.options.max_buffers == 1 or kind in (Chunks, Extensions):
-            return [list(members)]
-        tensors = self._tensors(managed, members)
-        parts = split_by_blocks(tensors, mesh.shard_size, max_buffers=self.options.max_buffers)
+        if self.options.max_buffers == 1 or transport in (Chunks, Extensions):
+            return [members]
+        ranks = self._choices[members[0]].mesh.shard_size
+        parts = split_by_blocks(self._tensors(members), ranks, max_buffers=self.options.max_buffers)
         return [[members[position] for position in part] for part in parts]
 
-    def _tensors(self, managed: Managed, members: Sequence[int]) -> GroupTensors:
+    def _tensors(self, members: Sequence[int]) -> GroupTensors:
+        params = [self.managed.params[i] for i in members]
         return GroupTensors(
-            [managed.names[i] for i in members],
-            [outer_shapes(managed.params[i])[0] for i in members],
+            [self.managed.names[i] for i in members],
+            [outer_shapes(param)[0] for param in params],
             [self._choices[i].block for i in members],
-            [managed.params[i].dtype for i in members],
+            [param.dtype for param in params],
             self.options.mp_policy.param_dtype,
         )
 
-    def _transport(self, managed: Managed, members: Sequence[int]) -> type[Any]:
-        """How the parameters of a group travel: they were put together because it is the same for all."""
-        return _transport_of(self._choices[members[0]], managed.params[members[0]])
-
-    def _plan(self, managed: Managed, members: Sequence[int], mesh: ParallelMesh) -> GroupPlan:
+    @torch.no_grad()
+    def _draft(self, members: list[int], transport: type[Any], mesh: ParallelMesh) -> Draft:
+        """Plan a group and copy this rank's pieces of it."""
+        managed = self.managed
         inners = [inner_of(managed.params[i]) for i in members]
-        if self._transport(managed, members) in (Chunks, Extensions):
-            return chunk_plan(
-                [managed.names[i] for i in members],
-                [inner.shape for inner in inners],
-                [inner.dtype for inner in inners],
-                [self._choices[i].shard_dim or 0 for i in members],
-                mesh.shard_size,
-            )
-        plan = make_plan(self._tensors(managed, members), mesh.shard_size)
-        return shrink_to(plan, [inner.shape for inner in inners])
-
-    def _cut_group(
-        self, managed: Managed, members: Sequence[int], mesh: ParallelMesh, plan: GroupPlan
-    ) -> Cut:
+        shapes = [inner.shape for inner in inners]
+        plan: GroupPlan
+        if transport in (Chunks, Extensions):
+            names, dtypes = [managed.names[i] for i in members], [inner.dtype for inner in inners]
+            dims = [self._choices[i].shard_dim or 0 for i in members]
+            plan = chunk_plan(names, shapes, dtypes, dims, mesh.shard_size)
+        else:
+            plan = shrink_to(make_plan(self._tensors(members), mesh.shard_size), shapes)
         params = [ManagedParam(managed.names[i], managed.params[i], managed.places[i]) for i in members]
-        main = self._cut(params, mesh, plan, self._transport(managed, members))
-        for index, (param, member) in enumerate(zip(params, members)):
-            self._attach(param, index, self._choices[member].shard_dim, main.pieces[index], mesh, plan)
-        return params, main
-
-    def _make_group(
-        self,
-        modules: tuple[nn.Module, ...],
-        kind: type[Any],
-        members: Sequence[int],
-        mesh: ParallelMesh,
-        plan: GroupPlan,
-        params: list[ManagedParam],
-        main: MainShard | RowPieces,
-    ) -> ParamGroup:
-        for param in params:
-            param.register(param.sharded)
-        options = self.options
-        codes = [codes for i in members if (codes := self._choices[i].codes)]
-        gather: Any = partial(Codes, codes=codes) if kind is Codes else kind
-        policies = options.mp_policy, options.offload_policy
-        reduce = _REDUCTIONS[options.reduction]
-        parts = params, modules, mesh, plan, main, self.device, *policies
-        group = ParamGroup(*parts, gather=gather, reduce=reduce)
-        self._set_reshard(group)
-        if kind is Chunks:
-            logger.info(
-                "fully_shard: %d parameters (%s, ...) are cut as shard_placement_fn says; their gather "
-                "copies. For the zero-copy layout return None.",
-                len(params),
-                params[0].name,
-            )
-        return group
-
-    @staticmethod
-    def _attach(
-        param: ManagedParam,
-        index: int,
-        shard_dim: int | None,
-        piece: torch.Tensor,
-        mesh: ParallelMesh,
-        plan: GroupPlan,
-    ) -> None:
-        """Make the sharded form of a parameter."""
-        original = param.sharded
-        if shard_dim is not None:
-            assert isinstance(plan, ChunkPlan)
-            target, placements = mesh.placements_for(
-                original, param.name, chunk_placement(original, shard_dim)
-            )
-            rows = plan.local_rows(index, mesh.shard_rank)[1]
-            param.attach_chunk(piece, target, placements, shard_dim, rows)
-            return
-        target, placements = mesh.placements_for(
-            original, param.name, ragged_placement(plan, index, original)
-        )
-        attach = param.attach_shard if mesh.shards else param.attach_replicated
-        attach(piece, target, placements)
+        draft = Draft(members, transport, mesh, plan, params, self._cut(inners, transport, mesh, plan))
+        for index, member in enumerate(members):
+            _attach(draft, index, self._choices[member].shard_dim)
+        return draft
 
     def _cut(
-        self, params: Sequence[ManagedParam], mesh: ParallelMesh, plan: GroupPlan, kind: type[Any]
+        self, inners: Sequence[torch.Tensor], transport: type[Any], mesh: ParallelMesh, plan: GroupPlan
     ) -> MainShard | RowPieces:
         """Copy this rank's pieces of the original parameters into a new main shard."""
-        on_meta = any(param.sharded.is_meta for param in params)
+        on_meta = any(inner.is_meta for inner in inners)
         offload = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         device = torch.device("cpu") if offload else self.device
-        if kind is Extensions:
+        if transport is Extensions:
             assert isinstance(plan, ChunkPlan)
-            return RowPieces(plan, mesh.shard_rank, [inner_of(param.sharded) for param in params], device)
+            return RowPieces(plan, mesh.shard_rank, inners, device)
         main = MainShard(
             plan,
             mesh,
-            [param.dtype for param in params],
+            [inner.dtype for inner in inners],
             torch.device("meta") if on_meta else device,
             pin_memory=not on_meta and pins_memory(self.options.offload_policy, self.device),
         )
-        if on_meta:
-            return main
-        for index, param in enumerate(params):
-            main.pieces[index].copy_(
-                plan.local_part(index, mesh.shard_rank, inner_of(param.sharded).detach())
-            )
+        if not on_meta:
+            for index, (piece, inner) in enumerate(zip(main.pieces, inners)):
+                piece.copy_(plan.local_part(index, mesh.shard_rank, inner.detach()))
         return main
+
+    def _make_group(self, modules: tuple[nn.Module, ...], draft: Draft) -> ParamGroup:
+        for param in draft.params:
+            param.register(param.sharded)
+        options, gather = self.options, draft.transport
+        if gather is Codes:
+            gather = partial(Codes, codes=[self._choices[i].codes for i in draft.members])  # type: ignore
+        group = ParamGroup(
+            draft.params,
+            modules,
+            draft.mesh,
+            draft.plan,
+            draft.main,
+            self.device,
+            options.mp_policy,
+            options.offload_policy,
+            gather=gather,
+            reduce=REDUCTIONS[options.reduction],
+        )
+        self._set_reshard(group)
+        if draft.transport is Chunks:
+            logger.info(
+                "fully_shard: %d parameters (%s, ...) are cut as shard_placement_fn says; their gather "
+                "copies. For the zero-copy layout return None.",
+                len(draft.params),
+                draft.params[0].name,
+            )
+        return group
 
     def _set_reshard(self, group: ParamGroup) -> None:
         value = self.options.reshard_after_forward
@@ -432,13 +390,23 @@ class GroupBuilder:
             group.transport.parking = Parking(parking_mesh(group.mesh.mesh, value))
 
 
-def _transport_of(choice: _Choice, param: nn.Parameter) -> type[Any]:
-    """The transport of one parameter; those of a group are all the same."""
-    if is_extended(param):
-        return Extensions
-    if choice.codes is not None:
-        return Codes
-    return InPlace if choice.shard_dim is None else Chunks
+def _attach(draft: Draft, index: int, shard_dim: int | None) -> None:
+    """Make the sharded form of a parameter from this rank's flat piece."""
+    param, plan, mesh = draft.params[index], draft.plan, draft.mesh
+    original, inner = param.sharded, param.inner_shape
+    chunk = chunk_placement(original, shard_dim) if shard_dim is not None else None
+    rule = chunk or ragged_placement(plan, index, original)
+    target, placements = mesh.placements_for(original, param.name, rule)
+    if shard_dim is not None:
+        assert isinstance(plan, ChunkPlan)
+        rows = plan.local_rows(index, mesh.shard_rank)[1]
+        shape = (*inner[:shard_dim], rows, *inner[shard_dim + 1 :])
+    elif mesh.shards:
+        row = inner[max((len(p.dims) for p in placements if hasattr(p, "local_units")), default=0) :]
+        shape = (-1 if row.numel() else 0, *row)
+    else:
+        shape = tuple(inner)  # no mesh dim shards: every rank has all of it
+    param.attach(draft.main.pieces[index].view(shape), target, placements, shard_dim or 0)
 
 
 def _beside_outer_shards(param: torch.Tensor, shapes: Sequence[tuple[int, ...]], block: int) -> int:

@@ -30,8 +30,7 @@ from ragged_fsdp.collectives import explain_failure
 from ragged_fsdp.dbuffer.redistribute import wait_all
 from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, note_shards
-from ragged_fsdp.fsdp.parts.members import Members
-from ragged_fsdp.fsdp.parts.param import ManagedParam
+from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, rank_major
 from ragged_fsdp.torch_internals import (
     is_traceable_wrapper_subclass,

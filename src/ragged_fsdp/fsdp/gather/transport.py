@@ -31,8 +31,7 @@ from torch.distributed.tensor import Replicate
 from ragged_fsdp.collectives import explain_failure
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.autograd import on_parameters
-from ragged_fsdp.fsdp.parts.main_shard import MainShard
-from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.fsdp.parts.members import MainShard, Members
 from ragged_fsdp.torch_internals import local_of, spec_of
 
 __all__ = ["InPlace", "Parking", "Transport", "note_shards", "parking_mesh"]

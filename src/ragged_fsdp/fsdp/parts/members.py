@@ -1,30 +1,289 @@
-"""What a group is made of, and the switches that users change between steps.
+"""What a group is made of: its parameters, the shard in which they lie, the switches that users change.
 
 Transports and reducers work on :class:`Members`; the group itself adds the states of its parameters.
+
+[Note: tensors of a parameter]
+- original: what was registered when ``fully_shard`` was called; a plain tensor, or a DTensor from tensor
+  or expert parallelism. It is dropped.
+- inner: the original's local tensor, which data parallelism cuts; the original itself if plain.
+- sharded: a DTensor, ragged unless the user asked for a ``Shard``; its local tensor is this rank's piece of
+  the group's main shard.
+- unsharded: the parameter computation uses; a slice of the gathered buffer with the inner shape, wrapped
+  in the original's DTensor spec if it had one. Its object is made once: autograd may hold it.
+- main shard: the group's persistent local pieces, in the parameters' original dtypes.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.collectives import Comm, explain
-from ragged_fsdp.fsdp.parts.main_shard import MainShard, RowPieces, pins_memory
+from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.dtensor import ragged_spec, wrap_local
+from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
-from ragged_fsdp.fsdp.parts.param import ManagedParam
-from ragged_fsdp.fsdp.parts.plan import GroupPlan, gathered_dtype
+from ragged_fsdp.fsdp.parts.plan import ChunkPlan, GroupPlan, gathered_dtype, inner_of
 from ragged_fsdp.fsdp.streams import CommContext
-from ragged_fsdp.torch_internals import profiler_enabled
+from ragged_fsdp.torch_internals import (
+    DTensorSpec,
+    TensorMeta,
+    local_of,
+    parameters_of,
+    profiler_enabled,
+    set_local,
+    spec_of,
+    storage_id,
+)
 
-__all__ = ["GroupSettings", "Members"]
+__all__ = [
+    "MANAGED_ATTRIBUTE",
+    "GroupSettings",
+    "MainShard",
+    "ManagedParam",
+    "Members",
+    "Place",
+    "RowPieces",
+    "pins_memory",
+]
 
+_ALIGN_BYTES = 16
 _TORCH = Comm()
+MANAGED_ATTRIBUTE = "_ragged_fsdp_managed"
+_UNIQUE_IDS = count()
+
+# by the id of the sharded parameter; whether it still is that must be asked
+_OWNERS: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Place:
+    """One registration of a parameter: tied parameters and shared modules have several."""
+
+    module: nn.Module
+    attribute: str
+
+
+def _unique_id(param: nn.Parameter) -> int:
+    """A number that belongs to this parameter for ever; ``id()`` may be reused after it is freed."""
+    if not hasattr(param, "_ragged_fsdp_uid"):
+        param._ragged_fsdp_uid = next(_UNIQUE_IDS)
+    return param._ragged_fsdp_uid
+
+
+class ManagedParam:
+    """One parameter in all its forms: see [Note: tensors of a parameter]."""
+
+    def __init__(self, name: str, original: nn.Parameter, places: Sequence[Place]) -> None:
+        self.name = name
+        self.fqn: str | None = None
+        self.places = tuple(places)
+        # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
+        plain = all(type(p.module).__setattr__ is nn.Module.__setattr__ for p in self.places)
+        self.tables = [(parameters_of(p.module), p.attribute) for p in self.places] if plain else None
+        self.uid = _unique_id(original)
+        self.inner_spec: DTensorSpec | None = spec_of(original) if isinstance(original, DTensor) else None
+        self.inner_shape = inner_of(original).shape
+        self.global_shape = original.shape
+        self.dtype = original.dtype
+        self.sharded: nn.Parameter = original
+        self.unsharded: nn.Parameter | None = None
+        self.shard_dim = 0
+        """The dim that the shard group cuts; not 0 only where the user asked for such a ``Shard``."""
+        self.grad_as_is = self.inner_spec is None
+        """Whether autograd's gradient is what is reduced: no DTensor, and cut along dim 0."""
+        self.trains = original.requires_grad
+        """``requires_grad`` of both forms when they last agreed."""
+        self.grad_hook: Any = None
+        """Handle of the hook that takes a large gradient as soon as it is accumulated."""
+
+    def attach(self, local: torch.Tensor, mesh: Any, placements: Sequence[Any], shard_dim: int = 0) -> None:
+        """Make the sharded parameter from this rank's part, which the shard group cut along ``shard_dim``."""
+        self.shard_dim = shard_dim
+        self.grad_as_is &= shard_dim == 0
+        self.spec = ragged_spec(mesh, tuple(placements), self.global_shape, self.dtype)
+        self.sharded = nn.Parameter(wrap_local(local, self.spec), requires_grad=self.sharded.requires_grad)
+        self.local_shape = local.shape
+
+    def register(self, param: nn.Parameter) -> None:
+        """Put ``param`` wherever this parameter is registered."""
+        setattr(param, MANAGED_ATTRIBUTE, True)  # a later call on a module below must not take it
+        if param is self.sharded:
+            _OWNERS[id(param)] = self
+        for place in self.places:
+            if self.tables is not None:
+                parameters_of(place.module)[place.attribute] = param
+            else:
+                setattr(place.module, place.attribute, param)
+
+    def adopt_registered(self) -> None:
+        """Take over what the user registered in place of the sharded parameter."""
+        param: Any = getattr(self.places[0].module, self.places[0].attribute)
+        if param is self.sharded:
+            return
+        owner = _OWNERS.get(id(param))
+        if owner is not None and owner.sharded is param:
+            raise ValueError(
+                f"{self.fqn or self.name}: the sharded parameter was replaced by that of "
+                f"'{owner.fqn or owner.name}', which is cut elsewhere; tie parameters before fully_shard, "
+                "in one call."
+            )
+        if not isinstance(param, DTensor):
+            raise ValueError(
+                f"{self.fqn or self.name}: the sharded parameter was replaced by a {type(param).__name__}; "
+                f"expected a DTensor with placements {self.spec.placements}."
+            )
+        if param.shape != self.global_shape:
+            raise ValueError(
+                f"{self.fqn or self.name}: the sharded parameter was replaced by one of shape "
+                f"{tuple(param.shape)}; expected {tuple(self.global_shape)}."
+            )
+        if param.placements != self.spec.placements and not param.is_meta:
+            moved = param.detach().redistribute(self.spec.mesh, self.spec.placements)
+            set_local(param, local_of(moved), spec_of(moved))  # the user's object stays
+        self.sharded = param  # type: ignore[assignment]  # a parameter that is a DTensor
+        _OWNERS[id(param)] = self
+        for place in self.places[1:]:
+            parameters_of(place.module)[place.attribute] = param
+
+    def point_at(self, piece: torch.Tensor) -> None:
+        """Let the sharded parameter's local tensor be ``piece``; its object stays the same."""
+        local = piece.view(self.local_shape)
+        self.dtype = piece.dtype
+        meta = self.spec.tensor_meta
+        if meta is not None and meta.dtype != piece.dtype:
+            self.spec = replace(self.spec, tensor_meta=TensorMeta(meta.shape, meta.stride, piece.dtype))
+        # the wrapper's own storage offset must follow: the compiler compares it with the local tensor's
+        self.sharded.data = wrap_local(local, self.spec)
+        set_local(self.sharded, local, self.spec)  # type: ignore[arg-type]
+
+    def sharded_grad(self, local: torch.Tensor) -> DTensor:
+        """A gradient of the sharded parameter with this local part."""
+        # without DTensor.__init__, which does nothing but costs as much as the rest
+        return DTensor.__new__(DTensor, local, self.spec, requires_grad=False)
+
+    def empty_grad(self, like: torch.Tensor) -> DTensor:
+        """The gradient of a parameter of which this rank holds nothing, on the device of ``like``."""
+        return self.sharded_grad(like.new_empty(self.local_shape))
+
+    def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
+        """The unsharded parameter over a slice of the gathered buffer."""
+        data = view
+        if self.inner_spec is not None:
+            meta = self.inner_spec.tensor_meta
+            if meta is not None and meta.dtype != view.dtype:
+                meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), view.dtype)
+            data = DTensor(view, replace(self.inner_spec, tensor_meta=meta), requires_grad=False)
+        self.trains = self.sharded.requires_grad
+        self.unsharded = nn.Parameter(data, requires_grad=self.trains)
+        setattr(self.unsharded, MANAGED_ATTRIBUTE, True)
+        self.grad_hook = None
+        return self.unsharded
+
+    def __repr__(self) -> str:
+        return f"ManagedParam({self.fqn or self.name}, {tuple(self.global_shape)}, {self.dtype})"
+
+
+def pins_memory(policy: OffloadPolicy, device: torch.device) -> bool:
+    """Whether offloaded memory is pinned: only an accelerator's copies gain from it."""
+    return isinstance(policy, CPUOffloadPolicy) and policy.pin_memory and device.type != "cpu"
+
+
+class MainShard:
+    """This rank's pieces of a group, one per parameter.
+
+    Where all parameters have one dtype the shard is a sharded :class:`DBuffer`: one tensor to cast, to
+    offload and to hand to optimizers. Where dtypes differ the pieces are packed behind each other, each at a
+    multiple of 16 bytes, and move with one foreach call.
+    """
+
+    def __init__(
+        self,
+        plan: GroupPlan,
+        mesh: ParallelMesh,
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        *,
+        pin_memory: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.rank = mesh.shard_rank
+        self.dtypes = tuple(dtypes)
+        self.device = device
+        self.buffer: DBuffer | None = None
+        if plan.same_items and len(set(self.dtypes)) == 1:
+            self.buffer = DBuffer(
+                plan.layout,
+                plan.shapes,
+                mesh.mesh,
+                dtype=self.dtypes[0],
+                device=device,
+                pin_memory=pin_memory,
+            )
+            self.buffer.zero_()  # padding must not gather garbage
+            self.storage = self.buffer.storage
+            starts = [
+                plan.layout.local_range(i, self.rank).shard_start * self.buffer.cell_bytes
+                for i in range(len(self.dtypes))
+            ]
+        else:
+            starts, nbytes = self._packed_starts()
+            self.storage = FlatStorage(nbytes, device, pin_memory=pin_memory)
+            self.storage.tensor(0, (nbytes,), torch.uint8).zero_()
+        numels = [plan.local_range(i, self.rank).numel for i in range(len(self.dtypes))]
+        # views of one tensor, not tensors over one storage: the compiler can only trace the former
+        whole = self.storage.tensor(0, (self.storage.nbytes,), torch.uint8)
+        self.pieces = tuple(
+            whole.narrow(0, start, numel * dtype.itemsize).view(dtype)
+            for start, numel, dtype in zip(starts, numels, self.dtypes)
+        )
+
+    def _packed_starts(self) -> tuple[list[int], int]:
+        starts, position = [], 0
+        for index, dtype in enumerate(self.dtypes):
+            starts.append(position)
+            nbytes = self.plan.local_range(index, self.rank).numel * dtype.itemsize
+            position += -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        return starts, position
+
+    def holds(self, index: int, local: torch.Tensor) -> bool:
+        """Whether ``local`` still is this shard's piece of parameter ``index``."""
+        piece = self.pieces[index]
+        return (
+            local.dtype == piece.dtype
+            and local.numel() == piece.numel()
+            and storage_id(local.untyped_storage()) == storage_id(self.storage.untyped)
+            and (not piece.numel() or local.storage_offset() == piece.storage_offset())
+        )
+
+    def fill(self, slots: Sequence[torch.Tensor], *, non_blocking: bool) -> None:
+        """Cast each piece into the slot of its parameter, with one foreach call."""
+        filled = [(slot.view(-1), piece) for slot, piece in zip(slots, self.pieces) if piece.numel()]
+        if filled:
+            sources = [piece.to(slot.device, non_blocking=non_blocking) for slot, piece in filled]
+            torch._foreach_copy_([slot for slot, _ in filled], sources)
+
+
+class RowPieces:
+    """This rank's rows of each parameter, in the parameter's own class, each with memory of its own."""
+
+    def __init__(
+        self, plan: ChunkPlan, rank: int, inners: Sequence[torch.Tensor], device: torch.device
+    ) -> None:
+        pieces = []
+        for index, inner in enumerate(inners):
+            rows = inner.detach().narrow(0, *plan.local_rows(index, rank)).clone()
+            pieces.append(rows if inner.is_meta else rows.to(device))
+        self.pieces = tuple(pieces)
 
 
 @dataclass

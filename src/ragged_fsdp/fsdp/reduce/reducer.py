@@ -17,8 +17,7 @@ from ragged_fsdp.dbuffer import DBuffer
 from ragged_fsdp.dtensor.geometry import contiguous_stride, is_ragged
 from ragged_fsdp.dtensor.saving import claim
 from ragged_fsdp.fsdp.autograd import on_parameters
-from ragged_fsdp.fsdp.parts.members import Members
-from ragged_fsdp.fsdp.parts.param import ManagedParam
+from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.parts.plan import rank_major
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling, grad_layout, scaling
 from ragged_fsdp.fsdp.reduce.transport import GradTransport, make_buffer, scattered

@@ -13,8 +13,7 @@ from torch import nn
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.gather.packed import Pieces
 from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
-from ragged_fsdp.fsdp.parts.members import Members
-from ragged_fsdp.fsdp.parts.param import ManagedParam, check_materialized, settle_requires_grad
+from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.torch_internals import register_load_state_dict_pre_hook
@@ -87,10 +86,29 @@ class ParamGroup(Members):
             for param in self.params:
                 param.trains = param.sharded.requires_grad
             self.initialized = True
-        check_materialized(self.params, on_host=self.offload)
+        self._check_materialized()
         self.follow_trainable()
         self._choose_transport()
         self.transport.prepare()
+
+    def _check_materialized(self) -> None:
+        """Raise unless the sharded parameters have memory, and have it on the host if they are offloaded."""
+        places = [(param.fqn or param.name, param.sharded.device) for param in self.params]
+        on_meta = [name for name, device in places if device.type == "meta"]
+        if on_meta:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, "
+                f"but the following were still on meta device: {on_meta}\n"
+                "For example, call module.to_empty(device) to materialize to device and "
+                "call module.reset_parameters() on each module to initialize values."
+            )
+        elsewhere = [place for place in places if place[1].type != "cpu"]
+        if self.offload and elsewhere:
+            raise RuntimeError(
+                "FSDP parameters should be materialized on CPU when enabling CPU offloading. "
+                'For example, load a CPU state dict or call module.to_empty(device="cpu"). '
+                f"Found following parameters on non-CPU device: {elsewhere}\n"
+            )
 
     def _choose_transport(self) -> None:
         """The transport that was planned for, unless a cast has changed some item sizes and not others."""
@@ -127,7 +145,7 @@ class ParamGroup(Members):
     def reset_sharded_params(self) -> None:
         """Take over parameters that were replaced, cast or moved."""
         for param in self.params:
-            param.adopt(param.registered())
+            param.adopt_registered()
         self.transport.adopt_shards()
 
     # -- gather and reshard ----------------------------------------------------------------------
@@ -198,15 +216,14 @@ class ParamGroup(Members):
             if unsharded.requires_grad != trains:
                 unsharded.requires_grad_(trains)
             if eager and trains and param.grad_hook is None:
-                self._hook_gradient(param, unsharded)
+                param.grad_hook = self._hook_gradient(param, unsharded)
 
-    def _hook_gradient(self, param: ManagedParam, unsharded: nn.Parameter) -> None:
-        large = param.inner_shape.numel() * unsharded.dtype.itemsize >= _EAGER_GRAD_BYTES
-        if not large:
-            param.grad_hook = False
-            return
+    def _hook_gradient(self, param: ManagedParam, unsharded: nn.Parameter) -> Any:
+        """The hook that takes a large gradient as soon as it is accumulated; False for a small one."""
+        if param.inner_shape.numel() * unsharded.dtype.itemsize < _EAGER_GRAD_BYTES:
+            return False
         take = partial(self._take_gradient, self.params.index(param))
-        param.grad_hook = unsharded.register_post_accumulate_grad_hook(take)
+        return unsharded.register_post_accumulate_grad_hook(take)
 
     def _take_gradient(self, index: int, unsharded: torch.Tensor) -> None:
         """Move a large gradient into the buffer at once, if there is or may be a buffer now.
@@ -220,8 +237,15 @@ class ParamGroup(Members):
             self.reducer.store(index, grad)
 
     def settle(self) -> None:
-        """Take over what ``requires_grad_`` changed on parameters that are gathered."""
-        settle_requires_grad(self.params)
+        """Take for both forms what ``requires_grad_`` changed on the one that was registered, or held."""
+        for param in self.params:
+            unsharded, sharded = param.unsharded, param.sharded
+            if unsharded is None or unsharded.requires_grad == sharded.requires_grad:
+                param.trains = sharded.requires_grad
+                continue
+            param.trains = not param.trains  # one of the two was changed, the other is as it was
+            unsharded.requires_grad_(param.trains)
+            sharded.requires_grad_(param.trains)
 
     @on_parameters
     def reshard(self) -> None:
@@ -242,7 +266,7 @@ class ParamGroup(Members):
     def to_sharded(self) -> None:
         """Reshard at the user's wish, and take over what he changed on the gathered parameters."""
         if self.residence is Residence.UNSHARDED or self.residence is Residence.PARKED:
-            settle_requires_grad(self.params)
+            self.settle()
         self.reshard()
 
     def keep(self) -> None:
