@@ -1,13 +1,18 @@
 """The one door to torch's internals: no other module of this package may know a private name of torch.
 
-``READ`` has a record of every such name: where it lives, why it is needed, the last release it was seen in,
-and which change upstream would make it unnecessary. ``REPLACED`` has those in whose place
-:mod:`ragged_fsdp.dtensor.patches` puts a function of ours, with the parameters that this relies on. All are
-looked up once, at import, before anything is changed: a release that lacks one is refused in a line that
-names it. What has moved or come between the supported releases is ``optional`` and found by feature, never by
-version number; what only the compiler has is looked up by a test.
+Two tables have a record of every such name. ``REPLACED`` has those in whose place
+:mod:`ragged_fsdp.dtensor.patches` puts a function of ours, ``READ`` those that are used as they are::
 
-The names below the table are torch's without the leading underscore, functions that read one attribute
+    until <the upstream change that would retire these records>:
+        <module>:<names in it>(<parameters that we rely on>) [<tag>]
+            <why they are needed>
+
+All are looked up once, at import, before anything is changed: a release that lacks one is refused in a line
+that names it. A tag makes an exception: ``optional`` is what has moved or come between the supported releases
+and is found by feature, never by version number, where it is used; ``costly`` is what only the compiler has,
+which a test looks up. A number is the last release that has the names; without one it is the newest.
+
+The names below the tables are torch's without the leading underscore, functions that read one attribute
 (``local_of(dtensor)``) and small functions where a name must be looked up late. Readers of attributes are C
 callables: they add no Python frame to a hot path.
 
@@ -88,7 +93,6 @@ __all__ = [
     "reduce_scatter",
     "reduce_value",
     "register_constant_class",
-    "register_load_state_dict_pre_hook",
     "replace",
     "require_supported",
     "return_and_correct_aliasing",
@@ -111,32 +115,28 @@ __all__ = [
 ]
 
 
+_OLDEST = (2, 11)
+_NEWEST = "2.15"
+_SUPPORTED = f"ragged_fsdp supports torch 2.11 to {_NEWEST}"
+_ENTRY = re.compile(r"([\w.]+):([^(\[]+)(?:\((.*)\))?(?: \[(.+)\])?")
+
+
 @dataclass(frozen=True)
 class Private:
     """Names of torch that are not public API, of one module and for one reason."""
 
-    where: str
-    """``module:name``; further names of the module follow, separated by spaces."""
+    home: str
+    """The module that has the names."""
+    names: list[str]
+    """Paths inside the module."""
     reason: str
     until: str
     """The upstream change that would retire the record."""
-    parameters: str = ""
-    """Those of the function that we rely on, separated by spaces."""
-    optional: bool = False
-    """Whether supported releases may lack it: it is asked for where it is used, by feature."""
-    costly: bool = False
-    """Whether looking it up imports much: a test does that, not every import."""
-    last_seen: str = "2.15"
-
-    @property
-    def home(self) -> str:
-        """The module that has the names."""
-        return self.where.partition(":")[0]
-
-    @property
-    def names(self) -> list[str]:
-        """The names, as paths inside the module."""
-        return self.where.partition(":")[2].split()
+    parameters: list[str]
+    """Those of the function that we rely on."""
+    tag: str
+    """Why it is not looked up at import, or the last release that has it; empty for most."""
+    last_seen: str
 
     def owner(self, name: str) -> Any:
         """The object, a module or a class, that has ``name`` as an attribute."""
@@ -153,394 +153,216 @@ class Private:
             return getattr(owner, last)
 
 
-_SPEC = "a public way from a DTensor to its spec and local tensor that autograd does not see"
-_DISPATCH = "a public interface for placements that users write (rules, redistribution, construction)"
-_COMPOSABLE = "a public registry of composable APIs"
-_AUTOGRAD = "public autograd functions of that name"
-_FUNCTORCH = "public queries of functorch's state"
-_DYNAMO = "a public way to keep the compiler out of a code object without importing it"
-_MESH = "a public method of DeviceMesh"
+def _records(table: str) -> tuple[Private, ...]:
+    """The records of a table whose indents are: what would retire them, the names of one, its reason."""
+    records: list[Private] = []
+    until = where = ""
+    for line in table.strip().splitlines():
+        text = line.strip()
+        if not line.startswith(" "):
+            until = text.removeprefix("until ").removesuffix(":")
+        elif not line.startswith(" " * 8):
+            where = f"{where} {text}".strip()
+        else:
+            match, where = _ENTRY.fullmatch(where), ""
+            assert match is not None, f"no names above {text!r}"
+            home, names, parameters, tag = match.groups(default="")
+            known = parameters.replace(",", "").split()
+            last_seen = tag if tag[:1].isdigit() else _NEWEST
+            records.append(Private(home, names.split(), text, until, known, tag, last_seen))
+    return tuple(records)
 
-REPLACED = (
-    Private(
-        "torch.distributed.tensor._dispatch:OpDispatcher._propagate_op_sharding_dispatch_slow_path",
-        "the sharding rules: the C++ dispatcher asks here on every cache miss",
-        _DISPATCH,
-        parameters="self op_call args kwargs op_info try_cache",
-    ),
-    Private(
-        "torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers",
-        "these ops never reach the rules; argmax, for one, would be silently wrong",
-        _DISPATCH,
-    ),
-    Private(
-        "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info "
-        "DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy",
-        "the C++ cache must know that an op takes lists: 2.11 overlooks those that stock has no rule for",
-        "the end of support for torch 2.11",
-    ),
-    Private(
-        "torch.distributed.tensor._redistribute:redistribute_local_tensor",
-        "the moves of redistribute and of implicit redistribution",
-        _DISPATCH,
-        parameters="local_tensor current_spec target_spec async_op",
-    ),
-    Private(
-        "torch.distributed.tensor._collective_utils:redistribute_cost",
-        "forbidding implicit moves (ExplicitRedistributionContext) asks what a move costs",
-        _DISPATCH,
-        parameters="current_spec target_spec",
-    ),
-    Private(
-        "torch.distributed.tensor._redistribute:Redistribute.backward",
-        "the gradient of Partial to ragged is gathered, as for Shard, instead of made Partial",
-        _DISPATCH,
-        parameters="ctx grad_output",
-    ),
-    Private(
-        "torch.distributed.tensor._utils:compute_local_shape_and_global_offset",
-        "local shapes for zeros, empty, from checkpoints; an offset only where the piece is one box",
-        _DISPATCH,
-        parameters="global_shape mesh placements skip_offset",
-    ),
-    Private(
-        "torch.distributed.tensor._api:distribute_tensor",
-        "stock knows three kinds of placements and raises for others",
-        _DISPATCH,
-        parameters="tensor device_mesh placements src_data_rank",
-    ),
-    Private(
-        "torch.distributed.tensor._api:_FromTorchTensor.forward",
-        "from_local cannot infer a global shape from an uneven piece: ask for it, and check the piece",
-        _DISPATCH,
-        parameters="ctx input device_mesh placements run_check shape stride",
-    ),
-    Private(
-        "torch.distributed.tensor._api:_ToTorchTensor.backward",
-        "stock rebuilds the global stride from the local tensor; a ragged one needs the spec's",
-        _DISPATCH,
-        parameters="ctx grad_output",
-    ),
-    Private(
-        "torch.distributed.tensor._api:_dtensor_init_helper",
-        "rand and randn draw with an offset that knows even shards only",
-        _DISPATCH,
-        parameters="init_op size device_mesh placements",
-    ),
-    Private(
-        "torch.distributed.tensor:DTensor.__reduce_ex__",
-        "pickling a piece that lies inside a larger buffer",
-        "torch.save saving the elements of a view, not its storage",
-        parameters="self proto",
-    ),
-    Private(
-        "torch.distributed.tensor:DTensor.__deepcopy__",
-        "copying a piece that lies inside a larger buffer",
-        "deepcopy copying the elements of a view, not its storage",
-        parameters="self memo",
-    ),
-    Private(
-        "torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor",
-        "asynchronous checkpoints copy tensors to the host with a deepcopy of their own",
-        "the stager calling __deepcopy__",
-        parameters="self x memo non_blocking",
-    ),
-    Private(
-        "torch.distributed.tensor:DTensor.__create_write_items__",
-        "checkpoints: pieces as boxes",
-        "placements that tell a checkpoint their boxes",
-        parameters="self fqn object",
-    ),
-    Private(
-        "torch.distributed.tensor:DTensor.__create_chunk_list__",
-        "checkpoints: pieces as boxes",
-        "placements that tell a checkpoint their boxes",
-        parameters="self",
-    ),
-    Private(
-        "torch.distributed.tensor:DTensor.__get_tensor_shard__",
-        "checkpoints: the box asked for, as a view",
-        "placements that tell a checkpoint their boxes",
-        parameters="self index",
-    ),
-    Private(
-        "torch.distributed.checkpoint.hf_storage:HuggingFaceStorageWriter._split_by_storage_plan",
-        "a safetensors file holds one box of a tensor; a piece of several boxes needs several files",
-        "the writer splitting boxes of one name by itself",
-        parameters="self storage_plan items",
-    ),
-    Private(
-        "torch.distributed._state_dict_utils:_distribute_tensors",
-        "loading full state dicts and broadcast from rank 0",
-        "state-dict utilities that call distribute_tensor or redistribute",
-        parameters="local_state_dict keys device pg",
-    ),
-    Private(
-        "torch.distributed._state_dict_utils:_distribute_state_dict",
-        "full state dicts that differ between ranks: an error on all, instead of the end of the process",
-        "state-dict utilities that compare before they broadcast",
-        parameters="full_state_dict local_state_dict device pg",
-    ),
-)
+
+REPLACED = _records("""
+until a public interface for placements that users write (rules, redistribution, construction):
+    torch.distributed.tensor._dispatch:OpDispatcher._propagate_op_sharding_dispatch_slow_path(self,
+    op_call, args, kwargs, op_info, try_cache)
+        the sharding rules: the C++ dispatcher asks here on every cache miss
+    torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers
+        these ops never reach the rules; argmax, for one, would be silently wrong
+    torch.distributed.tensor._redistribute:redistribute_local_tensor(local_tensor, current_spec,
+    target_spec, async_op)
+        the moves of redistribute and of implicit redistribution
+    torch.distributed.tensor._collective_utils:redistribute_cost(current_spec, target_spec)
+        forbidding implicit moves (ExplicitRedistributionContext) asks what a move costs
+    torch.distributed.tensor._redistribute:Redistribute.backward(ctx, grad_output)
+        the gradient of Partial to ragged is gathered, as for Shard, instead of made Partial
+    torch.distributed.tensor._utils:compute_local_shape_and_global_offset(global_shape, mesh, placements,
+    skip_offset)
+        local shapes for zeros, empty, from checkpoints; an offset only where the piece is one box
+    torch.distributed.tensor._api:distribute_tensor(tensor, device_mesh, placements, src_data_rank)
+        stock knows three kinds of placements and raises for others
+    torch.distributed.tensor._api:_FromTorchTensor.forward(ctx, input, device_mesh, placements, run_check,
+    shape, stride)
+        from_local cannot infer a global shape from an uneven piece: ask for it, and check the piece
+    torch.distributed.tensor._api:_ToTorchTensor.backward(ctx, grad_output)
+        stock rebuilds the global stride from the local tensor; a ragged one needs the spec's
+    torch.distributed.tensor._api:_dtensor_init_helper(init_op, size, device_mesh, placements)
+        rand and randn draw with an offset that knows even shards only
+until the end of support for torch 2.11:
+    torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy
+        the C++ cache must know that an op takes lists: 2.11 overlooks those without a rule of stock's
+until torch.save saving the elements of a view, not its storage:
+    torch.distributed.tensor:DTensor.__reduce_ex__(self, proto)
+        pickling a piece that lies inside a larger buffer
+until deepcopy copying the elements of a view, not its storage:
+    torch.distributed.tensor:DTensor.__deepcopy__(self, memo)
+        copying a piece that lies inside a larger buffer
+until the stager calling __deepcopy__:
+    torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor(self, x, memo,
+    non_blocking)
+        asynchronous checkpoints copy tensors to the host with a deepcopy of their own
+until placements that tell a checkpoint their boxes:
+    torch.distributed.tensor:DTensor.__create_write_items__(self, fqn, object)
+        checkpoints: pieces as boxes
+    torch.distributed.tensor:DTensor.__create_chunk_list__(self)
+        checkpoints: pieces as boxes
+    torch.distributed.tensor:DTensor.__get_tensor_shard__(self, index)
+        checkpoints: the box asked for, as a view
+until the writer splitting boxes of one name by itself:
+    torch.distributed.checkpoint.hf_storage:HuggingFaceStorageWriter._split_by_storage_plan(self,
+    storage_plan, items)
+        a safetensors file holds one box of a tensor; a piece of several boxes needs several files
+until state-dict utilities that call distribute_tensor or redistribute:
+    torch.distributed._state_dict_utils:_distribute_tensors(local_state_dict, keys, device, pg)
+        loading full state dicts and broadcast from rank 0
+until state-dict utilities that compare before they broadcast:
+    torch.distributed._state_dict_utils:_distribute_state_dict(full_state_dict, local_state_dict, device,
+    pg)
+        full state dicts that differ between ranks: an error on all, instead of the end of the process
+""")
 """Names in whose place :mod:`ragged_fsdp.dtensor.patches` puts a function of ours."""
 
-READ = (
-    # DTensor
-    Private(
-        "torch.distributed.tensor:DTensor._local_tensor DTensor._spec",
-        "to_local() records autograd, copies an asynchronous result and costs a frame",
-        _SPEC,
-    ),
-    Private(
-        "torch.distributed.tensor._dtensor_spec:DTensorSpec TensorMeta",
-        "a DTensor is built from a local tensor and a spec",
-        _SPEC,
-    ),
-    Private(
-        "torch.distributed.tensor._dtensor_spec:DTensorSpec._maybe_convert_StridedShard_to_shard_order",
-        "in which order the mesh dims of strided shards cut",
-        "StridedShard becoming a documented placement",
-    ),
-    Private(
-        "torch.distributed.tensor.placement_types:_StridedShard",
-        "FSDP2's placement beside tensor parallelism",
-        "StridedShard becoming a documented placement",
-    ),
-    Private(
-        "torch.distributed.tensor:Partial._reduce_value Partial._partition_value",
-        "a partial placement reduces in its own way (masked embeddings, norms)",
-        _DISPATCH,
-    ),
-    Private(
-        "torch.distributed.tensor:DTensor._raise_if_contains_partial_placements",
-        "a checkpoint of pending sums is refused with torch's own words",
-        _DISPATCH,
-    ),
-    Private(
-        "torch.distributed.tensor._op_schema:OpSchema OutputSharding RuntimeSchemaInfo",
-        "the answer to the C++ dispatcher, which caches it",
-        _DISPATCH,
-    ),
-    Private(
-        "torch.distributed.tensor._op_schema:OpInfo.schema OpInfo.flat_args_schema",
-        "what the C++ dispatcher asks",
-        _DISPATCH,
-        optional=True,
-    ),
-    Private(
-        "torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached "
-        "ShardingPropagator._propagate_tensor_meta_non_cached",
-        "stock's rules for reductions, and the shapes and dtypes of results",
-        _DISPATCH,
-    ),
-    Private(
-        "torch.distributed.tensor._api:_mesh_resources.get_current_mesh",
-        "the mesh of `with mesh:`, default of distribute_tensor",
-        "a public get_current_mesh in torch.distributed.device_mesh",
-        optional=True,
-    ),
-    Private(
-        "torch.distributed.tensor.placement_types:_register_placements_as_opaque",
-        "tells how dynamo takes placements: since 2.12 as opaque objects, before as pytree constants",
-        "the end of support for torch 2.11",
-        optional=True,
-    ),
-    Private(
-        "torch._library.opaque_object:register_custom_class register_opaque_type MemberType",
-        "dynamo takes our placements as constants, as it does stock's",
-        "torch.library registering opaque types",
-        optional=True,
-    ),
-    # collectives, meshes, process groups
-    Private(
-        "torch.distributed._functional_collectives:AsyncCollectiveTensor _are_we_tracing "
-        "all_to_all_single broadcast",
-        "collectives that a compiled graph can contain, and their unfinished results",
-        "public functional collectives",
-    ),
-    Private(
-        "torch.distributed._functional_collectives:all_gather_single reduce_scatter_single "
-        "all_gather_tensor reduce_scatter_tensor",
-        "renamed in 2.13, where the old names warn",
-        "the end of support for torch 2.12",
-        optional=True,
-    ),
-    Private(
-        "torch.distributed.device_mesh:DeviceMesh._flatten",
-        "one shard group over several mesh dims",
-        _MESH,
-    ),
-    Private(
-        "torch.distributed.device_mesh:DeviceMesh._concatenate DeviceMesh._get_root_mesh",
-        "joins the data-parallel mesh and that of the parameter; without it the root mesh is sliced",
-        _MESH,
-        optional=True,
-    ),
-    Private(
-        "torch.distributed:ProcessGroup._get_backend",
-        "the timeout of its collectives and the allocator of its memory",
-        "both on ProcessGroup itself",
-    ),
-    Private(
-        "torch._C._distributed_c10d:Backend.Options._timeout",
-        "how long a collective may take before the watch reports it",
-        "a public timeout of the backend's options",
-        optional=True,
-    ),
-    # composable modules
-    Private(
-        "torch.distributed._composable.contract:REGISTRY_KEY STATE_KEY contract _get_registry",
-        "modules say which API manages them: checkpoints, replicate and pipelines ask",
-        _COMPOSABLE,
-    ),
-    Private(
-        "torch.distributed._composable_state:_State",
-        "pipelines and torch's utilities find the state of a module by this class",
-        _COMPOSABLE,
-    ),
-    Private(
-        "torch.distributed.utils:_to_kwargs _get_root_modules",
-        "inputs go to the device, and modules are grouped, exactly as FSDP2 does",
-        _COMPOSABLE,
-    ),
-    Private(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper",
-        "recomputation of a layer that leaves names of parameters alone",
-        "a public wrapper for activation checkpointing",
-    ),
-    Private(
-        "torch.nn:Module._parameters",
-        "parameters change places without Module.__setattr__, which would register them again",
-        "a public way to swap a parameter of a module",
-    ),
-    Private(
-        "torch.nn:Module._apply",
-        "overridden: who moves a sharded module moves its buffers of parameters",
-        "a public hook of Module.to and its relatives",
-    ),
-    Private(
-        "torch.nn:Module._register_load_state_dict_pre_hook",
-        "a hook without the module as first argument",
-        "nothing: register_load_state_dict_pre_hook is public and passes the module",
-    ),
-    # autograd and the compiler
-    Private(
-        "torch._C._autograd:CreationMeta _set_creation_meta",
-        "views made without autograd are used with it",
-        _AUTOGRAD,
-    ),
-    Private(
-        "torch._C:_current_graph_task_id",
-        "whether a backward runs in this thread",
-        _AUTOGRAD,
-    ),
-    Private(
-        "torch.autograd:Variable._execution_engine.queue_callback",
-        "what ends the backward: it waits for pending reductions",
-        "a public hook at the end of a backward",
-    ),
-    Private(
-        "torch.autograd:_unsafe_preserve_version_counter",
-        "gathered weights are refilled behind autograd's back",
-        _AUTOGRAD,
-    ),
-    Private(
-        "torch.autograd:_profiler_enabled",
-        "labels are made only where somebody reads them",
-        _AUTOGRAD,
-    ),
-    Private(
-        "torch._C:_set_grad_enabled",
-        "turns autograd off without the frames of a context manager, 2 per hook",
-        "torch.no_grad() in C++",
-    ),
-    Private(
-        "torch._C:_are_functorch_transforms_active _DisableFuncTorch",
-        "parameters are handled outside the transforms that run on activations",
-        _FUNCTORCH,
-    ),
-    Private(
-        "torch._C._functorch:peek_interpreter_stack",
-        "inside a transform the schedule must not learn an order",
-        _FUNCTORCH,
-    ),
-    Private(
-        "torch._C._dynamo.eval_frame:_FrameAction _FrameExecStrategy set_code_exec_strategy",
-        "hooks of compiled modules run as they are",
-        _DYNAMO,
-    ),
-    Private(
-        "torch:_disable_dynamo",
-        "as torch's own optimizers: step() is not compiled",
-        _DYNAMO,
-    ),
-    Private(
-        "torch._dynamo:disable",
-        "a hook that is traced as a part of its caller runs outside the graph",
-        "torch.compiler.disable that dynamo traces as it does this one",
-        costly=True,
-    ),
-    Private(
-        "torch._dynamo.config:patch recompile_limit",
-        "Newton-Schulz iterations are compiled for the shape of each matrix",
-        "a public recompile limit of torch.compile",
-        costly=True,
-    ),
-    Private(
-        "torch:Tensor._post_accumulate_grad_hooks",
-        "hooks of the user run when the sharded gradient is final",
-        "a public way to call the hooks of a tensor",
-    ),
-    Private(
-        "torch:Tensor._base Tensor._version",
-        "whether a tensor is a view, or was written",
-        _AUTOGRAD,
-    ),
-    Private(
-        "torch:UntypedStorage._cdata",
-        "a storage is the same object in memory though Python wraps it anew",
-        "storages that compare and hash by identity",
-    ),
-    Private(
-        "torch._C:_accelerator_getStream",
-        "the current stream without two frames of Python",
-        "torch.accelerator.current_stream in C++",
-        optional=True,
-    ),
-    Private(
-        "torch._subclasses.fake_tensor:unset_fake_temporarily",
-        "ranks compare real values also while memory is estimated with fake tensors",
-        "a public context manager of FakeTensorMode",
-    ),
-    Private(
-        "torch.utils._python_dispatch:is_traceable_wrapper_subclass return_and_correct_aliasing",
-        "tensor subclasses that wrap others, and views that ops return",
-        "their documentation: subclasses outside torch use both",
-    ),
-    Private(
-        "torch.utils._pytree:tree_leaves register_constant",
-        "the tensors in an op's arguments",
-        "torch.utils.pytree with these functions in all supported releases",
-    ),
-    # ops
-    Private(
-        "torch:_ops.OpOverload ops.aten.add.Tensor._schema",
-        "which arguments an op writes, and their names",
-        "a public schema of an op overload",
-    ),
-    Private(
-        "torch._C:_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key "
-        "DispatchKey.CompositeImplicitAutograd",
-        "all ops on lists, and which ops decompose by themselves",
-        "public queries of the dispatcher",
-    ),
-)
+READ = _records("""
+until a public way from a DTensor to its spec and local tensor that autograd does not see:
+    torch.distributed.tensor:DTensor._local_tensor DTensor._spec
+        to_local() records autograd, copies an asynchronous result and costs a frame
+    torch.distributed.tensor._dtensor_spec:DTensorSpec TensorMeta
+        a DTensor is built from a local tensor and a spec
+until StridedShard becoming a documented placement:
+    torch.distributed.tensor._dtensor_spec:DTensorSpec._maybe_convert_StridedShard_to_shard_order
+        in which order the mesh dims of strided shards cut
+    torch.distributed.tensor.placement_types:_StridedShard
+        FSDP2's placement beside tensor parallelism
+until a public interface for placements that users write (rules, redistribution, construction):
+    torch.distributed.tensor:Partial._reduce_value Partial._partition_value
+        a partial placement reduces in its own way (masked embeddings, norms)
+    torch.distributed.tensor:DTensor._raise_if_contains_partial_placements
+        a checkpoint of pending sums is refused with torch's own words
+    torch.distributed.tensor._op_schema:OpSchema OutputSharding RuntimeSchemaInfo
+        the answer to the C++ dispatcher, which caches it
+    torch.distributed.tensor._op_schema:OpInfo.schema OpInfo.flat_args_schema [optional]
+        what the C++ dispatcher asks
+    torch.distributed.tensor._sharding_prop:ShardingPropagator.propagate_op_sharding_non_cached
+    ShardingPropagator._propagate_tensor_meta_non_cached
+        stock's rules for reductions, and the shapes and dtypes of results
+until a public get_current_mesh in torch.distributed.device_mesh:
+    torch.distributed.tensor._api:_mesh_resources.get_current_mesh [optional]
+        the mesh of `with mesh:`, default of distribute_tensor
+until the end of support for torch 2.11:
+    torch.distributed.tensor.placement_types:_register_placements_as_opaque [optional]
+        tells how dynamo takes placements: since 2.12 as opaque objects, before as pytree constants
+until torch.library registering opaque types:
+    torch._library.opaque_object:register_custom_class register_opaque_type MemberType [optional]
+        dynamo takes our placements as constants, as it does stock's
+until public functional collectives:
+    torch.distributed._functional_collectives:AsyncCollectiveTensor _are_we_tracing all_to_all_single
+    broadcast
+        collectives that a compiled graph can contain, and their unfinished results
+until the end of support for torch 2.12:
+    torch.distributed._functional_collectives:all_gather_single reduce_scatter_single all_gather_tensor
+    reduce_scatter_tensor [optional]
+        renamed in 2.13, where the old names warn
+until a public method of DeviceMesh:
+    torch.distributed.device_mesh:DeviceMesh._flatten
+        one shard group over several mesh dims
+    torch.distributed.device_mesh:DeviceMesh._concatenate DeviceMesh._get_root_mesh [optional]
+        joins the data-parallel mesh and that of the parameter; without it the root mesh is sliced
+until both on ProcessGroup itself:
+    torch.distributed:ProcessGroup._get_backend
+        the timeout of its collectives and the allocator of its memory
+until a public timeout of the backend's options:
+    torch._C._distributed_c10d:Backend.Options._timeout [optional]
+        how long a collective may take before the watch reports it
+until a public registry of composable APIs:
+    torch.distributed._composable.contract:REGISTRY_KEY STATE_KEY contract _get_registry
+        modules say which API manages them: checkpoints, replicate and pipelines ask
+    torch.distributed._composable_state:_State
+        pipelines and torch's utilities find the state of a module by this class
+    torch.distributed.utils:_to_kwargs _get_root_modules
+        inputs go to the device, and modules are grouped, exactly as FSDP2 does
+until a public wrapper for activation checkpointing:
+    torch.distributed.algorithms._checkpoint.checkpoint_wrapper:checkpoint_wrapper
+        recomputation of a layer that leaves names of parameters alone
+until a public way to swap a parameter of a module:
+    torch.nn:Module._parameters
+        parameters change places without Module.__setattr__, which would register them again
+until a public hook of Module.to and its relatives:
+    torch.nn:Module._apply
+        overridden: who moves or casts a sharded module moves the shards of its parameters
+until public autograd functions of that name:
+    torch._C._autograd:CreationMeta _set_creation_meta
+        views made without autograd are used with it
+    torch._C:_current_graph_task_id
+        whether a backward runs in this thread
+    torch.autograd:_unsafe_preserve_version_counter
+        gathered weights are refilled behind autograd's back
+    torch.autograd:_profiler_enabled
+        labels are made only where somebody reads them
+    torch:Tensor._base Tensor._version
+        whether a tensor is a view, or was written
+until a public hook at the end of a backward:
+    torch.autograd:Variable._execution_engine.queue_callback
+        what ends the backward: it waits for pending reductions
+until torch.no_grad() in C++:
+    torch._C:_set_grad_enabled
+        turns autograd off without the frames of a context manager, 2 per hook
+until public queries of functorch's state:
+    torch._C:_are_functorch_transforms_active _DisableFuncTorch
+        parameters are handled outside the transforms that run on activations
+    torch._C._functorch:peek_interpreter_stack
+        inside a transform no memory is taken for later: its tensors have no storage
+until a public way to keep the compiler out of a code object without importing it:
+    torch._C._dynamo.eval_frame:_FrameAction _FrameExecStrategy set_code_exec_strategy
+        hooks of compiled modules run as they are
+    torch:_disable_dynamo
+        as torch's own optimizers: step() is not compiled
+until torch.compiler.disable that dynamo traces as it does this one:
+    torch._dynamo:disable [costly]
+        a hook that is traced as a part of its caller runs outside the graph
+until a public recompile limit of torch.compile:
+    torch._dynamo.config:patch recompile_limit [costly]
+        Newton-Schulz iterations are compiled for the shape of each matrix
+until a public way to call the hooks of a tensor:
+    torch:Tensor._post_accumulate_grad_hooks
+        hooks of the user run when the sharded gradient is final
+until storages that compare and hash by identity:
+    torch:UntypedStorage._cdata
+        a storage is the same object in memory though Python wraps it anew
+until torch.accelerator.current_stream in C++:
+    torch._C:_accelerator_getStream [optional]
+        the current stream without two frames of Python
+until a public context manager of FakeTensorMode:
+    torch._subclasses.fake_tensor:unset_fake_temporarily
+        ranks compare real values also while memory is estimated with fake tensors
+until their documentation: subclasses outside torch use both:
+    torch.utils._python_dispatch:is_traceable_wrapper_subclass return_and_correct_aliasing
+        tensor subclasses that wrap others, and views that ops return
+until torch.utils.pytree with these functions in all supported releases:
+    torch.utils._pytree:tree_leaves register_constant
+        the tensors in an op's arguments
+until a public schema of an op overload:
+    torch:_ops.OpOverload ops.aten.add.Tensor._schema
+        which arguments an op writes, and their names
+until public queries of the dispatcher:
+    torch._C:_dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key
+    DispatchKey.CompositeImplicitAutograd
+        all ops on lists, and which ops decompose by themselves
+""")
 """Names that are used as they are."""
 
 PRIVATE = (*REPLACED, *READ)
-
-_OLDEST = (2, 11)
-_SUPPORTED = "ragged_fsdp supports torch 2.11 to 2.15"
 
 
 def require_supported(version: str) -> None:
@@ -556,13 +378,13 @@ def require_supported(version: str) -> None:
 def _check() -> None:
     """Raise ``ImportError``, naming it, for the first name that this torch lacks or defines otherwise."""
     for record in PRIVATE:
-        for name in () if record.optional or record.costly else record.names:
+        for name in () if record.tag in ("optional", "costly") else record.names:
             try:
                 found = _plain(record.found(name))
             except (AttributeError, ImportError):
                 raise _refusal(f"{record.home}.{name} is missing") from None
             known = inspect.signature(found).parameters if record.parameters else ()
-            for parameter in record.parameters.split():
+            for parameter in record.parameters:
                 if parameter not in known:
                     raise _refusal(f"{record.home}.{name} has no parameter {parameter!r}")
 
@@ -623,7 +445,6 @@ queue_callback: Callable[[Callable[[], None]], None] = (
 )
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled
 disable_dynamo: Callable[..., Any] = torch._disable_dynamo
-register_load_state_dict_pre_hook = torch.nn.Module._register_load_state_dict_pre_hook
 flatten_mesh = DeviceMesh._flatten
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] | None = getattr(
     DeviceMesh, "_concatenate", None

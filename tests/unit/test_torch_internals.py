@@ -111,14 +111,20 @@ def test_the_lint_leaves_other_names_alone(program):
 
 def test_every_record_is_complete():
     for record in torch_internals.PRIVATE:
-        assert record.names and record.reason and record.until, record.where
+        assert record.names and record.reason and record.until, record
         assert record.last_seen in ("2.11", "2.12", "2.13", "2.14", "2.15")
+        assert record.tag in ("", "optional", "costly", record.last_seen)
     names = [f"{r.home}:{name}" for r in torch_internals.PRIVATE for name in r.names]
     assert len(names) == len(set(names))
 
 
 def test_what_costs_much_to_look_up_is_there():
-    costly = [(record, name) for record in torch_internals.PRIVATE if record.costly for name in record.names]
+    costly = [
+        (record, name)
+        for record in torch_internals.PRIVATE
+        if record.tag == "costly"
+        for name in record.names
+    ]
     assert costly
     for record, name in costly:
         assert record.found(name) is not None, f"{record.home}.{name}"

@@ -16,7 +16,6 @@ from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
-from ragged_fsdp.torch_internals import register_load_state_dict_pre_hook
 
 __all__ = ["ALLOWED_MOVES", "ParamGroup", "Residence"]
 
@@ -138,7 +137,7 @@ class ParamGroup(Members):
 
         for module in {place.module for param in self.params for place in param.places}:
             module.register_state_dict_pre_hook(shard)
-            register_load_state_dict_pre_hook(module, shard)
+            module.register_load_state_dict_pre_hook(shard)
             module.register_load_state_dict_post_hook(loaded)
 
     @on_parameters
