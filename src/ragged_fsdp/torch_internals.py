@@ -133,7 +133,7 @@ class Private:
     until: str
     """The upstream change that would retire the record."""
     parameters: list[str]
-    """Those of the function that we rely on."""
+    """Parameters of the function that we rely on."""
     tag: str
     """Why it is not looked up at import, or the last release that has it; empty for most."""
     last_seen: str

@@ -188,27 +188,10 @@ class BackwardHooks(NamedTuple):
 
 
 class AfterBackward(torch.autograd.Function):
-    """Identity on the inputs of a module; its backward runs when the module's own is done."""
+    """Identity on the inputs of a module; its backward runs when the module's own is done.
 
-    @staticmethod
-    def forward(ctx: Any, hooks: BackwardHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.hooks = hooks
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.hooks.after()
-        if torch.is_grad_enabled():  # create_graph: a second backward starts here and needs the weights
-            grads = tuple(g if g is None else BeforeBackward.apply(ctx.hooks.before, g) for g in grads)
-        return (None, *grads)
-
-    @staticmethod
-    def jvp(ctx: Any, hooks_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
-        return tangents
-
-
-class AfterBackwardInTransform(torch.autograd.Function):
-    """:class:`AfterBackward` under functorch transforms, in the form they need; slower to call."""
+    In the form that functorch transforms need.
+    """
 
     generate_vmap_rule = True
 
@@ -220,8 +203,16 @@ class AfterBackwardInTransform(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.hooks = inputs[0]
 
-    backward = AfterBackward.backward
-    jvp = AfterBackward.jvp
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        ctx.hooks.after()
+        if torch.is_grad_enabled():  # create_graph: a second backward starts here and needs the weights
+            grads = tuple(g if g is None else BeforeBackward.apply(ctx.hooks.before, g) for g in grads)
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, hooks_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
+        return tangents
 
 
 def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -243,21 +234,15 @@ def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, A
 
 
 def _behind_node(hooks: BackwardHooks, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    if are_functorch_transforms_active():
-        return AfterBackwardInTransform.apply(hooks, *inputs)
-    if len(inputs) == 1 and type(inputs[0]) is torch.Tensor:
-        return (_behind_hook(hooks, inputs[0]),)
-    return AfterBackward.apply(hooks, *inputs)
-
-
-def _behind_hook(hooks: BackwardHooks, tensor: torch.Tensor) -> torch.Tensor:
-    """:class:`AfterBackward` on a single tensor, for a third of the time: torch's own node with a hook."""
-    alias = tensor.view_as(tensor)
+    if len(inputs) > 1 or type(inputs[0]) is not torch.Tensor or are_functorch_transforms_active():
+        return AfterBackward.apply(hooks, *inputs)
+    # a single tensor needs no node of ours: torch's own with a hook takes a third of the time
+    alias = inputs[0].view_as(inputs[0])
     # as an output of a Function: torch forbids the change in place that would lose the hook
     set_creation_meta(alias, CreationMeta.IN_CUSTOM_FUNCTION)
     # of the node, not of the tensor: a module may return its input, and what its outputs do comes first
     alias.grad_fn.register_prehook(hooks.at_input)  # type: ignore[union-attr]
-    return alias
+    return (alias,)
 
 
 class BeforeBackward(torch.autograd.Function):

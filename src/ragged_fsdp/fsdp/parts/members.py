@@ -364,7 +364,7 @@ class Members:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {trainable}")
         self.trainable_dtype = next(iter(trainable), torch.float32)
         self.wire_dtype = gathered_dtype(self.trainable_dtype, param_dtype)
-        """Of the gradients, as autograd produces them."""
+        """The dtype in which autograd produces the gradients."""
         self.gradient_dtype = self.reduce_dtype or self.wire_dtype
 
     def launch(self, phase: str, pg: Any, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -66,9 +66,9 @@ class GroupPlan:
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    """Of the tensors as this data-parallel group sees them: after tensor or expert parallelism."""
+    """What tensor or expert parallelism leaves for this data-parallel group to cut."""
     dtypes: tuple[str, ...]
-    """Of the parameters when they were planned; later casts do not change the layout."""
+    """What the parameters had when they were planned; later casts do not change the layout."""
     item_bytes: tuple[int, ...]
     """Bytes of one gathered element of each tensor."""
     layout: GroupLayout

@@ -156,10 +156,10 @@ class ParamGroup(Members):
             )
         self.residence = to
 
-    def unshard(self, async_op: bool = False) -> None:
-        """Issue the gather, unless it is under way or done."""
+    def unshard(self, async_op: bool | None = None) -> None:
+        """Issue the gather, unless it is under way or done; ``None`` takes the setting of the group."""
         if self.residence is Residence.SHARDED or self.residence is Residence.PARKED:
-            self._issue_gather(async_op)
+            self._issue_gather(self.settings.unshard_async_op if async_op is None else async_op)
 
     @on_parameters
     def _issue_gather(self, async_op: bool) -> None:

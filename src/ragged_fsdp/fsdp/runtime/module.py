@@ -20,7 +20,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from ragged_fsdp.collectives import Comm, UserComm, process_group_comm
 from ragged_fsdp.fsdp.autograd import leave_frame
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
-from ragged_fsdp.fsdp.runtime.schedule import Schedule, Turn
+from ragged_fsdp.fsdp.runtime.schedule import Schedule
 from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
 from ragged_fsdp.torch_internals import STATE_KEY
 
@@ -73,7 +73,7 @@ class FSDPModule(TorchFSDPModule):
 
     @functools.partial(leave_frame, below=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As any module's; a forward hook would not see an interrupt."""
+        """Run the module and give its forward up if it raises; a forward hook would not see an interrupt."""
         try:
             return super(TorchFSDPModule, self).__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
@@ -85,7 +85,7 @@ class FSDPModule(TorchFSDPModule):
     def reshard(self) -> None:
         """Free the unsharded parameters and register the sharded ones; not recursive."""
         state = self._get_fsdp_state()
-        state.schedule.reshard(state.turn)
+        state.schedule.reshard(state)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters; not recursive. With ``async_op`` the handle waits for it."""
@@ -105,14 +105,14 @@ class FSDPModule(TorchFSDPModule):
     def reset_iter_state(self) -> None:
         """Recover after an exception in forward or backward, on the root; the gradients are lost."""
         state = self._get_fsdp_state()
-        if state.turn.is_root is False:
+        if state.is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         state.schedule.reset()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # ``to``, ``cuda``, ``float`` and friends act on the sharded parameters
         state = self._get_fsdp_state()
-        state.schedule.reshard(state.turn)
+        state.schedule.reshard(state)
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in state.groups:
             group.reset_sharded_params()
@@ -121,7 +121,7 @@ class FSDPModule(TorchFSDPModule):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also between forward and backward, where the registered parameters are not the sharded ones."""
+        """Drop or zero gradients also where the registered parameters are not the sharded ones."""
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
         for group in self._groups(recurse=True):
             for param in group.params:
@@ -145,7 +145,7 @@ class FSDPModule(TorchFSDPModule):
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether :meth:`finalize_backward` ends a backward, instead of its own end; root only."""
         state = self._get_fsdp_state()
-        if state.turn.is_root is False:
+        if state.is_root is False:
             raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
         if enabled != state.schedule.manual_finalization and state.schedule.is_in_backward:
             raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
@@ -179,7 +179,7 @@ class FSDPModule(TorchFSDPModule):
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for state in self._states(recurse):
-            state.turn.auto_reshard = False
+            state.auto_reshard = False
             for group in state.groups:
                 group.settings.reshard_after_forward = reshard_after_forward
                 group.transport.parking = None
@@ -201,11 +201,11 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Modules to gather when this one's forward starts, instead of the recorded next one."""
-        self._get_fsdp_state().turn.forward_prefetch = _turns_of(modules)
+        self._get_fsdp_state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Modules to gather when this one's backward starts, instead of the one before it in forward."""
-        self._get_fsdp_state().turn.backward_prefetch = _turns_of(modules)
+        self._get_fsdp_state().backward_prefetch = _states_of(modules)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """An event recorded after the optimizer step for the next forward's gathers to wait for."""
@@ -395,17 +395,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several roots, such as the chunks of a pipeline stage, use the same streams.
 
-    Call it before the first forward; ``ValueError`` if one of them is not sharded.
+    Best before the first forward, after which each has streams and kept memory of its own; ``ValueError`` if
+    one of them is not sharded.
     """
-    for module in modules if isinstance(modules, Iterable) else [modules]:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(f"Expects list of FSDPModules but got {module}")
-    if not modules:
-        return
-    first, *others = (module._get_fsdp_state() for module in modules)
-    comm = first.schedule.open_comm(first.device)
-    for state in others:
-        state.schedule.use_comm(comm)
+    states = _states_of(modules, "list of FSDPModules")
+    for state in states[1:]:
+        state.schedule.use_comm(states[0].schedule.open_comm(states[0].device))
 
 
 def _check_callable(what: str, given: Any) -> None:
@@ -413,12 +408,12 @@ def _check_callable(what: str, given: Any) -> None:
         raise TypeError(f"{what} must be callable or None, got {given!r}.")
 
 
-def _turns_of(modules: Iterable[Any]) -> list[Turn]:
+def _states_of(modules: Any, expected: str = "FSDPModule") -> list[ModuleState]:
     modules = list(modules) if isinstance(modules, Iterable) else [modules]
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
-    return [module._get_fsdp_state().turn for module in modules]
+            raise ValueError(f"Expects {expected} but got {type(module)}: {module}")
+    return [module._get_fsdp_state() for module in modules]
 
 
 # -- pipelining ----------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ through its :class:`CommContext`, streams and pending reductions. Hooks tell it 
 groups what to do. A group knows only where its parameters are
 (:class:`~ragged_fsdp.fsdp.runtime.group.Residence`).
 
-A :class:`Turn` is one ``fully_shard`` call in the iteration. ``ALLOWED_PHASES`` is the table of its phases.
+A :class:`Turn` is what it knows of one ``fully_shard`` call. ``ALLOWED_PHASES`` is the table of its phases.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ ALLOWED_PHASES = {
     (Phase.DONE, Phase.BACKWARD): "the module ran twice, and this is the backward of its first run",
     (Phase.FORWARD, Phase.BACKWARD): "a gradient is taken inside the forward",
     (Phase.BACKWARD, Phase.DONE): "the gradients of the inputs are there",
-    (Phase.IDLE, Phase.DONE): "its inputs needed no gradient: it is done when the backward ends",
-    (Phase.FORWARD, Phase.DONE): "a backward ends inside the forward",
+    (Phase.IDLE, Phase.DONE): "the loss came from inside it, past the hooks of its outputs",
+    (Phase.FORWARD, Phase.DONE): "a gradient taken inside the forward passes the hooks of its outputs by",
     (Phase.BACKWARD, Phase.IDLE): "the backward ends or is given up",
     (Phase.DONE, Phase.IDLE): "the backward ends or is given up",
 }
@@ -64,6 +64,7 @@ class Turn:
     """One ``fully_shard`` call in the iteration: its groups and phase, which only the schedule changes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.groups: list[ParamGroup] = []
         self.phase = Phase.IDLE
         self.is_root: bool | None = None
@@ -71,8 +72,8 @@ class Turn:
         """Whether the library chose ``reshard_after_forward``: the root then stays gathered."""
         self.gathered_budget_bytes = 0
         """Bytes of gathered parameters that may stay between forward and backward."""
-        self.forward_prefetch: list[Turn] | None = None
-        self.backward_prefetch: list[Turn] | None = None
+        self.forward_prefetch: Sequence[Turn] | None = None
+        self.backward_prefetch: Sequence[Turn] | None = None
         self.still_to_run: set[nn.Module] = set()
         """Modules of a list whose forward has not run in this pass."""
         self.positions: list[int] = []
@@ -135,9 +136,7 @@ class Schedule:
         self._prefetched: set[ParamGroup] = set()
         """Groups gathered because the recorded order said so, and not used yet."""
         self._first: list[Turn] = []
-        """The turns with which the last backward started."""
-        self._first_known = False
-        """Whether this backward went on to a turn that is none of the first."""
+        """The first turns that the last backward had to gather: their next forward keeps what it gathered."""
         self._kept: set[ParamGroup] = set()
         """Groups that the byte budget keeps after forward."""
         self._backward: Any = None
@@ -243,7 +242,7 @@ class Schedule:
             else:
                 if begins:
                     self._gathered.add(group)
-                group.unshard(group.settings.unshard_async_op)
+                group.unshard()
         for group in turn.groups:
             group.wait_for_unshard()
             self._prefetched.discard(group)
@@ -256,12 +255,12 @@ class Schedule:
             for group in (group for other in turn.forward_prefetch for group in other.groups):
                 if group.residence is not Residence.UNSHARDED:
                     self._gathered.add(group)
-                group.unshard(group.settings.unshard_async_op)
+                group.unshard()
         elif following is not None:
             for group in following.groups:
                 if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
                     self._prefetched.add(group)
-                    group.unshard(group.settings.unshard_async_op)
+                    group.unshard()
 
     def recompute(self, turn: Turn) -> None:
         """Gather for a forward that a backward computes again; nothing is recorded."""
@@ -362,19 +361,20 @@ class Schedule:
         self._enter(turn, Phase.BACKWARD)
         if begins:
             for group in turn.groups:
-                if group.residence is not Residence.UNSHARDED:
-                    self._note_first(turn)
+                gathers = group.residence is not Residence.UNSHARDED
+                if gathers and turn not in self._first and len(self._first) < _KEPT_MODULES:
+                    self._first.append(turn)
                 if group.settings.unshard_in_backward:
-                    group.unshard(group.settings.unshard_async_op)
+                    group.unshard()
                 group.wait_for_unshard()
         if turn.backward_prefetch is not None:
-            following: list[Turn] = turn.backward_prefetch
+            following: Sequence[Turn] = turn.backward_prefetch
         else:
             following = self._before_in_forward(turn) if begins else []
         for other in following:
             for group in reversed(other.groups):
                 if group.settings.unshard_in_backward:
-                    group.unshard(group.settings.unshard_async_op)
+                    group.unshard()
 
     def _before_in_forward(self, turn: Turn) -> list[Turn]:
         """The turn whose forward ended before that of ``turn``: its backward is next."""
@@ -391,18 +391,9 @@ class Schedule:
             self._drop_failed_backward()
         if self._backward is None:
             self._first.clear()
-            self._first_known = False
             end = functools.partial(self.end_backward)
             self._backward = weakref.ref(end)
             queue_callback(end)
-
-    def _note_first(self, turn: Turn) -> None:
-        """The first turns that backward had to gather: their forward need not give the data up next time."""
-        if self._first_known or turn in self._first:
-            return
-        self._first_known = len(self._first) == _KEPT_MODULES
-        if not self._first_known:
-            self._first.append(turn)
 
     def post_backward(self, turn: Turn) -> None:
         """The gradients of the inputs of ``turn`` are there: reshard and reduce."""
@@ -425,8 +416,6 @@ class Schedule:
                 if turn.phase is not Phase.DONE or group.residence is Residence.UNSHARDED:
                     group.hand_over()  # autograd lets this stream wait for those of the backward
                     group.post_backward()
-            if turn.phase is not Phase.DONE:
-                self._enter(turn, Phase.DONE)
             self._enter(turn, Phase.IDLE)
         if self.is_last_backward and not self.manual_finalization:
             self.finish_reductions()

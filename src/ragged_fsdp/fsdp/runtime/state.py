@@ -36,16 +36,15 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(_STATE_ATTRIBUTE)
 
 
-class ModuleState(State):
-    """State and hooks of the modules of one call; the composable contract makes it empty."""
+class ModuleState(Turn, State):
+    """The modules of one call and their hooks; the composable contract makes it empty."""
 
     def __init__(self) -> None:
         super().__init__()
         self.modules: tuple[nn.Module, ...] = ()
         self.device = torch.device("cpu")
         self.mp_policy = MixedPrecisionPolicy()
-        self.turn = Turn()
-        self.schedule = Schedule(self.turn)
+        self.schedule = Schedule(self)
         self._lists: list[ModuleState] = []
         """The states below the root that were given a list of modules, which may run in parts."""
         self._backward_hooks = BackwardHooks(self.post_backward, self.pre_backward)
@@ -64,9 +63,9 @@ class ModuleState(State):
         self.modules = tuple(modules)
         self.device = device
         self.mp_policy = mp_policy
-        self.turn.groups = list(groups)
-        self.turn.auto_reshard = auto_reshard
-        self.turn.gathered_budget_bytes = gathered_budget_bytes
+        self.groups = list(groups)
+        self.auto_reshard = auto_reshard
+        self.gathered_budget_bytes = gathered_budget_bytes
         for module in self.modules:
             module.__dict__[_STATE_ATTRIBUTE] = self
             pre = self.pre_forward if len(self.modules) == 1 else self._list_pre_forward
@@ -74,16 +73,11 @@ class ModuleState(State):
             post = self.post_forward if len(self.modules) == 1 else self._list_post_forward
             module.register_forward_hook(post, prepend=False)
 
-    @property
-    def groups(self) -> list[ParamGroup]:
-        """The groups of the call."""
-        return self.turn.groups
-
     # -- root ------------------------------------------------------------------------------------
 
     def lazy_init(self) -> None:
         """Become the root: all modules are sharded by now, so the states below can be found."""
-        if self.turn.is_root is not None:
+        if self.is_root is not None:
             return
         if len(self.modules) > 1:
             raise RuntimeError(f"FSDP requires a single root module but got {self.modules}")
@@ -93,13 +87,13 @@ class ModuleState(State):
             state = state_of(module)
             if state is None:
                 continue
-            if state is not self and state not in states and state.turn.is_root is not None:
+            if state is not self and state not in states and state.is_root is not None:
                 raise RuntimeError(
                     f"FSDP state has already been lazily initialized for {name}\n"
                     "FSDP requires running forward through the root module first"
                 )
             states[state] = None
-        self.schedule.adopt(self.turn, [state.turn for state in states], root_module, self.device)
+        self.schedule.adopt(self, list(states), root_module, self.device)
         lists = [state for state in states if len(state.modules) > 1]
         for state in states:
             state.schedule, state._lists = self.schedule, lists
@@ -113,7 +107,7 @@ class ModuleState(State):
     def _begin_iteration(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Once per forward, in the module where it starts."""
         self.lazy_init()
-        self.schedule.begin_forward(self.turn)
+        self.schedule.begin_forward(self)
         if self.device.type != "cpu" and (args or kwargs):
             moved_args, moved_kwargs = to_kwargs(args, kwargs, self.device, False)
             return moved_args[0], moved_kwargs[0]
@@ -124,30 +118,29 @@ class ModuleState(State):
     @outside_compile
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather, register the unsharded parameters, prepare the post-backward."""
-        turn = self.turn
         self.schedule.recover()
-        if turn.phase in IN_BACKWARD:  # a checkpointed forward is computed again
-            self.schedule.recompute(turn)
+        if self.phase in IN_BACKWARD:  # a checkpointed forward is computed again
+            self.schedule.recompute(self)
             return self._cast_inputs(args, kwargs)
         if self.schedule.forward_root is None:
             args, kwargs = self._begin_iteration(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
-        if self.schedule.start(turn):
-            if torch.is_grad_enabled() and turn.groups:
+        if self.schedule.start(self):
+            if torch.is_grad_enabled() and self.groups:
                 # one node on all inputs that need gradients; its backward is the post-backward
                 args, kwargs = after_backward(self._backward_hooks, args, kwargs)
-            self.schedule.prefetch(turn)
+            self.schedule.prefetch(self)
         return args, kwargs
 
     @outside_compile
     def post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         """Reshard and hook the outputs."""
-        schedule, turn = self.schedule, self.turn
-        if turn.phase in IN_BACKWARD:
+        if self.phase in IN_BACKWARD:
             return self._cast_output(output)
-        schedule.end(turn)
+        schedule = self.schedule
+        schedule.end(self)
         output = self._hook_outputs(output)
-        if schedule.forward_root is turn:
+        if schedule.forward_root is self:
             output = self._end_incomplete_lists(output)
             schedule.end_forward()
         return self._cast_output(output)
@@ -155,20 +148,20 @@ class ModuleState(State):
     @outside_compile
     def abort_forward(self) -> None:
         """The forward raised: be ready for the next one."""
-        self.schedule.abort_forward(self.turn)
+        self.schedule.abort_forward(self)
 
     @outside_compile
     def _list_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not self.turn.still_to_run:
-            self.turn.still_to_run.update(self.modules)
+        if not self.still_to_run:
+            self.still_to_run.update(self.modules)
         return self.pre_forward(module, args, kwargs)
 
     @outside_compile
     def _list_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The group is done with the last module of the list; before that only the cast applies."""
-        if module in self.turn.still_to_run:
-            self.turn.still_to_run.discard(module)
-            if not self.turn.still_to_run:
+        if module in self.still_to_run:
+            self.still_to_run.discard(module)
+            if not self.still_to_run:
                 return self.post_forward(module, args, output)
         return self._cast_output(output)
 
@@ -178,12 +171,12 @@ class ModuleState(State):
         Lists below the root, not below this module: it may call modules that are no children of its own.
         """
         for state in reversed(self._lists):
-            if state is self or not state.turn.still_to_run:
+            if state is self or not state.still_to_run:
                 continue
-            self.schedule.end(state.turn)
+            self.schedule.end(state)
             output = state._hook_outputs(output)
             output = state._cast_output(output)
-            state.turn.still_to_run.clear()
+            state.still_to_run.clear()
         return output
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -229,10 +222,10 @@ class ModuleState(State):
     @outside_compile
     def pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
         """A gradient of an output is there: gather for backward and prefetch what comes next."""
-        self.schedule.pre_backward(self.turn)
+        self.schedule.pre_backward(self)
         return grad
 
     @outside_compile
     def post_backward(self) -> None:
         """The gradients of the inputs are there: reshard and reduce."""
-        self.schedule.post_backward(self.turn)
+        self.schedule.post_backward(self)
