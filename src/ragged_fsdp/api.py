@@ -185,7 +185,7 @@ def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement
     builder = GroupBuilder(options, managed, agreement.mesh, device)
     drafts = builder.draft()
     moved = moved_buffers(managed, device)
-    agreement.reach(builder.statements(drafts), next(iter(managed.names), ""))
+    agreement.reach(builder.statements(drafts), managed.params[0].name if managed.params else "")
     replace_buffers(moved)
     groups = builder.build(tuple(modules), drafts)
     _APPLY.state(modules[0]).init(

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -46,6 +46,7 @@ logger = logging.getLogger("ragged_fsdp")
 class _Choice:
     """What the user's functions say about one parameter."""
 
+    param: ManagedParam
     mesh: ParallelMesh
     block: int
     shard_dim: int | None
@@ -53,9 +54,10 @@ class _Choice:
     codes: BlockCodes | None = None
     """What travels instead of values."""
 
-    def transport(self, param: nn.Parameter) -> type[Any]:
-        """How the parameter travels; those of a group all travel alike."""
-        if is_extended(param):
+    @cached_property
+    def transport(self) -> type[Any]:
+        """How the parameter, as it came, travels; those of a group all travel alike."""
+        if is_extended(self.param.sharded):
             return Extensions
         if self.codes is not None:
             return Codes
@@ -66,12 +68,9 @@ class _Choice:
 class Draft:
     """A group that is planned and cut, while nothing of it is registered."""
 
-    members: list[int]
-    """Its parameters, by their place among those of the call."""
-    transport: type[Any]
-    mesh: ParallelMesh
+    choices: list[_Choice]
+    """One for each of its parameters; mesh and transport are the same in all."""
     plan: GroupPlan
-    params: list[ManagedParam]
     main: MainShard | RowPieces
 
 
@@ -84,22 +83,16 @@ class GroupBuilder:
     mesh: ParallelMesh
     device: torch.device
     _meshes: dict[int, tuple[Any, ParallelMesh]] = field(default_factory=dict)
-    _choices: list[_Choice] = field(default_factory=list)
 
     def draft(self) -> list[Draft]:
         """Check everything, then plan and cut a group per mesh and kind; the module is not changed yet."""
         self._check_reshard()
-        alike: dict[Any, list[int]] = {}
-        for index, (name, param) in enumerate(zip(self.managed.names, self.managed.params)):
-            choice = self._checked_choice(name, param)
-            self._choices.append(choice)
+        alike: dict[Any, list[_Choice]] = {}
+        for param in self.managed.params:
+            choice = self._checked_choice(param)
             dtype = param.dtype if choice.codes else None  # codes are decoded into a buffer of one dtype
-            alike.setdefault((choice.mesh.key(), choice.transport(param), dtype), []).append(index)
-        return [
-            self._draft(part, transport, self._choices[part[0]].mesh)
-            for (_, transport, _), members in alike.items()
-            for part in self._split(members, transport)
-        ]
+            alike.setdefault((choice.mesh.key(), choice.transport, dtype), []).append(choice)
+        return [self._draft(part) for choices in alike.values() for part in self._split(choices)]
 
     def build(self, modules: tuple[nn.Module, ...], drafts: Sequence[Draft]) -> list[ParamGroup]:
         """Register the shards and make the groups."""
@@ -118,30 +111,31 @@ class GroupBuilder:
         own = [self.options.description, f"shard_placement_fn={'given' if may_leave else None}"]
         texts: dict[Any, tuple[ParallelMesh, list[str]]] = {self.mesh.key(): (self.mesh, own)}
         for draft in drafts:
-            lines = texts.setdefault(draft.mesh.key(), (draft.mesh, []))[1]
+            mesh = draft.choices[0].mesh
+            lines = texts.setdefault(mesh.key(), (mesh, []))[1]
             lines.append(draft.plan.description)
-            coded = [(i, self._choices[i].codes) for i in draft.members if self._choices[i].codes]
-            lines += [f"{self.managed.names[i]} {codes}" for i, codes in coded]
+            lines += [f"{choice.param.name} {choice.codes}" for choice in draft.choices if choice.codes]
         statements = [(mesh, "\n".join(lines)) for mesh, lines in texts.values()]
         return [*statements, (self.mesh, "")] if may_leave else statements
 
     # -- checks ----------------------------------------------------------------------------------
 
-    def _checked_choice(self, name: str, param: nn.Parameter) -> _Choice:
+    def _checked_choice(self, managed: ManagedParam) -> _Choice:
         """What the user's functions say about a parameter; raise if it cannot be sharded so."""
+        name, param = managed.name, managed.sharded
         if not param.is_contiguous():
             raise NotImplementedError(
                 f"FSDP does not support non-contiguous parameters yet: {name} "
                 f"{param.shape=} {param.stride()=}"
             )
         try:
-            choice = self._choose(name, param)
+            choice = self._choose(managed)
         except Exception as error:  # the user's functions may raise anything
             if name not in str(error):
                 error.add_note(f"fully_shard: the parameter is '{name}'.")
             raise
         if is_extended(param) or choice.shard_dim is not None:
-            self._check_packed(name, param, choice)
+            self._check_packed(choice)
         return choice
 
     def _check_reshard(self) -> None:
@@ -172,8 +166,9 @@ class GroupBuilder:
                 f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not {value}"
             )
 
-    def _check_packed(self, name: str, param: nn.Parameter, choice: _Choice) -> None:
+    def _check_packed(self, choice: _Choice) -> None:
         """Raise on what parameters that are cut by themselves cannot do."""
+        name, param = choice.param.name, choice.param.sharded
         value = self.options.reshard_after_forward
         if isinstance(value, int) and not isinstance(value, bool) and value not in (1, self.mesh.shard_size):
             raise NotImplementedError(
@@ -193,7 +188,8 @@ class GroupBuilder:
 
     # -- the user's functions --------------------------------------------------------------------
 
-    def _choose(self, name: str, param: nn.Parameter) -> _Choice:
+    def _choose(self, managed: ManagedParam) -> _Choice:
+        name, param = managed.name, managed.sharded
         mesh, placement, explicit = self._placement_choice(param)
         mesh.check_spmd(param, name)
         shapes = outer_shapes(param)
@@ -202,12 +198,12 @@ class GroupBuilder:
         if codes is not None:
             block = math.lcm(block or 1, block_numel(shapes[0], codes.granularity))
         if placement is None:
-            return _Choice(mesh, _beside_outer_shards(param, shapes, block or 1), None, codes)
+            return _Choice(managed, mesh, _beside_outer_shards(param, shapes, block or 1), None, codes)
         dim = self._placement_dim(param, placement, mesh, shapes[0])
         if block is None and mesh.shards and (explicit or dim):
-            return _Choice(mesh, 1, dim)
+            return _Choice(managed, mesh, 1, dim)
         row = max(1, math.prod(shapes[0][1:])) if dim == 0 else 1  # no other dim is cut into whole rows
-        return _Choice(mesh, math.lcm(block or 1, row), None, codes)
+        return _Choice(managed, mesh, math.lcm(block or 1, row), None, codes)
 
     def _placement_choice(self, param: nn.Parameter) -> tuple[ParallelMesh, Shard | None, bool]:
         """The mesh, the placement, and whether the placement was the point of the answer.
@@ -289,51 +285,47 @@ class GroupBuilder:
 
     # -- groups ----------------------------------------------------------------------------------
 
-    def _split(self, members: list[int], transport: type[Any]) -> list[list[int]]:
-        """The members of each buffer: one buffer for all unless ``max_buffers`` allows more and they pay."""
-        if self.options.max_buffers == 1 or transport in (Chunks, Extensions):
-            return [members]
-        ranks = self._choices[members[0]].mesh.shard_size
-        parts = split_by_blocks(self._tensors(members), ranks, max_buffers=self.options.max_buffers)
-        return [[members[position] for position in part] for part in parts]
+    def _split(self, choices: list[_Choice]) -> list[list[_Choice]]:
+        """Those in each buffer: all in one unless ``max_buffers`` allows more and they pay."""
+        if self.options.max_buffers == 1 or choices[0].transport in (Chunks, Extensions):
+            return [choices]
+        ranks = choices[0].mesh.shard_size
+        parts = split_by_blocks(self._tensors(choices), ranks, max_buffers=self.options.max_buffers)
+        return [[choices[position] for position in part] for part in parts]
 
-    def _tensors(self, members: Sequence[int]) -> GroupTensors:
-        params = [self.managed.params[i] for i in members]
+    def _tensors(self, choices: Sequence[_Choice]) -> GroupTensors:
+        params = [choice.param for choice in choices]
         return GroupTensors(
-            [self.managed.names[i] for i in members],
-            [outer_shapes(param)[0] for param in params],
-            [self._choices[i].block for i in members],
+            [param.name for param in params],
+            [outer_shapes(param.sharded)[0] for param in params],
+            [choice.block for choice in choices],
             [param.dtype for param in params],
             self.options.mp_policy.param_dtype,
         )
 
     @torch.no_grad()
-    def _draft(self, members: list[int], transport: type[Any], mesh: ParallelMesh) -> Draft:
+    def _draft(self, choices: list[_Choice]) -> Draft:
         """Plan a group and copy this rank's pieces of it."""
-        managed = self.managed
-        inners = [inner_of(managed.params[i]) for i in members]
-        shapes = [inner.shape for inner in inners]
+        params, ranks = [choice.param for choice in choices], choices[0].mesh.shard_size
+        shapes = [param.inner_shape for param in params]
         plan: GroupPlan
-        if transport in (Chunks, Extensions):
-            names, dtypes = [managed.names[i] for i in members], [inner.dtype for inner in inners]
-            dims = [self._choices[i].shard_dim or 0 for i in members]
-            plan = chunk_plan(names, shapes, dtypes, dims, mesh.shard_size)
+        if choices[0].transport in (Chunks, Extensions):
+            names, dtypes = [param.name for param in params], [param.dtype for param in params]
+            plan = chunk_plan(names, shapes, dtypes, [choice.shard_dim or 0 for choice in choices], ranks)
         else:
-            plan = shrink_to(make_plan(self._tensors(members), mesh.shard_size), shapes)
-        params = [ManagedParam(managed.names[i], managed.params[i], managed.places[i]) for i in members]
-        draft = Draft(members, transport, mesh, plan, params, self._cut(inners, transport, mesh, plan))
-        for index, member in enumerate(members):
-            _attach(draft, index, self._choices[member].shard_dim)
-        return draft
+            plan = shrink_to(make_plan(self._tensors(choices), ranks), shapes)
+        main = self._cut(params, plan, choices[0])
+        for index, choice in enumerate(choices):
+            _attach(choice, plan, index, main.pieces[index])
+        return Draft(choices, plan, main)
 
-    def _cut(
-        self, inners: Sequence[torch.Tensor], transport: type[Any], mesh: ParallelMesh, plan: GroupPlan
-    ) -> MainShard | RowPieces:
+    def _cut(self, params: Sequence[ManagedParam], plan: GroupPlan, alike: _Choice) -> MainShard | RowPieces:
         """Copy this rank's pieces of the original parameters into a new main shard."""
+        mesh, inners = alike.mesh, [inner_of(param.sharded) for param in params]
         on_meta = any(inner.is_meta for inner in inners)
         offload = isinstance(self.options.offload_policy, CPUOffloadPolicy)
         device = torch.device("cpu") if offload else self.device
-        if transport is Extensions:
+        if alike.transport is Extensions:
             assert isinstance(plan, ChunkPlan)
             return RowPieces(plan, mesh.shard_rank, inners, device)
         main = MainShard(
@@ -349,15 +341,17 @@ class GroupBuilder:
         return main
 
     def _make_group(self, modules: tuple[nn.Module, ...], draft: Draft) -> ParamGroup:
-        for param in draft.params:
+        options, first = self.options, draft.choices[0]
+        params = [choice.param for choice in draft.choices]
+        for param in params:
             param.register(param.sharded)
-        options, gather = self.options, draft.transport
+        gather: Any = first.transport
         if gather is Codes:
-            gather = partial(Codes, codes=[self._choices[i].codes for i in draft.members])  # type: ignore
+            gather = partial(Codes, codes=[choice.codes for choice in draft.choices if choice.codes])
         group = ParamGroup(
-            draft.params,
+            params,
             modules,
-            draft.mesh,
+            first.mesh,
             draft.plan,
             draft.main,
             self.device,
@@ -367,12 +361,12 @@ class GroupBuilder:
             reduce=REDUCTIONS[options.reduction],
         )
         self._set_reshard(group)
-        if draft.transport is Chunks:
+        if first.transport is Chunks:
             logger.info(
                 "fully_shard: %d parameters (%s, ...) are cut as shard_placement_fn says; their gather "
                 "copies. For the zero-copy layout return None.",
-                len(draft.params),
-                draft.params[0].name,
+                len(group.params),
+                group.params[0].name,
             )
         return group
 
@@ -390,9 +384,9 @@ class GroupBuilder:
             group.transport.parking = Parking(parking_mesh(group.mesh.mesh, value))
 
 
-def _attach(draft: Draft, index: int, shard_dim: int | None) -> None:
-    """Make the sharded form of a parameter from this rank's flat piece."""
-    param, plan, mesh = draft.params[index], draft.plan, draft.mesh
+def _attach(choice: _Choice, plan: GroupPlan, index: int, piece: torch.Tensor) -> None:
+    """Make the sharded form of a parameter from this rank's flat ``piece``."""
+    param, mesh, shard_dim = choice.param, choice.mesh, choice.shard_dim
     original, inner = param.sharded, param.inner_shape
     chunk = chunk_placement(original, shard_dim) if shard_dim is not None else None
     rule = chunk or ragged_placement(plan, index, original)
@@ -406,7 +400,7 @@ def _attach(draft: Draft, index: int, shard_dim: int | None) -> None:
         shape = (-1 if row.numel() else 0, *row)
     else:
         shape = tuple(inner)  # no mesh dim shards: every rank has all of it
-    param.attach(draft.main.pieces[index].view(shape), target, placements, shard_dim or 0)
+    param.attach(piece.view(shape), target, placements, shard_dim or 0)
 
 
 def _beside_outer_shards(param: torch.Tensor, shapes: Sequence[tuple[int, ...]], block: int) -> int:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import Disagreement, compare
 from ragged_fsdp.collectives import explain_failure
-from ragged_fsdp.fsdp.parts.members import MANAGED_ATTRIBUTE, Members, Place
+from ragged_fsdp.fsdp.parts.members import MANAGED_ATTRIBUTE, ManagedParam, Members, Place
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.reduce.exchange import Exchange
 from ragged_fsdp.fsdp.reduce.transport import GradTransport, ReduceScatter
@@ -67,8 +67,8 @@ class Options:
                 raise ValueError(
                     f"fully_shard: mp_policy.{name} must be a floating torch.dtype or None, got {dtype!r}."
                 )
-        if self.reduction not in tuple(REDUCTIONS):
-            names = tuple(REDUCTIONS)
+        names = tuple(REDUCTIONS)
+        if self.reduction not in names:
             raise ValueError(f"fully_shard: reduction must be one of {names}, got {self.reduction!r}.")
         most = self.max_buffers
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
@@ -99,18 +99,16 @@ def _parameter_set(given: Any) -> set[nn.Parameter]:
 
 @dataclass(frozen=True)
 class Managed:
-    """What one call manages: parameters by name relative to the module passed, and where they are."""
+    """What one call manages; parameters have names relative to the module passed."""
 
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    params: tuple[nn.Parameter, ...]
-    places: tuple[tuple[Place, ...], ...]
-    buffers: tuple[torch.Tensor, ...]
+    modules: list[nn.Module]
+    params: list[ManagedParam]
+    buffers: list[torch.Tensor]
 
 
 def collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
     """The modules below ``roots`` that no earlier call manages, and their parameters."""
-    modules = tuple(m for m in _modules(roots) if not ignored or not _only_ignored(m, ignored))
+    modules = [m for m in _modules(roots) if not ignored or not _only_ignored(m, ignored)]
     wanted: dict[nn.Parameter, None] = {}
     buffers: dict[torch.Tensor, None] = {}
     for module in modules:
@@ -130,20 +128,14 @@ def collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
         if param in wanted:
             names.setdefault(param, qualified)
             places.setdefault(param, []).append(place)
-    params = tuple(wanted)
-    for param in params:
+    for param in wanted:
         if hasattr(param, MANAGED_ATTRIBUTE):
             raise ValueError(
                 f"fully_shard: '{names[param]}' is already sharded by a call on a module above; "
                 "call it bottom-up, on the children first."
             )
-    return Managed(
-        modules,
-        tuple(names[p] for p in params),
-        params,
-        tuple(tuple(places[p]) for p in params),
-        tuple(buffers),
-    )
+    params = [ManagedParam(names[param], param, places[param]) for param in wanted]
+    return Managed(modules, params, list(buffers))
 
 
 def _modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
@@ -192,7 +184,7 @@ def moved_buffers(managed: Managed, device: torch.device) -> list[tuple[torch.Te
 
     What is on the meta device waits for its initialisation.
     """
-    for tensor in (*managed.params, *managed.buffers):
+    for tensor in (*(param.sharded for param in managed.params), *managed.buffers):
         if isinstance(tensor, DTensor) and tensor.device != device and tensor.device.type != "meta":
             kind = tensor.device_mesh.device_type
             if kind != device.type:

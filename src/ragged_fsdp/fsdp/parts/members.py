@@ -85,7 +85,8 @@ class ManagedParam:
 
     def __init__(self, name: str, original: nn.Parameter, places: Sequence[Place]) -> None:
         self.name = name
-        self.fqn: str | None = None
+        self.fqn = name
+        """Its name below the root, once that is known."""
         self.places = tuple(places)
         # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
         plain = all(type(p.module).__setattr__ is nn.Module.__setattr__ for p in self.places)
@@ -133,18 +134,18 @@ class ManagedParam:
         owner = _OWNERS.get(id(param))
         if owner is not None and owner.sharded is param:
             raise ValueError(
-                f"{self.fqn or self.name}: the sharded parameter was replaced by that of "
-                f"'{owner.fqn or owner.name}', which is cut elsewhere; tie parameters before fully_shard, "
+                f"{self.fqn}: the sharded parameter was replaced by that of "
+                f"'{owner.fqn}', which is cut elsewhere; tie parameters before fully_shard, "
                 "in one call."
             )
         if not isinstance(param, DTensor):
             raise ValueError(
-                f"{self.fqn or self.name}: the sharded parameter was replaced by a {type(param).__name__}; "
+                f"{self.fqn}: the sharded parameter was replaced by a {type(param).__name__}; "
                 f"expected a DTensor with placements {self.spec.placements}."
             )
         if param.shape != self.global_shape:
             raise ValueError(
-                f"{self.fqn or self.name}: the sharded parameter was replaced by one of shape "
+                f"{self.fqn}: the sharded parameter was replaced by one of shape "
                 f"{tuple(param.shape)}; expected {tuple(self.global_shape)}."
             )
         if param.placements != self.spec.placements and not param.is_meta:
@@ -190,7 +191,7 @@ class ManagedParam:
         return self.unsharded
 
     def __repr__(self) -> str:
-        return f"ManagedParam({self.fqn or self.name}, {tuple(self.global_shape)}, {self.dtype})"
+        return f"ManagedParam({self.fqn}, {tuple(self.global_shape)}, {self.dtype})"
 
 
 def pins_memory(policy: OffloadPolicy, device: torch.device) -> bool:

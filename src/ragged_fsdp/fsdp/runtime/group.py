@@ -92,7 +92,7 @@ class ParamGroup(Members):
 
     def _check_materialized(self) -> None:
         """Raise unless the sharded parameters have memory, and have it on the host if they are offloaded."""
-        places = [(param.fqn or param.name, param.sharded.device) for param in self.params]
+        places = [(param.fqn, param.sharded.device) for param in self.params]
         on_meta = [name for name, device in places if device.type == "meta"]
         if on_meta:
             raise RuntimeError(

@@ -491,7 +491,7 @@ def _check_shared(groups: Sequence[ParamGroup]) -> None:
         for param in group.params:
             if param.uid in seen:
                 raise ValueError(
-                    f"Parameter '{param.fqn or param.name}' is shared with a parameter already managed "
+                    f"Parameter '{param.fqn}' is shared with a parameter already managed "
                     "by another FSDP group. For shared/tied parameters, use "
                     "fully_shard([module_a, module_b]) to place them in the same FSDP group."
                 )
@@ -515,6 +515,6 @@ def _check_dense(groups: Sequence[ParamGroup]) -> None:
             continue
         if owner.sparse and param.sharded.requires_grad:
             raise NotImplementedError(
-                f"{param.fqn or param.name}: its embedding has sparse=True, and sparse gradients cannot be "
+                f"{param.fqn}: its embedding has sparse=True, and sparse gradients cannot be "
                 "reduced into shards; make it with sparse=False, or freeze it."
             )
