@@ -9,21 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.fsdp.construct.builder import GroupBuilder
 from ragged_fsdp.fsdp.construct.call import Agreement, Options, collect, moved_buffers, replace_buffers
-from ragged_fsdp.fsdp.parts.mesh import (
-    DataParallelMeshDims,
-    ParallelMesh,
-    default_mesh,
-    device_of,
-    parallel_mesh,
-    validate_mesh,
-)
+from ragged_fsdp.fsdp.parts.mesh import DataParallelMeshDims, parallel_mesh
 from ragged_fsdp.fsdp.runtime.module import (
     FSDPModule,
     UnshardHandle,
@@ -115,8 +108,10 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())   # after sharding: parameters are DTensors now
     """
-    own_mesh, device = _mesh_and_device(mesh, dp_mesh_dims)
-    with Agreement(own_mesh, device) as agreement:
+    own_mesh = parallel_mesh(
+        mesh, dp_mesh_dims
+    )  # an error here is this rank's alone: there is nobody to tell
+    with Agreement(own_mesh, device_of(own_mesh.mesh)) as agreement:
         options = Options(
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=shard_placement_fn,
@@ -138,13 +133,6 @@ def fully_shard(
         except BaseException:
             _forget(fresh)
             raise
-
-
-def _mesh_and_device(mesh: Any, dims: Any) -> tuple[ParallelMesh, torch.device]:
-    """Where to shard. A wrong mesh is an error of this rank alone: without it there is nobody to tell."""
-    given = default_mesh() if mesh is None else mesh
-    validate_mesh(given, dims)
-    return parallel_mesh(given, dims), device_of(given)
 
 
 def _listed(module: Any) -> list[nn.Module]:

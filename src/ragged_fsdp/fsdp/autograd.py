@@ -19,7 +19,6 @@ from ragged_fsdp.torch_internals import (
     are_functorch_transforms_active,
     current_graph_task_id,
     disable_compile,
-    queue_callback,
     set_code_exec_strategy,
     set_creation_meta,
     set_grad_enabled,
@@ -35,7 +34,6 @@ __all__ = [
     "map_tensors",
     "on_parameters",
     "outside_compile",
-    "queue_callback",
 ]
 
 

@@ -13,18 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.torch_internals import concatenate_meshes, flatten_mesh, root_mesh
 
-__all__ = [
-    "DataParallelMeshDims",
-    "ParallelMesh",
-    "default_mesh",
-    "device_of",
-    "join_meshes",
-    "parallel_mesh",
-    "validate_mesh",
-]
+__all__ = ["DataParallelMeshDims", "ParallelMesh", "parallel_mesh"]
 
 
 @dataclass
@@ -116,7 +107,7 @@ class ParallelMesh:
         inner = param.placements
         lead = (Replicate(),) * (self.user_mesh.ndim - 1)
         own = ragged(inner) if self.shards else Replicate()
-        return join_meshes([self.user_mesh, param.device_mesh]), (*lead, own, *inner)
+        return _join_meshes([self.user_mesh, param.device_mesh]), (*lead, own, *inner)
 
     def _spmd_placements(
         self, param: DTensor, name: str, ragged: Any
@@ -143,7 +134,7 @@ class ParallelMesh:
             elif dim not in skip:
                 meshes.append(mesh[names[dim]])
                 kept.append(placement)
-        return join_meshes(meshes), tuple(kept)
+        return _join_meshes(meshes), tuple(kept)
 
     def check_spmd(self, param: torch.Tensor, name: str) -> None:
         """With named dims every parameter is a DTensor on the full mesh, replicated on those dims."""
@@ -178,7 +169,23 @@ class ParallelMesh:
         return tuple(grad.placements[d] if d in own else p for d, p in enumerate(wanted))
 
 
-def validate_mesh(mesh: DeviceMesh, dims: Any) -> None:
+def parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> ParallelMesh:
+    """From what the user passed to the mesh of a group; None is all ranks."""
+    mesh = _all_ranks() if mesh is None else mesh
+    _check(mesh, dims)
+    if dims is None:
+        return ParallelMesh(mesh, mesh)
+    shard, replicate = (_submesh(mesh, names) for names in (dims.shard_names, dims.replicate_names))
+    if shard is None:
+        assert replicate is not None
+        return ParallelMesh(
+            _with_trivial_shard(replicate), replicate, shards=False, dims=dims, spmd_mesh=mesh
+        )
+    own = shard if replicate is None else _join_meshes([replicate, shard])
+    return ParallelMesh(own, own, dims=dims, spmd_mesh=mesh)
+
+
+def _check(mesh: DeviceMesh, dims: Any) -> None:
     """Raise unless ``mesh`` (and ``dims`` of it) can hold data parallelism."""
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"fully_shard: mesh must be a DeviceMesh or None, got {mesh!r}.")
@@ -199,20 +206,6 @@ def validate_mesh(mesh: DeviceMesh, dims: Any) -> None:
             raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}")
 
 
-def parallel_mesh(mesh: DeviceMesh, dims: Any = None) -> ParallelMesh:
-    """From what the user passed to the mesh of a group."""
-    if dims is None:
-        return ParallelMesh(mesh, mesh)
-    shard, replicate = (_submesh(mesh, names) for names in (dims.shard_names, dims.replicate_names))
-    if shard is None:
-        assert replicate is not None
-        return ParallelMesh(
-            _with_trivial_shard(replicate), replicate, shards=False, dims=dims, spmd_mesh=mesh
-        )
-    own = shard if replicate is None else join_meshes([replicate, shard])
-    return ParallelMesh(own, own, dims=dims, spmd_mesh=mesh)
-
-
 def _submesh(mesh: DeviceMesh, names: Sequence[str]) -> DeviceMesh | None:
     if not names:
         return None
@@ -225,7 +218,7 @@ def _with_trivial_shard(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.unsqueeze(-1), mesh_dim_names=names)
 
 
-def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+def _join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """The mesh whose dims are those of ``meshes`` one after the other; all come from one root mesh."""
     if len(meshes) == 1:
         return meshes[0]
@@ -239,8 +232,8 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return roots.pop()[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
 
 
-def default_mesh() -> DeviceMesh:
-    """All ranks, on the accelerator if there is one."""
+def _all_ranks() -> DeviceMesh:
+    """A mesh of all ranks, on the accelerator if there is one."""
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator()

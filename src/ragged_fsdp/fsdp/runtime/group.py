@@ -68,23 +68,22 @@ class ParamGroup(Members):
         self._tables = [(table, name, p) for p in self.params for table, name in p.tables or ()]
         self._unusual = [p for p in self.params if p.tables is None]
         self.residence = Residence.SHARDED
-        self.initialized = False
         self._gather_done: Any = None
         """An event behind the gather under way."""
-        self._stale = False
-        """Whether a state dict was loaded since: it may have replaced parameters."""
+        self.stale = True
+        """Whether users may have replaced or cast parameters: before the first use, or by a state dict."""
         self._follow_state_dicts()
 
     # -- initialisation --------------------------------------------------------------------------
 
     @on_parameters
     def lazy_init(self) -> None:
-        """Read the parameters again before the first use: users may have replaced or cast them."""
-        if self.residence is Residence.SHARDED and not self.initialized:
+        """Prepare the gathers of the parameters that are registered now."""
+        if self.stale and self.residence is Residence.SHARDED:
             self.reset_sharded_params()
             for param in self.params:
                 param.trains = param.sharded.requires_grad
-            self.initialized = True
+            self.stale = False
         self._check_materialized()
         self.follow_trainable()
         self._choose_transport()
@@ -133,7 +132,7 @@ class ParamGroup(Members):
             self.to_sharded()
 
         def loaded(*_: Any) -> None:
-            self._stale = True
+            self.stale = True
 
         for module in {place.module for param in self.params for place in param.places}:
             module.register_state_dict_pre_hook(shard)
@@ -163,9 +162,7 @@ class ParamGroup(Members):
 
     @on_parameters
     def _issue_gather(self, async_op: bool) -> None:
-        if self._stale:
-            self._stale = False
-            self.reset_sharded_params()
+        if self.stale:
             self.lazy_init()
         context, mesh = self.context, self.mesh
         self.transport.allocate()  # here, on the compute stream, which will also free it

@@ -116,7 +116,7 @@ class FSDPModule(TorchFSDPModule):
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in state.groups:
             group.reset_sharded_params()
-            if group.initialized:
+            if not group.stale:
                 group.lazy_init()
         return result
 

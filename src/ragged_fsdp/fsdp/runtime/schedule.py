@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ragged_fsdp.fsdp.autograd import in_backward, outside_compile, queue_callback
+from ragged_fsdp.fsdp.autograd import in_backward, outside_compile
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.streams import CommContext, arena_bytes, pooled_bytes
+from ragged_fsdp.torch_internals import queue_callback
 
 __all__ = ["ALLOWED_PHASES", "IN_BACKWARD", "ForwardOrder", "Phase", "Schedule", "Turn"]
 
