@@ -223,7 +223,7 @@ class GroupBuilder:
         return self._meshes[id(info)][1], result.placement, False
 
     def _known_mesh(self, info: Any) -> ParallelMesh:
-        made = ParallelMesh(info.mesh, info.mesh)
+        made = ParallelMesh(info.mesh)
         if made.key() == self.mesh.key():
             return self.mesh
         for other, mesh in self._meshes.values():
@@ -390,7 +390,7 @@ def _attach(choice: _Choice, plan: GroupPlan, index: int, piece: torch.Tensor) -
     original, inner = param.sharded, param.inner_shape
     chunk = chunk_placement(original, shard_dim) if shard_dim is not None else None
     rule = chunk or ragged_placement(plan, index, original)
-    target, placements = mesh.placements_for(original, param.name, rule)
+    target, placements = mesh.placements_for(original, rule)
     if shard_dim is not None:
         assert isinstance(plan, ChunkPlan)
         rows = plan.local_rows(index, mesh.shard_rank)[1]

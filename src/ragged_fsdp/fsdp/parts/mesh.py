@@ -57,18 +57,14 @@ else:
 
 @dataclass(eq=False)
 class ParallelMesh:
-    """The data-parallel mesh of a group: its last dim shards, a dim before it replicates.
-
-    ``mesh`` has the dims (shard,) or (replicate, shard). ``user_mesh`` is what parameters that are not
-    DTensors are distributed over: the same, except that pure replication has no sharding dim there.
-    """
+    """The data-parallel mesh of a group, with the dims (shard,) or (replicate, shard)."""
 
     mesh: DeviceMesh
-    user_mesh: DeviceMesh
-    shards: bool = True
     dims: Any = None
     """``DataParallelMeshDims`` if ``spmd_mesh`` holds the data-parallel dims beside others."""
     spmd_mesh: DeviceMesh | None = None
+    shards: bool = True
+    """Whether the sharding dim is the user's; beside pure replication it has one rank and no placement."""
     shard_group: dist.ProcessGroup = field(init=False)
     replicate_group: dist.ProcessGroup | None = field(init=False)
 
@@ -82,36 +78,26 @@ class ParallelMesh:
     @property
     def shard_mesh(self) -> DeviceMesh:
         """The sharding dim alone, as all-gather extensions receive it."""
-        if self.user_mesh.ndim == 1:
-            return self.user_mesh
-        return self.user_mesh[(self.user_mesh.mesh_dim_names or ())[-1]]
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[(self.mesh.mesh_dim_names or ())[-1]]
 
     def key(self) -> tuple[Any, Any]:
         """Parameters with equal keys can share a buffer."""
         return self.shard_group, self.replicate_group
 
-    def placements_for(
-        self, param: torch.Tensor, name: str, ragged: Any
-    ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def placements_for(self, param: torch.Tensor, ragged: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """The mesh and placements of a sharded parameter; ``ragged(later)`` makes its ragged placement.
 
         ``later`` are the placements that stand after it: they decide whether it must be strided.
         """
+        lead = (Replicate(),) * (self.mesh.ndim - 1)
         if not isinstance(param, DTensor):
-            if not self.shards:
-                return self.user_mesh, (Replicate(),)
-            lead = (Replicate(),) * (self.user_mesh.ndim - 1)
-            return self.user_mesh, (*lead, ragged(()))
+            return self.mesh, (*lead, ragged(()))
         if self.spmd_mesh is not None:
-            return self._spmd_placements(param, name, ragged)
+            return self._spmd_placements(param, ragged)
         inner = param.placements
-        lead = (Replicate(),) * (self.user_mesh.ndim - 1)
-        own = ragged(inner) if self.shards else Replicate()
-        return _join_meshes([self.user_mesh, param.device_mesh]), (*lead, own, *inner)
+        return _join_meshes([self.mesh, param.device_mesh]), (*lead, ragged(inner), *inner)
 
-    def _spmd_placements(
-        self, param: DTensor, name: str, ragged: Any
-    ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    def _spmd_placements(self, param: DTensor, ragged: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """The parameter already lives on the full mesh: its Replicate on the shard dims becomes ragged."""
         mesh, placements = param.device_mesh, list(param.placements)
         names: tuple[str, ...] = mesh.mesh_dim_names or ()
@@ -174,15 +160,12 @@ def parallel_mesh(mesh: DeviceMesh | None, dims: Any) -> ParallelMesh:
     mesh = _all_ranks() if mesh is None else mesh
     _check(mesh, dims)
     if dims is None:
-        return ParallelMesh(mesh, mesh)
+        return ParallelMesh(mesh)
     shard, replicate = (_submesh(mesh, names) for names in (dims.shard_names, dims.replicate_names))
     if shard is None:
         assert replicate is not None
-        return ParallelMesh(
-            _with_trivial_shard(replicate), replicate, shards=False, dims=dims, spmd_mesh=mesh
-        )
-    own = shard if replicate is None else _join_meshes([replicate, shard])
-    return ParallelMesh(own, own, dims=dims, spmd_mesh=mesh)
+        return ParallelMesh(_with_trivial_shard(replicate), dims, mesh, shards=False)
+    return ParallelMesh(shard if replicate is None else _join_meshes([replicate, shard]), dims, mesh)
 
 
 def _check(mesh: DeviceMesh, dims: Any) -> None:
