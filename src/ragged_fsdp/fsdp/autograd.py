@@ -244,7 +244,11 @@ def _behind_node(hooks: BackwardHooks, inputs: Sequence[torch.Tensor]) -> tuple[
 
 
 class BeforeBackward(torch.autograd.Function):
-    """Identity on an output of a module under functorch, where tensor hooks do not reach the outer graph."""
+    """Identity whose backward calls back before the gradient goes on.
+
+    It stands where a tensor hook would not do: on outputs under functorch, whose outer graph hooks do not
+    reach, and on gradients that will be differentiated again.
+    """
 
     generate_vmap_rule = True
 

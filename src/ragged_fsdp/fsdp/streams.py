@@ -292,7 +292,7 @@ class StreamOwners:
         self._owner: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def hand_over(self, group: Any) -> None:
-        """To the current stream, which has waited for the last one."""
+        """Let the weights belong to the current stream, which has waited for the one that had them."""
         self._owner[group] = self._current_stream()
 
     def check(self, group: Any, done: str) -> None:

@@ -139,7 +139,7 @@ def collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
 
 
 def _modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
-    """Children first; not into modules that have a state of their own or that DDP replicates."""
+    """All modules to manage, children first; none that has a state of its own or that DDP replicates."""
     found: list[nn.Module] = []
     seen: set[nn.Module] = set()
     top = set(roots)
@@ -211,7 +211,7 @@ def replace_buffers(moved: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class Agreement:
-    """Around all of a call that may fail before the ranks have compared what they are about to do.
+    """A block around all of a call that may fail before the ranks have compared what they are about to do.
 
     An exception that leaves the block before :meth:`reach` takes the place of this rank's statement in the
     comparison, in which the other ranks wait: they raise an error that names this rank. Where every rank

@@ -183,7 +183,7 @@ class ChunkPlan(GroupPlan):
 
     @property
     def same_items(self) -> bool:
-        """Never: gradients get a packed layout of their own."""
+        """False also for equal dtypes: gradients get a packed layout of their own."""
         return False
 
     def row_numel(self, index: int) -> int:

@@ -109,7 +109,7 @@ class ParamGroup(Members):
             )
 
     def _choose_transport(self) -> None:
-        """The transport that was planned for, unless a cast has changed some item sizes and not others."""
+        """Use the transport that was planned, unless a cast has changed some item sizes and not others."""
         planned, fits = self._planned, True
         if type(planned) is InPlace:
             fits = planned.fits_plan()
@@ -260,7 +260,7 @@ class ParamGroup(Members):
         self._move(Residence.SHARDED)
 
     def to_sharded(self) -> None:
-        """Reshard at the user's wish, and take over what he changed on the gathered parameters."""
+        """Reshard at the user's wish, and take over what was changed on the gathered parameters."""
         if self.residence is Residence.UNSHARDED or self.residence is Residence.PARKED:
             self.settle()
         self.reshard()

@@ -62,7 +62,7 @@ IN_BACKWARD = (Phase.BACKWARD, Phase.DONE)
 
 
 class Turn:
-    """One ``fully_shard`` call in the iteration: its groups and phase, which only the schedule changes."""
+    """One ``fully_shard`` call in the iteration: its groups, and its phase, which the schedule changes."""
 
     def __init__(self) -> None:
         super().__init__()
