@@ -244,12 +244,15 @@ def _tiles(name: str, parameter: nn.Parameter) -> Any:
 
 _BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 _EXCHANGE = {"reduction": "all_to_all"}
+_LEVELS = {"reduction": "two_level", "ranks_per_node": 2}
 _LAST_DIM = {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}
 MODES = {  # whatever moves data in a way of its own
     "plain": Mode(Transformer),
     "bf16": Mode(Transformer, {"mp_policy": _BF16}),
     "exchange": Mode(Transformer, _EXCHANGE),
     "exchange of bf16": Mode(Transformer, {"mp_policy": _BF16, **_EXCHANGE}),
+    "two levels": Mode(Transformer, _LEVELS),
+    "two levels of bf16": Mode(Transformer, {"mp_policy": _BF16, **_LEVELS}),
     "replicas": Mode(Transformer, two_dims=True),
     "replicas and exchange": Mode(Transformer, _EXCHANGE, two_dims=True),
     "larger shards": Mode(Transformer, {"reshard_after_forward": 2}),

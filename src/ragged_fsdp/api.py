@@ -57,6 +57,8 @@ def fully_shard(
     gathered_budget_bytes: int | None = None,
     max_buffers: int = 1,
     gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None = None,
+    ranks_per_node: int | None = None,
+    internode_dtype: torch.dtype | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it.
 
@@ -85,7 +87,9 @@ def fully_shard(
             ``module``.
         reduction: ``"reduce_scatter"`` adds gradients on the wire, in ``reduce_dtype``. ``"all_to_all"``
             sends them as autograd produced them and adds them on arrival in ``reduce_dtype``: for bf16
-            gradients added in fp32 half the bytes, no cast and no buffer of the whole gradient.
+            gradients added in fp32 half the bytes, no cast and no buffer of the whole gradient. It is for
+            ranks of one node or NVLink domain. ``"two_level"`` does so inside each node, and then with the
+            nodes' sums between them. ``"auto"`` picks by the network and logs what.
         gathered_budget_bytes: with ``reshard_after_forward="auto"``: bytes of gathered parameters, below one
             root, that may stay between forward and backward. The largest value given counts.
         max_buffers: into how many buffers the group may be split where blocks of different size would pad a
@@ -93,6 +97,10 @@ def fully_shard(
         gather_policy: ``policy(name, param)`` returns ``BlockCodes``, in which the parameter is gathered and
             computed with, or None. Such parameters form a group of their own; main weights, gradients and
             checkpoints are as without it.
+        ranks_per_node: how many consecutive ranks share a fast link, for ``"two_level"`` and ``"auto"``.
+            Default: the environment's ``RAGGED_FSDP_RANKS_PER_NODE``, else the ranks find out.
+        internode_dtype: of the sums that ``"two_level"`` sends between nodes, ``torch.float32`` or
+            ``torch.bfloat16``. Default: that of the gradients.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
@@ -123,6 +131,8 @@ def fully_shard(
             gathered_budget_bytes=gathered_budget_bytes,
             max_buffers=max_buffers,
             gather_policy=gather_policy,
+            ranks_per_node=ranks_per_node,
+            internode_dtype=internode_dtype,
         )
         modules = [module] if isinstance(module, nn.Module) else _listed(module)
         for one in modules:

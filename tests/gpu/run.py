@@ -70,7 +70,7 @@ def _found(patterns: tuple[str, ...]) -> set[str]:
 _POISONED = {"RAGGED_FSDP_DEBUG": "1"}
 _RUNTIME = (
     *_spmd("dbuffer"),
-    *_spmd("fsdp", "buffers", "casts", "debug", "edges", "exchange", "gradients"),
+    *_spmd("fsdp", "buffers", "casts", "debug", "edges", "exchange", "gradients", "levels"),
     *_spmd("fsdp", "late_streams", "memory_pools", "parallelism", "recovery", "residence", "reuse"),
 )
 _PIPELINE = _spmd("fsdp", "pipeline")

@@ -36,12 +36,12 @@ def _use_freed_memory(model, batch):
     torch.full((1 << 24,), float("nan"), device=batch.device)
 
 
-@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
-@spmd(1, 2)
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all", "two_level"])
+@spmd(1, 2, 4)
 def test_a_captured_step_trains_like_an_eager_one(rank, reduction):
     model, twin = build(lambda: Transformer(layers=4), rank.device)
     for one in (model, twin):
-        shard_blocks(one, reduction=reduction)
+        shard_blocks(one, reduction=reduction, ranks_per_node=2)
     batch = copy.copy(tokens(rank, 0))
     graph, loss = _capture(model, batch)
     optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, twin)]

@@ -150,12 +150,13 @@ def _slow(patch, where):
 CODES = {"gather_policy": lambda name, p: BlockCodes("int8", (64, 64)) if p.ndim == 2 else None}  # two groups
 KINDS = {"resharded": {}, "kept": {"reshard": False}, "codes": CODES}
 KINDS["exchange"] = {"reduction": "all_to_all"}
+KINDS["levels"] = {"reduction": "two_level", "ranks_per_node": 2}
 KINDS["codes-exchange"] = CODES | KINDS["exchange"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", ["before", "after", "compute"])
-@spmd(2)
+@spmd(4)
 def test_delays_change_nothing(rank, where, kind):
     """The same losses, bit for bit, when communication or compute is late."""
     results = []

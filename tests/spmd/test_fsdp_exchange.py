@@ -53,7 +53,7 @@ def _sent_and_received(received: list, sent: list, group: dist.ProcessGroup, asy
         work.wait()
 
 
-def _through_views(patch: pytest.MonkeyPatch, device: str) -> None:
+def through_views(patch: pytest.MonkeyPatch, device: str) -> None:
     """Send views in three rounds, also on the CPU."""
     fsdp_inside.exchange_in_rounds(patch, rounds=3)
     if device == "cpu":
@@ -76,7 +76,7 @@ def test_gradients_equal_those_of_the_reduce_scatter(rank: Rank, views: bool) ->
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         if views:
-            _through_views(patch, rank.device)
+            through_views(patch, rank.device)
         for reduction in REDUCTIONS:
             net, _ = _net(rank, reduction=reduction)
             found[reduction] = {}

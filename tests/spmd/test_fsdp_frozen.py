@@ -118,13 +118,13 @@ class _TwoDtypes(nn.Module):
 
 @ragged_only
 @pytest.mark.parametrize("unused", [False, True])
-@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
-@spmd(1, 2)
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all", "two_level"])
+@spmd(1, 4)
 def test_gradients_have_the_dtype_of_what_trains_now(rank, reduction, unused):
     """Frozen when it first ran, or beside parameters of another dtype that trained then."""
     model, reference = build(_TwoDtypes, rank.device)
     model.requires_grad_(False)
-    fully_shard(model, reduction=reduction)
+    fully_shard(model, reduction=reduction, ranks_per_node=2)
     model.set_reduce_scatter_unused_params(unused)
     model(rows(rank, 0))
     for step, name in enumerate(("base", "adapter", "base")):

@@ -20,6 +20,7 @@ CASES = {
     "plain": {},
     "bf16": {"mp_policy": BF16},
     "exchange": {"mp_policy": BF16, "reduction": "all_to_all"},
+    "levels": {"mp_policy": BF16, "reduction": "two_level", "ranks_per_node": 2},
     "codes": {"gather_policy": lambda name, p: BlockCodes("int8", (4, 4)) if p.ndim == 2 else None},
     "parts": {"gather_policy": lambda name, p: BlockCodes("int8", (4, 4)) if name == "up.weight" else None},
 }
@@ -43,7 +44,7 @@ class Failing(torch.autograd.Function):
 
 
 def _model(rank: Rank, case: str, buffers: int = 1) -> nn.Module:
-    hsdp = rank.world_size == 4
+    hsdp = rank.world_size == 4 and case != "levels"
     mesh = rank.mesh(2, 2, names=("replicate", "shard")) if hsdp else rank.mesh()
     dtype = torch.bfloat16 if case == "bf16 weights" else torch.float32
     model, _ = build(lambda: Stack(layers=4).to(dtype), rank.device)

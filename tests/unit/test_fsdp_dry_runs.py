@@ -45,7 +45,8 @@ def _check(mode, forward, backward):
     groups = forward["gather"]
     assert groups >= 3 and forward == {"gather": groups}
     kind = mode.options.get("reduction", "reduce_scatter")
-    expected = {kind: groups, **({"all_reduce": groups} if mode.two_dims else {})}
+    expected = {"all_to_all": 2 * groups} if kind == "two_level" else {kind: groups}  # inside nodes, between
+    expected |= {"all_reduce": groups} if mode.two_dims else {}
     assert {other: number for other, number in backward.items() if other != "gather"} == expected
 
 

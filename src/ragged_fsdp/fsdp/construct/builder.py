@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from ragged_fsdp.fsdp.construct.call import REDUCTIONS, Managed, Options
+from ragged_fsdp.fsdp.construct.call import Managed, Options
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
-from ragged_fsdp.fsdp.parts.members import MainShard, ManagedParam, RowPieces, pins_memory
+from ragged_fsdp.fsdp.parts.members import MainShard, ManagedParam, Members, RowPieces, pins_memory
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.parts.plan import (
     ChunkPlan,
@@ -26,6 +26,7 @@ from ragged_fsdp.fsdp.parts.plan import (
     GroupTensors,
     chunk_placement,
     chunk_plan,
+    gathered_dtype,
     inner_of,
     make_plan,
     outer_shapes,
@@ -33,6 +34,8 @@ from ragged_fsdp.fsdp.parts.plan import (
     shrink_to,
     split_by_blocks,
 )
+from ragged_fsdp.fsdp.reduce.choice import choose_reduction
+from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
@@ -96,7 +99,8 @@ class GroupBuilder:
 
     def build(self, modules: tuple[nn.Module, ...], drafts: Sequence[Draft]) -> list[ParamGroup]:
         """Register the shards and make the groups."""
-        groups = [self._make_group(modules, draft) for draft in drafts]
+        reductions = [self._reduction(draft) for draft in drafts]  # may raise: nothing is registered yet
+        groups = [self._make_group(modules, draft, reduce) for draft, reduce in zip(drafts, reductions)]
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
@@ -340,7 +344,25 @@ class GroupBuilder:
                 piece.copy_(plan.local_part(index, mesh.shard_rank, inner.detach()))
         return main
 
-    def _make_group(self, modules: tuple[nn.Module, ...], draft: Draft) -> ParamGroup:
+    def _reduction(self, draft: Draft) -> Callable[[Members], GradTransport]:
+        """How the gradients of a group are reduced."""
+        options, policy = self.options, self.options.mp_policy
+        made = {gathered_dtype(choice.param.dtype, policy.param_dtype) for choice in draft.choices}
+        return choose_reduction(
+            options.reduction,
+            draft.choices[0].mesh,
+            self.device,
+            widens=any((policy.reduce_dtype or dtype).itemsize > dtype.itemsize for dtype in made),
+            ranks_per_node=options.node_size,
+            between=options.internode_dtype,
+        )
+
+    def _make_group(
+        self,
+        modules: tuple[nn.Module, ...],
+        draft: Draft,
+        reduce: Callable[[Members], GradTransport],
+    ) -> ParamGroup:
         options, first = self.options, draft.choices[0]
         params = [choice.param for choice in draft.choices]
         for param in params:
@@ -358,7 +380,7 @@ class GroupBuilder:
             options.mp_policy,
             options.offload_policy,
             gather=gather,
-            reduce=REDUCTIONS[options.reduction],
+            reduce=reduce,
         )
         self._set_reshard(group)
         if first.transport is Chunks:

@@ -15,23 +15,22 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import Disagreement, compare
 from ragged_fsdp.collectives import explain_failure
-from ragged_fsdp.fsdp.parts.members import MANAGED_ATTRIBUTE, ManagedParam, Members, Place
+from ragged_fsdp.fsdp.parts.members import MANAGED_ATTRIBUTE, ManagedParam, Place
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
-from ragged_fsdp.fsdp.reduce.exchange import Exchange
-from ragged_fsdp.fsdp.reduce.transport import GradTransport, ReduceScatter
+from ragged_fsdp.fsdp.reduce.choice import REDUCTIONS
 from ragged_fsdp.fsdp.runtime.state import state_of
+from ragged_fsdp.topology import given_ranks_per_node
 from ragged_fsdp.torch_internals import get_registry, is_traceable_wrapper_subclass, parameters_of
 
-__all__ = ["REDUCTIONS", "Agreement", "Managed", "Options", "collect", "moved_buffers", "replace_buffers"]
+__all__ = ["Agreement", "Managed", "Options", "collect", "moved_buffers", "replace_buffers"]
 
 logger = logging.getLogger("ragged_fsdp")
-REDUCTIONS: dict[str, Callable[[Members], GradTransport]] = {
-    "reduce_scatter": ReduceScatter,
-    "all_to_all": Exchange,
-}
+_INTERNODE_DTYPES = (None, torch.bfloat16, torch.float32)
 _MOST_CHARACTERS = 2000  # of an error that is told; some print a whole module
 _SAME_ON_ALL_RANKS = (
     "reduction",
+    "node_size",
+    "internode_dtype",
     "reshard_after_forward",
     "gathered_budget_bytes",
     "max_buffers",
@@ -53,6 +52,8 @@ class Options:
     gathered_budget_bytes: int | None
     max_buffers: int
     gather_policy: Callable[[str, nn.Parameter], Any] | None
+    ranks_per_node: int | None
+    internode_dtype: torch.dtype | None
 
     def __post_init__(self) -> None:
         self.ignored = _parameter_set(self.ignored_params)
@@ -67,9 +68,10 @@ class Options:
                 raise ValueError(
                     f"fully_shard: mp_policy.{name} must be a floating torch.dtype or None, got {dtype!r}."
                 )
-        names = tuple(REDUCTIONS)
-        if self.reduction not in names:
-            raise ValueError(f"fully_shard: reduction must be one of {names}, got {self.reduction!r}.")
+        for name, values in (("reduction", REDUCTIONS), ("internode_dtype", _INTERNODE_DTYPES)):
+            if getattr(self, name) not in values:
+                raise ValueError(f"fully_shard: {name} must be one of {values}, got {getattr(self, name)!r}.")
+        self.node_size = given_ranks_per_node(self.ranks_per_node)
         most = self.max_buffers
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
             raise ValueError(f"fully_shard: max_buffers must be an int >= 1, got {most!r}.")

@@ -13,10 +13,26 @@ other rank its piece as autograd produced it, and the receiver adds the m pieces
 
 It is one exchange per group: one per tensor would load few ranks at a time, since a tensor lies on few
 ranks. A rank whose shard lies inside one tensor (most do, where tensors are larger than shards) is sent a
-view; only shards that several tensors share are packed. A large group is exchanged in a few rounds, each a
-part of every shard, so that only two parts of what arrives need memory: one arrives while the other is
-summed. Small shards are all packed and exchanged in one round, since a list of views costs the host more than
-a pass over them costs the device; so are those of backends that cannot send a list of views (gloo).
+view; only shards that several tensors share are packed. Small shards are all packed and exchanged in one
+round, since a list of views costs the host more than a pass over them costs the device; so are those of
+backends that cannot send a list of views (gloo).
+
+**Over nodes** every rank has one slow link out of its node. Sent as above, each gradient would leave the
+node as often as the node has ranks. So there are two levels: the ranks of a node first send each other what
+belongs to the places they have in *all* nodes and add it, then the ranks of one place, a rail, exchange these
+sums::
+
+    rank (node 0, place 1)   receives the slots (0, 1) (1, 1) (2, 1) of its node's ranks, and adds them
+                             sends its sum of (1, 1) to node 1, of (2, 1) to node 2
+                             receives sums of (0, 1) from nodes 1 and 2, and adds them
+
+What leaves a node is one sum per slot, half the bytes of an fp32 reduce-scatter where it is rounded to the
+gradients' bf16, the only rounding there is. One node is the case without a rail.
+
+**Steps.** Slots travel node by node, and large ones in parts, so that only two steps' rows need memory: one
+arrives while the other is added. Node ``n`` begins with the slots of node ``n + 1`` and ends with its own:
+the sums of a step go over the rail while the next step's rows arrive, and in each step every node sends to
+one node and receives from one.
 """
 
 from __future__ import annotations
@@ -25,6 +41,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -32,18 +49,21 @@ from torch.distributed.tensor import Partial
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.dbuffer.redistribute import wait_all
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
 from ragged_fsdp.fsdp.reduce.transport import make_buffer, scattered
 from ragged_fsdp.routes import Shared, shared_boxes
+from ragged_fsdp.topology import LevelGroups, Levels
 
 __all__ = ["Exchange", "SendPlan", "packs_all", "plan_sends", "rounds_of"]
 
 
-_ROUNDS = 4
+_STEPS = 4  # at least, where shards are large
 _ROUND_NUMEL = 1 << 19  # a round has at least this many elements of each shard
 _PACK_NUMEL = 1 << 19  # smaller shards are packed
 _ALIGN_NUMEL = 16
+_ALIGN_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -114,6 +134,24 @@ def _parts(layout: GradLayout, ranks: int) -> Iterator[tuple[int, int, Shared]]:
                     yield index, rank, part
 
 
+class _Step(NamedTuple):
+    """One part of the slots of one node: what the ranks of this rank's node send each other at a time."""
+
+    slots: tuple[int, ...]
+    """Of the ranks of that node, by place."""
+    round: int
+    """Which part of them."""
+    start: int
+    """Where in the extent of the slot in this rank's rail the part starts, and how long it is."""
+    numel: int
+    position: int
+    """Of that slot in the rail."""
+    source: int
+    """From which position of the rail a sum of this rank's own slot comes in return."""
+    part: tuple[int, int]
+    """Start and length of what it brings, in the extent of this rank's own slot."""
+
+
 @dataclass(frozen=True)
 class _Plan:
     """All of an exchange that follows from the layout of its gradients."""
@@ -123,29 +161,73 @@ class _Plan:
     """How the gradients are cut; None if they are packed as a whole."""
     extent: tuple[int, int]
     """Where in this rank's shard the elements it gets start, and how many they are."""
-    packed_numel: int
+    rows: tuple[int, int, int]
+    """Steps under way together, ranks of a node, elements from each of them in one step."""
+    packed_numel: int = 0
     """Of what is sent, if it is packed as a whole."""
-    rows_shape: tuple[int, int, int]
-    """Rounds under way together, ranks, elements from each rank in one round."""
-    rows_numel: int
+    sums: tuple[int, int] = (0, 0)
+    """Nodes and elements of the sums that are sent along the rail."""
+    arrivals: tuple[int, int] = (0, 0)
+    """Nodes and elements of those that come in return."""
+    steps: tuple[_Step, ...] = ()
+
+    def nbytes(self, wire: torch.dtype, between: torch.dtype) -> int:
+        """Bytes of its memory."""
+        return self.places(wire, between)[-1]
+
+    def places(self, wire: torch.dtype, between: torch.dtype) -> tuple[int, ...]:
+        """Where packed gradients, those sorted by place, rows, sums and arrivals start, and the end."""
+        packed = self.packed_numel * wire.itemsize
+        rail = [math.prod(shape) * between.itemsize for shape in (self.sums, self.arrivals)]
+        by_place = packed if rail[0] else 0
+        sizes = (packed, by_place, math.prod(self.rows) * wire.itemsize, *rail)
+        return tuple(accumulate((_aligned(size) for size in sizes), initial=0))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
 class _Memory(NamedTuple):
     """Where an exchange lies; made once for each storage it is in."""
 
     plan: _Plan
+    wire: torch.dtype
+    between: torch.dtype
     packed: DBuffer | None
     """What is sent, if it is packed as a whole."""
+    by_place: torch.Tensor
+    """Its slots with those of each rail side by side; empty where there is one node."""
+    order: torch.Tensor
+    """Which slots these are."""
     received: list[torch.Tensor]
-    """Rows from all ranks, for one round each; rounds take turns."""
+    """Rows from the ranks of the node, for one step each; steps take turns."""
+    sums: torch.Tensor
+    """One row per node: what the ranks of this node have for it."""
+    arrivals: torch.Tensor
+    """One row per node: what its ranks have for this rank."""
 
 
 class Exchange:
-    """Keeps autograd's gradients as they are and exchanges them; see the module's docstring."""
+    """Keeps autograd's gradients as they are and exchanges them; see the module's docstring.
 
-    def __init__(self, members: Members) -> None:
+    Args:
+        members: the group.
+        levels: nodes and rails to go through; None is one node.
+        between: dtype of the sums that travel between nodes; None is that of the gradients, or of the sum
+            where theirs has too small a range for sums.
+    """
+
+    def __init__(
+        self, members: Members, levels: LevelGroups | None = None, between: torch.dtype | None = None
+    ) -> None:
         self.members = members
         self.companion = False
+        mesh = members.mesh
+        self._over = levels or LevelGroups(
+            Levels.flat(mesh.shard_size), mesh.shard_rank, mesh.shard_group, None
+        )
+        self._asked_between = between
         self._layout: GradLayout | None = None
         self._grads: dict[int, torch.Tensor] = {}
         self._sends: list[list[torch.Tensor]] = []
@@ -157,19 +239,25 @@ class Exchange:
         """How gradients in the layout are exchanged; made when it is first used."""
         self._memories: dict[FlatStorage, _Memory] = {}
         self._sum_kind: DBuffer | None = None
-        self._partial = (Partial(),) * members.mesh.mesh.ndim
+        self._partial = (Partial(),) * mesh.mesh.ndim
 
     @property
     def leases(self) -> bool:
         """Whether its memory has a place in the arena: it is taken for the reduction alone."""
         return not self.companion
 
+    @property
+    def between(self) -> torch.dtype:
+        """The dtype of sums that travel between nodes."""
+        wire = self.members.wire_dtype
+        return self._asked_between or (self.sum_dtype if wire == torch.float16 else wire)
+
     # -- collecting ------------------------------------------------------------------------------
 
     def begin(self, layout: GradLayout, dtype: torch.dtype) -> None:
         """Nothing but the plan: gradients stay where autograd put them."""
-        if self._layout is not layout:
-            self._layout, self._plan = layout, self._make_plan(layout)
+        self._layout = layout
+        self._plan_for(layout)
 
     def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
         """Keep the gradients; those that come again are added in the reduction dtype."""
@@ -180,27 +268,59 @@ class Exchange:
     # -- planning --------------------------------------------------------------------------------
 
     def nbytes(self, layout: GradLayout) -> int:
-        """Bytes of what is packed as a whole and of the rows that arrive in the rounds under way together."""
-        buffer, ranks = layout.layout, self.members.mesh.shard_size
-        rounds = self._rounds(buffer.shard_numel)
-        numel = min(2, rounds) * ranks * rounds_of(buffer.shard_numel, rounds)[0]
-        if packs_all(self.members.device, buffer.shard_numel):
-            numel = 2 * buffer.buffer_numel
-        return numel * self.members.wire_dtype.itemsize
+        """Bytes of what is packed as a whole, of rows that arrive in the steps under way, and of sums."""
+        return self._plan_for(layout).nbytes(self.members.wire_dtype, self.between)
+
+    def _plan_for(self, layout: GradLayout) -> _Plan:
+        if self._plan is None or self._plan.layout is not layout:
+            self._plan = self._make_plan(layout)
+        return self._plan
 
     def _make_plan(self, layout: GradLayout) -> _Plan:
-        mesh, device, shard_numel = self.members.mesh, self.members.device, layout.layout.shard_numel
-        if packs_all(device, shard_numel):
-            shape = (1, mesh.shard_size, rounds_of(shard_numel, 1)[0])
-            return _Plan(layout, None, (0, shard_numel), layout.layout.buffer_numel, shape, math.prod(shape))
+        mesh, shard_numel = self.members.mesh, layout.layout.shard_numel
+        levels = self._over.levels
+        nodes, places = len(levels.nodes), levels.ranks_per_node
+        if packs_all(self.members.device, shard_numel):
+            rail = (nodes, shard_numel) if nodes > 1 else (0, 0)
+            rows = (1, places, nodes * shard_numel)
+            return _Plan(layout, None, (0, shard_numel), rows, layout.layout.buffer_numel, rail, rail)
         sends = plan_sends(layout, mesh.shard_size, rounds=self._rounds(shard_numel))
+        steps = tuple(self._steps(sends))
+        numel = max(step.numel for step in steps)
+        rows = (min(2, len(steps)), places, -(-numel // _ALIGN_NUMEL) * _ALIGN_NUMEL)
         extent = sends.extents[mesh.shard_rank]
-        shape = (min(2, sends.rounds), mesh.shard_size, rounds_of(extent[1], sends.rounds)[0])
-        return _Plan(layout, sends, extent, 0, shape, math.prod(shape))
+        if nodes == 1:
+            return _Plan(layout, sends, extent, rows, steps=steps)
+        longest = max(sends.extents[slot][1] for slot in levels.rails[self._over.place])
+        return _Plan(
+            layout, sends, extent, rows, sums=(nodes, longest), arrivals=(nodes, extent[1]), steps=steps
+        )
 
     def _rounds(self, shard_numel: int) -> int:
-        most = 1 if self.members.device.type == "cpu" else _ROUNDS
+        if self.members.device.type == "cpu":
+            return 1
+        most = -(-_STEPS // len(self._over.levels.nodes))
         return max(1, min(most, shard_numel // _ROUND_NUMEL))
+
+    def _steps(self, sends: SendPlan) -> Iterator[_Step]:
+        """From the node after this rank's to its own, part by part."""
+        over, levels = self._over, self._over.levels
+        nodes, rail = len(levels.nodes), levels.rails[over.place]
+        own = rounds_of(sends.extents[over.rank][1], sends.rounds)
+        for ahead in (*range(1, nodes), 0):
+            slots = levels.nodes[(over.node + ahead) % nodes]
+            back = levels.nodes[(over.node - ahead) % nodes][over.place]
+            parts = rounds_of(sends.extents[slots[over.place]][1], sends.rounds)
+            for part, numel in enumerate(parts):
+                yield _Step(
+                    slots,
+                    part,
+                    sum(parts[:part]),
+                    numel,
+                    rail.index(slots[over.place]),
+                    rail.index(back),
+                    (sum(own[:part]), own[part]),
+                )
 
     # -- reducing --------------------------------------------------------------------------------
 
@@ -227,22 +347,32 @@ class Exchange:
 
     def _find_memory(self) -> _Memory:
         """Memory for this exchange: in the arena, where it was laid out before, or new."""
-        plan, dtype = self._plan, self.members.wire_dtype
+        plan, wire, between = self._plan, self.members.wire_dtype, self.between
         assert plan is not None
-        packed_bytes = plan.packed_numel * dtype.itemsize
-        nbytes = packed_bytes + plan.rows_numel * dtype.itemsize
+        *starts, nbytes = plan.places(wire, between)
         leased = self._leased = None if self.companion else self.members.context.lease(nbytes)
         memory = None if leased is None else self._memories.get(leased)
-        if memory is not None and memory.plan is plan and memory.received[0].dtype == dtype:
+        if memory is not None and (memory.plan, memory.wire, memory.between) == (plan, wire, between):
             return memory
         storage = leased or FlatStorage(nbytes, self.members.device)
         packed = (
-            make_buffer(self.members, plan.layout, dtype, self._partial, storage=storage)
+            make_buffer(self.members, plan.layout, wire, self._partial, storage=storage)
             if plan.sends is None
             else None
         )
-        received = storage.tensor(packed_bytes, plan.rows_shape, dtype)
-        memory = _Memory(plan, packed, list(received.unbind()))
+        order = [slot for rail in self._over.levels.rails for slot in rail] if plan.sums[0] else []
+        shape = (len(order) if plan.sends is None else 0, plan.layout.layout.shard_numel)
+        memory = _Memory(
+            plan,
+            wire,
+            between,
+            packed,
+            by_place=storage.tensor(starts[1], shape, wire),
+            order=torch.tensor(order, dtype=torch.int64, device=self.members.device),
+            received=list(storage.tensor(starts[2], plan.rows, wire).unbind()),
+            sums=storage.tensor(starts[3], plan.sums, between),
+            arrivals=storage.tensor(starts[4], plan.arrivals, between),
+        )
         if leased is not None:
             self._memories[leased] = memory
         return memory
@@ -315,57 +445,88 @@ class Exchange:
         assert memory is not None
         if isinstance(members.settings.reduce_comm, collectives.UserComm):
             raise ValueError(
-                f"{members.label}: a custom reduce-scatter has no use with reduction='all_to_all'."
+                f"{members.label}: a custom reduce-scatter has no use where gradients are exchanged; "
+                "it needs reduction='reduce_scatter'."
             )
         divisor = (members.mesh.shard_size if how.average else 1) * (how.before or 1.0)
-        pg = members.settings.reduce_group or members.mesh.shard_group
-        exchange = self._exchange_rounds if memory.packed is None else self._exchange_packed
-        members.launch("all-to-all", pg, exchange, memory, reduced.flat, divisor, pg)
+        group = members.settings.reduce_group or members.mesh.shard_group
+        exchange = self._exchange_pieces if memory.packed is None else self._exchange_packed
+        members.launch("all-to-all", group, exchange, memory, reduced.flat, divisor)
 
-    @staticmethod
-    def _exchange_packed(memory: _Memory, reduced: torch.Tensor, divisor: float, pg: Any) -> None:
-        """Exchange and add in one round."""
+    @property
+    def _local(self) -> Any:
+        """The process group inside the node."""
+        if self._over.rail is None and self.members.settings.reduce_group is not None:
+            return self.members.settings.reduce_group
+        return self._over.local
+
+    def _exchange_packed(self, memory: _Memory, reduced: torch.Tensor, divisor: float) -> None:
+        """Exchange and add everything at once, inside the node and then along the rail."""
         assert memory.packed is not None
-        sent, rows = memory.packed.flat, memory.received[0]
+        rail, sent, rows = self._over.rail, memory.packed.flat, memory.received[0]
+        if rail is not None:
+            slots = sent.view(memory.by_place.shape)
+            sent = torch.index_select(slots, 0, memory.order, out=memory.by_place).view(-1)
         if rows.shape[0] == 1:
             rows = sent.view(1, -1)
         else:
-            collectives.all_to_all(rows.view(-1), sent, pg)
-        _sum_rows(rows, reduced, divisor)
+            collectives.all_to_all(rows.view(-1), sent, self._local)
+        if rail is None:
+            _sum_rows(rows, reduced, divisor)
+            return
+        _sum_rows(rows, memory.sums.view(-1))
+        collectives.all_to_all(memory.arrivals.view(-1), memory.sums.view(-1), rail)
+        _sum_rows(memory.arrivals, reduced, divisor)
 
-    def _exchange_rounds(self, memory: _Memory, reduced: torch.Tensor, divisor: float, pg: Any) -> None:
-        """Exchange and add, round by round: while a round is added the next one is on the wire."""
+    def _exchange_pieces(self, memory: _Memory, reduced: torch.Tensor, divisor: float) -> None:
+        """Exchange and add, step by step: while a step is added the next one is on the wire."""
         start, numel = memory.plan.extent
-        rounds, alive = len(self._sends), len(memory.received)
         if numel < reduced.numel():
             reduced[:start].zero_()
             reduced[start + numel :].zero_()
-        outs = reduced[start : start + numel].split_with_sizes(rounds_of(numel, rounds))
-        running: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
-        for index, out in enumerate(outs):
+        mine, alive = reduced[start : start + numel], len(memory.received)
+        running: deque[tuple[_Step, Any, torch.Tensor]] = deque()
+        works: list[Any] = []
+        for index, step in enumerate(memory.plan.steps):
             if len(running) == alive:
-                self._add_up(*running.popleft(), divisor)
-            rows = memory.received[index % alive]
-            running.append((*self._exchange(self._sends[index], rows, out.numel(), pg), out))
-        for work, rows, out in running:
-            self._add_up(work, rows, out, divisor)
+                works.append(self._add_step(memory, *running.popleft(), mine, divisor))
+            running.append((step, *self._send_step(step, memory.received[index % alive])))
+        for entry in running:
+            works.append(self._add_step(memory, *entry, mine, divisor))
+        if self._over.rail is not None:
+            wait_all(works)
+            _sum_rows(memory.arrivals, mine, divisor)
 
-    @staticmethod
-    def _exchange(
-        sent: list[torch.Tensor], rows: torch.Tensor, numel: int, pg: Any
-    ) -> tuple[Any, torch.Tensor]:
-        """Start one round; the rows it brings."""
+    def _send_step(self, step: _Step, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Start one step inside the node; the rows it brings."""
+        sent = [self._sends[step.round][slot] for slot in step.slots]
         if len(sent) == 1:
             return None, sent[0].view(1, -1)
-        if numel != rows.shape[1]:
-            rows = rows.view(-1)[: rows.shape[0] * numel].view(rows.shape[0], numel)
-        return collectives.all_to_all_pieces(list(rows.unbind()), sent, pg, async_op=True), rows
+        if step.numel != rows.shape[1]:
+            rows = rows.view(-1)[: rows.shape[0] * step.numel].view(rows.shape[0], step.numel)
+        return collectives.all_to_all_pieces(list(rows.unbind()), sent, self._local, async_op=True), rows
 
-    @staticmethod
-    def _add_up(work: Any, rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
+    def _add_step(
+        self, memory: _Memory, step: _Step, work: Any, rows: torch.Tensor, mine: torch.Tensor, divisor: float
+    ) -> Any:
+        """Add what a step brought, and send the sum along the rail."""
         if work is not None:
             work.wait()
-        _sum_rows(rows, out, divisor)
+        rail = self._over.rail
+        if rail is None:
+            _sum_rows(rows, mine[step.start : step.start + step.numel], divisor)
+            return None
+        start, numel = step.part
+        if step.position == rail.rank():  # its own node's share stays here
+            _sum_rows(rows, memory.arrivals[step.position, start : start + numel])
+            return None
+        total = memory.sums[step.position, step.start : step.start + step.numel]
+        _sum_rows(rows, total)
+        nothing = total[:0]
+        sent, received = [nothing] * rail.size(), [nothing] * rail.size()
+        sent[step.position] = total
+        received[step.source] = memory.arrivals[step.source, start : start + numel]
+        return collectives.all_to_all_pieces(received, sent, rail, async_op=True)
 
     def hand_over(self) -> Callable[[], None]:
         """Gradients, packed rows and received rows are held until the function is called."""
@@ -385,7 +546,7 @@ class Exchange:
         self.hand_over()()
 
 
-def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
+def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float = 1.0) -> None:
     """``out = rows.sum(0) / divisor``; sums and the division are at least fp32 and are rounded once."""
     if not out.numel():
         return
@@ -396,5 +557,8 @@ def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float) -> None:
         torch.sum(rows, 0, dtype=out.dtype, out=out)
         if divisor != 1:
             out.div_(divisor)
+        return
+    if divisor == 1 and rows.dtype == out.dtype and rows.is_cuda:
+        torch.sum(rows, 0, out=out)  # adds in fp32 and rounds once: no second kernel, no memory
         return
     out.copy_(rows.sum(0, dtype=torch.float32).div_(divisor))

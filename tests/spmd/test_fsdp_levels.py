@@ -1,0 +1,229 @@
+"""Gradients that are reduced inside nodes and then between them, on ranks that pretend to have nodes."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_fsdp_exchange import Net, through_views
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from collective_calls import noted
+from fsdp_cases import build, fully_shard, ragged_only, rows
+from ragged_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from ragged_fsdp.fsdp.reduce import choice
+from rank_pool import Rank, spmd
+
+pytestmark = ragged_only
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+KINDS = {
+    "fp32": ({}, torch.float32),
+    "bf16": ({"mp_policy": BF16}, torch.bfloat16),
+    "fp32 between": ({"mp_policy": BF16, "internode_dtype": torch.float32}, torch.float32),
+}
+
+
+@contextmanager
+def on_host(rank: Rank, hosts: str) -> Iterator[None]:
+    """This rank is on the host that the letter at its place names."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_HOSTID", hosts[rank.rank])
+        yield
+
+
+def _plain_gradients(
+    rank: Rank, plain: nn.Module, x: torch.Tensor, kind: str
+) -> dict[str, list[torch.Tensor]]:
+    """What every rank's autograd produces, by rank."""
+    if kind != "fp32":
+        plain.bfloat16()
+        x = x.bfloat16()
+    plain(x).float().sum().backward()
+    found = {}
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            found[name] = [torch.empty_like(parameter.grad) for _ in range(rank.world_size)]
+            dist.all_gather(found[name], parameter.grad)
+    return found
+
+
+def _by_levels(
+    grads: list[torch.Tensor], nodes: Sequence[Sequence[int]], between: torch.dtype
+) -> torch.Tensor:
+    """The mean, added in fp32 in every node, rounded once, and added in fp32 between them."""
+    sums = [torch.stack([grads[rank] for rank in node]).sum(0, dtype=torch.float32) for node in nodes]
+    rounded = torch.stack([total.to(between) for total in sums])
+    return rounded.sum(0, dtype=torch.float32) / len(grads)
+
+
+def _check(rank: Rank, nodes: Sequence[Sequence[int]], kind: str, **options: object) -> None:
+    more, between = KINDS[kind]
+    net, plain = build(lambda: Net(5), rank.device)
+    fully_shard(net, **{"mesh": rank.mesh(), "reduction": "two_level", **more, **options})
+    x = rows(rank, 0, dim=7)
+    net(x).float().sum().backward()
+    for name, grads in _plain_gradients(rank, plain, x, kind).items():
+        got = net.get_parameter(name).grad.full_tensor()
+        assert torch.equal(got, _by_levels(grads, nodes, between)), name
+
+
+@spmd(4)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("views", [False, True])
+def test_sums_are_rounded_once_between_nodes(rank: Rank, views: bool, kind: str) -> None:
+    """Bit for bit: what leaves a node is one sum in the dtype that was asked for; nothing else is lost."""
+    with pytest.MonkeyPatch.context() as patch:
+        if views:
+            through_views(patch, rank.device)
+        _check(rank, ((0, 1), (2, 3)), kind, ranks_per_node=2)
+
+
+@spmd(4)
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize(
+    ("hosts", "nodes"), [("aabb", ((0, 1), (2, 3))), ("abab", ((0, 2), (1, 3))), ("abba", ((0, 3), (1, 2)))]
+)
+def test_ranks_find_their_nodes(rank: Rank, hosts: str, nodes: tuple, views: bool) -> None:
+    """However the ranks lie on the hosts, also where a rail does not count its ranks as the nodes do."""
+    with pytest.MonkeyPatch.context() as patch, on_host(rank, hosts):
+        if views:
+            through_views(patch, rank.device)
+        _check(rank, nodes, "bf16", mesh=_new_mesh(rank))
+
+
+@spmd(6, timeout=170)
+def test_nodes_of_different_size(rank: Rank) -> None:
+    """Four ranks and two are three nodes of two; five and one have no common part."""
+    with on_host(rank, "aaaabb"):
+        _check(rank, ((0, 1), (2, 3), (4, 5)), "bf16", mesh=_new_mesh(rank))
+    with on_host(rank, "aaaaab"):
+        mesh = _new_mesh(rank)
+        net, _ = build(lambda: Net(5), rank.device)
+        with pytest.raises(ValueError, match="6 ranks on nodes of up to 5, as 6 parts of 1"):
+            fully_shard(net, mesh=mesh, reduction="two_level")
+        assert not any(isinstance(p, DTensor) for p in net.parameters()), "nothing may have changed"
+        _train(fully_shard(net, mesh=mesh, reduction="auto", mp_policy=BF16), rank)
+
+
+@spmd(8, timeout=170)
+def test_replicas_accumulation_and_groups_that_cut_nodes(rank: Rank) -> None:
+    """Eight ranks on nodes of two: replicas of four ranks, and groups of which a node holds one rank each."""
+    meshes = {
+        "replicas": rank.mesh(2, 4, names=("replicate", "shard")),
+        "across": rank.mesh(4, 2, names=("shard", "other"))["shard"],
+    }
+    for name, mesh in meshes.items():
+        found = []
+        for reduction in ("reduce_scatter", "two_level"):
+            net, _ = build(lambda: Net(5), rank.device)
+            fully_shard(net, mesh=mesh, reduction=reduction, ranks_per_node=2)
+            for micro in range(3):
+                net.set_requires_gradient_sync(micro == 2)
+                net(rows(rank, micro, dim=7)).sum().backward()
+            found.append([None if p.grad is None else p.grad.to_local() for p in net.parameters()])
+        for ours, expected in zip(*reversed(found)):
+            assert (ours is None) == (expected is None), name
+            if ours is not None:
+                torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def _new_mesh(rank: Rank) -> DeviceMesh:
+    """All ranks, with a process group of its own: levels are found once per group."""
+    return DeviceMesh.from_group(dist.new_group(), torch.device(rank.device).type)
+
+
+def _train(net: nn.Module, rank: Rank, steps: int = 2) -> list[float]:
+    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
+    for step in range(steps):
+        loss = net(rows(rank, step, dim=7)).float().square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@spmd(4)
+def test_one_collective_per_level(rank: Rank) -> None:
+    """Half the ranks are asked at a time, and between nodes goes half of what goes inside."""
+    net, _ = build(lambda: Net(5), rank.device)
+    fully_shard(net, mesh=rank.mesh(), reduction="two_level", ranks_per_node=2, mp_policy=BF16)
+    with noted() as calls:
+        net(rows(rank, 0, dim=7)).float().sum().backward()
+    inside, between = calls.of("all_to_all")
+    assert [call.group.size() for call in (inside, between)] == [2, 2]
+    assert dist.get_process_group_ranks(inside.group) == [rank.rank // 2 * 2, rank.rank // 2 * 2 + 1]
+    assert dist.get_process_group_ranks(between.group) == [rank.rank % 2, rank.rank % 2 + 2]
+    assert inside.read.nbytes == 2 * between.read.nbytes
+    assert not calls.of("reduce_scatter")
+
+
+@spmd(4)
+def test_auto_says_what_it_picked_and_the_flat_exchange_is_warned_about(rank: Rank) -> None:
+    with _logged() as lines:
+        for reduction, nodes in (("auto", 2), ("auto", 2), ("auto", 4), ("all_to_all", 2), ("all_to_all", 4)):
+            net, _ = build(lambda: Net(5), rank.device)
+            options = {"reduction": reduction, "ranks_per_node": nodes, "mp_policy": BF16}
+            _train(fully_shard(net, mesh=rank.mesh(), **options), rank)
+    assert lines == [
+        "fully_shard: reduction='auto' is 'two_level' here: 4 ranks on 2 nodes of 2",
+        "fully_shard: reduction='auto' is 'all_to_all' here: 4 ranks on one node",
+        "fully_shard: reduction='all_to_all' over 4 ranks on 2 nodes of 2: every rank sends its whole "
+        "gradients over its own link to other nodes, 2 times what two levels send. Use "
+        "reduction='two_level' or 'auto'.",
+    ]
+
+
+@contextmanager
+def _logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("ragged_fsdp")
+    level = logger.level
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice, "_SAID", set())
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        try:
+            yield lines
+        finally:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+
+
+@spmd(4)
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"ranks_per_node": 0}, "ranks_per_node must be an int >= 1, got 0"),
+        ({"internode_dtype": torch.float16}, "internode_dtype must be one of"),
+        ({"ranks_per_node": None}, "node_size=2', rank 3 has 'node_size=None"),
+    ],
+)
+def test_wrong_levels_are_named_on_every_rank(rank: Rank, options: dict, error: str) -> None:
+    """Also where only one rank has them: the others are told, and nothing is changed."""
+    given = {"reduction": "two_level", "ranks_per_node": 2} | (options if rank.rank == 3 else {})
+    net, _ = build(lambda: Net(5), rank.device)
+    with pytest.raises((ValueError, RuntimeError), match=error):
+        fully_shard(net, mesh=rank.mesh(), **given)
+    assert not any(isinstance(p, DTensor) for p in net.parameters())
+
+
+@spmd(4)
+def test_offload_and_poisoned_memory(rank: Rank) -> None:
+    """Memory that is read before it is written, or after it was given back, would be NaN."""
+    losses = []
+    for reduction in ("reduce_scatter", "two_level"):
+        for offload in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("RAGGED_FSDP_DEBUG", "1")
+                net, _ = build(lambda: Net(5), rank.device)
+                options = {"reduction": reduction, "ranks_per_node": 2, **offload}
+                losses.append(_train(fully_shard(net, mesh=rank.mesh(), **options), rank, steps=3))
+    for other in losses[1:]:
+        torch.testing.assert_close(torch.tensor(other), torch.tensor(losses[0]), rtol=1e-5, atol=1e-6)
