@@ -28,6 +28,7 @@ _FUNCTIONS = {  # some have two names, or one of the two, depending on the relea
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
     "all_to_all": "all_to_all",
+    "batch_isend_irecv": "all_to_all",  # of a list, over gloo
     "all_reduce": "all_reduce",
 }
 FUNCTIONS = {name: kind for name, kind in _FUNCTIONS.items() if hasattr(dist, name)}

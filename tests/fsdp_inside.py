@@ -20,7 +20,7 @@ from torch import nn
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import redistribute
 from ragged_fsdp.fsdp import watch
-from ragged_fsdp.fsdp.construct import builder
+from ragged_fsdp.fsdp.construct import builder, network
 from ragged_fsdp.fsdp.gather.block_codes import quantize_dequantize
 from ragged_fsdp.fsdp.reduce import exchange
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
@@ -51,6 +51,7 @@ __all__ = [
     "pool_memory",
     "quantize_dequantize",
     "remembered_of_a_step",
+    "say_again",
     "stream_is",
     "use_comm_memory",
 ]
@@ -254,6 +255,11 @@ def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int) -> None:
     plan = exchange.plan_sends
     patch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
     patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
+
+
+def say_again(patch: pytest.MonkeyPatch) -> None:
+    """Let ``fully_shard`` log what it has said before in this process."""
+    patch.setattr(network, "_SAID", set())
 
 
 def on_sum_of_exchange(patch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:

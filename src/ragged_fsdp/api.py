@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -57,6 +58,7 @@ def fully_shard(
     gathered_budget_bytes: int | None = None,
     max_buffers: int = 1,
     gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None = None,
+    gather: str = "flat",
     ranks_per_node: int | None = None,
     internode_dtype: torch.dtype | None = None,
 ) -> Any:
@@ -97,6 +99,8 @@ def fully_shard(
         gather_policy: ``policy(name, param)`` returns ``BlockCodes``, in which the parameter is gathered and
             computed with, or None. Such parameters form a group of their own; main weights, gradients and
             checkpoints are as without it.
+        gather: ``"flat"`` gathers with one collective over all ranks; ``"two_level"`` brings each slot to the
+            other nodes once and shares it there; ``"auto"`` picks by the network and logs what.
         ranks_per_node: how many consecutive ranks share a fast link, for ``"two_level"`` and ``"auto"``.
             Default: the environment's ``RAGGED_FSDP_RANKS_PER_NODE``, else the ranks find out.
         internode_dtype: of the sums that ``"two_level"`` sends between nodes, ``torch.float32`` or
@@ -131,6 +135,7 @@ def fully_shard(
             gathered_budget_bytes=gathered_budget_bytes,
             max_buffers=max_buffers,
             gather_policy=gather_policy,
+            gather=gather,
             ranks_per_node=ranks_per_node,
             internode_dtype=internode_dtype,
         )

@@ -9,6 +9,7 @@ kind of memory or of collective, and nothing above it knows which:
     Comm                the device's common pool                torch.distributed's
     ProcessGroupComm    a pool of the process group's backend   torch.distributed's
     UserComm            the user's, if the object allocates     one object of the user's
+    LevelComm           the device's common pool                gathers between nodes, then inside them
     ==================  ======================================  ==========================================
 
 Collectives on symmetric memory will be one more. Torch's functions are called by their public names at every
@@ -27,10 +28,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ragged_fsdp.topology import LevelGroups
 from ragged_fsdp.torch_internals import backend_of
 
 __all__ = [
     "Comm",
+    "LevelComm",
     "OverGroup",
     "ProcessGroupComm",
     "UserComm",
@@ -41,6 +44,7 @@ __all__ = [
     "explain_failure",
     "process_group_comm",
     "reduce_op",
+    "wait_all",
 ]
 
 _WIRE_DTYPES = frozenset(
@@ -59,6 +63,7 @@ _RENAMED = hasattr(dist, "all_gather_single")
 _GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
 _COMMON_MEMORY = nullcontext()
+_GATHER_STEPS = 8  # in which the slots of the other nodes come: each is shared while the next arrive
 
 
 def all_reduce_(
@@ -83,9 +88,31 @@ def all_to_all_pieces(
     group: dist.ProcessGroup,
     *,
     async_op: bool = False,
-) -> dist.Work | None:
+) -> Any:
     """Send ``sent[r]`` to rank r and receive ``received[r]`` from it; parts lie anywhere and may be empty."""
-    return dist.all_to_all(received, sent, group=group, async_op=async_op)
+    if sent[0].device.type != "cpu":
+        return dist.all_to_all(received, sent, group=group, async_op=async_op)
+    mine = group.rank()  # gloo has no all-to-all of lists
+    received[mine].copy_(sent[mine])
+    messages = [
+        dist.P2POp(op, part, group=group, group_peer=rank)
+        for op, parts in ((dist.isend, sent), (dist.irecv, received))
+        for rank, part in enumerate(parts)
+        if rank != mine and part.numel()
+    ]
+    works = dist.batch_isend_irecv(messages) if messages else []
+    if not async_op:
+        wait_all(works)
+    return works
+
+
+def wait_all(works: Any) -> None:
+    """Wait for asynchronous collectives: a work, works in lists, or None for what is done."""
+    for work in works if isinstance(works, list) else [works]:
+        if isinstance(work, list):
+            wait_all(work)
+        elif work is not None:
+            work.wait()
 
 
 class Comm:
@@ -184,6 +211,59 @@ class OverGroup(Comm):
     ) -> Any:
         """Reduce over the group of its own instead of ``group``."""
         return self._comm.reduce(shard, full, self._group, op=op, async_op=async_op)
+
+
+class LevelComm(Comm):
+    """Gathers over nodes: a slot crosses to each other node once, straight to its place there, and is then
+    shared inside.
+
+    A ring over N ranks takes N - 1 steps, most of them short hops inside a node that wait for long ones. Here
+    the long hops are independent, and while the slots of some nodes are shared those of the next arrive. The
+    nodes' ranks must be consecutive, so that the slots of a node are one run of the buffer.
+    """
+
+    def __init__(self, over: LevelGroups) -> None:
+        if not over.levels.in_order:
+            raise ValueError(f"LevelComm: the ranks of a node must be consecutive, got {over.levels.nodes}.")
+        self._over = over
+
+    def gather(
+        self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> Any:
+        """Gather along the rail and inside the node, step by step; another group has no levels here."""
+        over = self._over
+        if group is not over.group or over.rail is None:
+            return super().gather(full, slot, group, async_op=async_op)
+        if full.dtype not in _WIRE_DTYPES:
+            full, slot = full.view(torch.uint8), slot.view(torch.uint8)
+        nodes = len(over.levels.nodes)
+        slots = full.view(nodes, over.levels.ranks_per_node, -1)
+        each = -(-(nodes - 1) // _GATHER_STEPS)
+        steps = [range(first, min(first + each, nodes)) for first in range(1, nodes, each)]
+        arriving = [(step, self._cross(slots, slot, step)) for step in steps]
+        works = [self._share(slots, over.node, async_op)]
+        for step, crossing in arriving:
+            wait_all(crossing)
+            works += [self._share(slots, (over.node - ahead) % nodes, async_op) for ahead in step]
+        return works if async_op else None
+
+    def _cross(self, slots: torch.Tensor, slot: torch.Tensor, step: range) -> Any:
+        """Send this rank's slot to the nodes so far ahead, and receive from those so far behind."""
+        over, rail = self._over, self._over.rail
+        assert rail is not None
+        nodes, nothing = len(slots), slot[:0]
+        sent, received = [nothing] * nodes, [nothing] * nodes
+        for ahead in step:
+            behind = (over.node - ahead) % nodes
+            sent[(over.node + ahead) % nodes] = slot
+            received[behind] = slots[behind, over.place]
+        return all_to_all_pieces(received, sent, rail, async_op=True)
+
+    def _share(self, slots: torch.Tensor, node: int, async_op: bool) -> dist.Work | None:
+        """Gather the slots of one node from the ranks of this one."""
+        return super().gather(
+            slots[node].view(-1), slots[node, self._over.place], self._over.local, async_op=async_op
+        )
 
 
 class ProcessGroupComm(Comm):

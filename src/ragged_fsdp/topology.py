@@ -75,6 +75,13 @@ class Levels:
         """Whether there is something to gain from going through the nodes first."""
         return self.spans_nodes and self.ranks_per_node > 1
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the ranks of each node follow each other."""
+        return [rank for node in self.nodes for rank in node] == list(
+            range(self.ranks_per_node * len(self.nodes))
+        )
+
     @cached_property
     def rails(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each place, in the order in which a process group counts them."""
@@ -183,11 +190,16 @@ class LevelGroups:
     """The process groups of a rank inside its node and along its rail."""
 
     levels: Levels
-    rank: int
-    """This rank, within the group that has the levels."""
+    group: dist.ProcessGroup
+    """The group that has the levels."""
     local: dist.ProcessGroup
     rail: dist.ProcessGroup | None
     """None where there is one node."""
+
+    @cached_property
+    def rank(self) -> int:
+        """This rank, within the group that has the levels."""
+        return self.group.rank()
 
     @cached_property
     def node(self) -> int:
@@ -211,12 +223,12 @@ def level_groups(group: dist.ProcessGroup, levels: Levels, device: torch.device)
     """
     known = _GROUPS.setdefault(group, {})
     if levels not in known:
-        rank, local, rail = group.rank(), group, None
+        local, rail = group, None
         if levels.spans_nodes:
-            node, place = levels.find(rank)
+            node, place = levels.find(group.rank())
             local = _new_group(group, levels.nodes[node], device, "node")
             rail = _new_group(group, levels.rails[place], device, "rail")
-        known[levels] = LevelGroups(levels, rank, local, rail)
+        known[levels] = LevelGroups(levels, group, local, rail)
     return known[levels]
 
 

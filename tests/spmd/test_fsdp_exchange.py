@@ -39,27 +39,6 @@ def _grads(net: nn.Module) -> dict[str, torch.Tensor | None]:
     return {n: None if p.grad is None else p.grad.to_local() for n, p in net.named_parameters()}
 
 
-def _sent_and_received(received: list, sent: list, group: dist.ProcessGroup, async_op: bool) -> None:
-    """The all-to-all of lists, which gloo does not have, over sends and receives."""
-    ranks, me = dist.get_process_group_ranks(group), group.rank()
-    received[me].copy_(sent[me])
-    works = []
-    for peer in range(len(ranks)):
-        if peer != me and sent[peer].numel():
-            works.append(dist.isend(sent[peer].contiguous(), ranks[peer], group=group))
-        if peer != me and received[peer].numel():
-            works.append(dist.irecv(received[peer], ranks[peer], group=group))
-    for work in works:
-        work.wait()
-
-
-def through_views(patch: pytest.MonkeyPatch, device: str) -> None:
-    """Send views in three rounds, also on the CPU."""
-    fsdp_inside.exchange_in_rounds(patch, rounds=3)
-    if device == "cpu":
-        patch.setattr(dist, "all_to_all", _sent_and_received)
-
-
 def _assert_alike(found: dict[str, dict[str, torch.Tensor | None]]) -> None:
     """The gradients of the two reductions, this rank's part of each."""
     for name, grad in found["reduce_scatter"].items():
@@ -76,7 +55,7 @@ def test_gradients_equal_those_of_the_reduce_scatter(rank: Rank, views: bool) ->
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         if views:
-            through_views(patch, rank.device)
+            fsdp_inside.exchange_in_rounds(patch, rounds=3)
         for reduction in REDUCTIONS:
             net, _ = _net(rank, reduction=reduction)
             found[reduction] = {}

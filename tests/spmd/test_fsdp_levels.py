@@ -7,15 +7,17 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from test_fsdp_exchange import Net, through_views
+from test_fsdp_exchange import Net
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+import fsdp_inside
 from collective_calls import noted
-from fsdp_cases import build, fully_shard, ragged_only, rows
-from ragged_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from ragged_fsdp.fsdp.reduce import choice
+from fsdp_cases import Stack, build, fully_shard, ragged_only, rows, shard_blocks
+from ragged_fsdp import BlockCodes, CPUOffloadPolicy, MixedPrecisionPolicy, collectives
+from ragged_fsdp.collectives import Comm, LevelComm
+from ragged_fsdp.topology import LevelGroups, find_levels, level_groups
 from rank_pool import Rank, spmd
 
 pytestmark = ragged_only
@@ -78,7 +80,7 @@ def test_sums_are_rounded_once_between_nodes(rank: Rank, views: bool, kind: str)
     """Bit for bit: what leaves a node is one sum in the dtype that was asked for; nothing else is lost."""
     with pytest.MonkeyPatch.context() as patch:
         if views:
-            through_views(patch, rank.device)
+            fsdp_inside.exchange_in_rounds(patch, rounds=3)
         _check(rank, ((0, 1), (2, 3)), kind, ranks_per_node=2)
 
 
@@ -91,7 +93,7 @@ def test_ranks_find_their_nodes(rank: Rank, hosts: str, nodes: tuple, views: boo
     """However the ranks lie on the hosts, also where a rail does not count its ranks as the nodes do."""
     with pytest.MonkeyPatch.context() as patch, on_host(rank, hosts):
         if views:
-            through_views(patch, rank.device)
+            fsdp_inside.exchange_in_rounds(patch, rounds=3)
         _check(rank, nodes, "bf16", mesh=_new_mesh(rank))
 
 
@@ -186,7 +188,7 @@ def _logged() -> Iterator[list[str]]:
     logger = logging.getLogger("ragged_fsdp")
     level = logger.level
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "_SAID", set())
+        fsdp_inside.say_again(patch)
         logger.addHandler(handler)
         logger.setLevel(logging.INFO)
         try:
@@ -227,3 +229,58 @@ def test_offload_and_poisoned_memory(rank: Rank) -> None:
                 losses.append(_train(fully_shard(net, mesh=rank.mesh(), **options), rank, steps=3))
     for other in losses[1:]:
         torch.testing.assert_close(torch.tensor(other), torch.tensor(losses[0]), rtol=1e-5, atol=1e-6)
+
+
+_CODES = {"gather_policy": lambda name, p: BlockCodes("int8", (4, 4)) if name == "up.weight" else None}
+GATHERED = {
+    "plain": {},
+    "bf16": {"mp_policy": BF16},
+    "codes": _CODES,
+    "chunks": {"shard_placement_fn": lambda p: Shard(0)},
+    "kept in the node": {"reshard_after_forward": 2},
+    "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@spmd(4)
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("case", GATHERED)
+def test_a_gather_in_two_levels_brings_the_same_bits(rank: Rank, case: str, asynchronous: bool) -> None:
+    found = []
+    for gather in ("flat", "two_level"):
+        model, _ = build(lambda: Stack(layers=3), rank.device)
+        shard_blocks(model, mesh=rank.mesh(), gather=gather, ranks_per_node=2, **GATHERED[case])
+        for module in (model, *model.layers):
+            module._set_unshard_async_op(asynchronous)
+        with noted() as calls:
+            losses = [model(rows(rank, step)).float().square().mean() for step in range(2)]
+            losses[-1].backward()
+        found.append([*losses, *[p.grad.to_local() for p in model.parameters()]])
+    for ours, expected in zip(*reversed(found)):
+        assert torch.equal(ours, expected)
+    sizes = {call.group.size() for call in calls.of("gather")}
+    assert sizes == {2}, "no gather of the second model may ask all ranks at once"
+
+
+@spmd(6, timeout=170)
+def test_a_gather_over_three_nodes(rank: Rank) -> None:
+    """Slots that come from nodes before and behind, also in steps of more than one node."""
+    flat, levels = Comm(), LevelComm(_over(rank, ranks_per_node=2))
+    group = _over(rank, ranks_per_node=2).group
+    for dtype in (torch.float32, torch.uint8, torch.float8_e4m3fn):
+        for steps in (1, 2, 8):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(collectives, "_GATHER_STEPS", steps)
+                results = []
+                for comm in (flat, levels):
+                    full = torch.zeros(6 * 5, device=rank.device).to(dtype)
+                    slot = full.view(6, 5)[rank.rank]
+                    slot.copy_(torch.arange(5, device=rank.device).add(10 * rank.rank).to(dtype))
+                    comm.gather(full, slot, group)
+                    results.append(full.view(torch.uint8))
+                assert torch.equal(*results)
+
+
+def _over(rank: Rank, ranks_per_node: int) -> LevelGroups:
+    group, device = rank.mesh().get_group(), torch.device(rank.device)
+    return level_groups(group, find_levels(group, device, ranks_per_node), device)

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragged_fsdp.fsdp.autograd import cast_floating, map_tensors
+from ragged_fsdp.fsdp.construct.network import pick_gather, pick_reduction
 from ragged_fsdp.fsdp.gather import codes as quantized
 from ragged_fsdp.fsdp.parts.plan import (
     GroupPlan,
@@ -30,6 +31,7 @@ from ragged_fsdp.fsdp.reduce.layout import GradLayout, GradRun, grad_layout, sca
 from ragged_fsdp.fsdp.streams import pooled_bytes
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group
+from ragged_fsdp.topology import Levels
 
 # -- the layout of gradients, scaling, values in containers --------------------------------------
 
@@ -286,6 +288,40 @@ def test_without_triton_cuda_uses_torch_and_says_so(monkeypatch, caplog):
 
 
 # -- who looks inside ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("domains", "widens", "picked"),
+    [
+        ("aaaa", True, "all_to_all"),
+        ("aaaa", False, "reduce_scatter"),
+        ("aabb", True, "two_level"),
+        ("aabb", False, "reduce_scatter"),
+        ("aaaabb", True, "two_level"),
+        ("aaab", True, "reduce_scatter"),
+        ("abcd", True, "reduce_scatter"),
+    ],
+)
+def test_auto_never_picks_the_flat_exchange_across_nodes(domains: str, widens: bool, picked: str) -> None:
+    assert pick_reduction("auto", Levels.of(domains), widens=widens) == picked
+
+
+def test_two_levels_are_refused_where_nodes_have_no_common_part() -> None:
+    with pytest.raises(ValueError, match="5 ranks on nodes of up to 3, as 5 parts of 1"):
+        pick_reduction("two_level", Levels.of("aaabb"), widens=True)
+    assert pick_reduction("two_level", Levels.of("abc"), widens=True) == "two_level"
+
+
+def test_two_levels_of_a_gather_need_consecutive_ranks() -> None:
+    many = Levels.of([rank // 8 for rank in range(128)])
+    assert pick_gather("auto", many) == "two_level"
+    for levels in (Levels.of("aabb"), Levels.of([rank % 16 for rank in range(128)]), Levels.flat(256)):
+        assert pick_gather("auto", levels) == "flat"
+    assert pick_gather("two_level", Levels.of("aabb")) == "two_level"
+    for domains in ("abab", "aab"):
+        with pytest.raises(ValueError, match="gather='two_level' needs nodes of consecutive ranks"):
+            pick_gather("two_level", Levels.of(domains))
+
 
 MAY_IMPORT_THE_RUNTIME = {"fsdp_inside.py", "test_fsdp_pure.py", "test_code_kernels.py"}
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ragged_fsdp import topology
-from ragged_fsdp.fsdp.reduce.choice import pick_reduction
 from ragged_fsdp.topology import Levels, given_ranks_per_node
 
 
@@ -45,28 +44,6 @@ def test_any_way_to_lie_on_nodes(domains: str, nodes: tuple) -> None:
 def test_a_rail_whose_order_is_not_that_of_the_nodes() -> None:
     levels = Levels.of("abba")
     assert levels.nodes == ((0, 3), (1, 2)) and levels.rails == ((0, 1), (2, 3))
-
-
-@pytest.mark.parametrize(
-    ("domains", "widens", "picked"),
-    [
-        ("aaaa", True, "all_to_all"),
-        ("aaaa", False, "reduce_scatter"),
-        ("aabb", True, "two_level"),
-        ("aabb", False, "reduce_scatter"),
-        ("aaaabb", True, "two_level"),
-        ("aaab", True, "reduce_scatter"),
-        ("abcd", True, "reduce_scatter"),
-    ],
-)
-def test_auto_never_picks_the_flat_exchange_across_nodes(domains: str, widens: bool, picked: str) -> None:
-    assert pick_reduction("auto", Levels.of(domains), widens=widens) == picked
-
-
-def test_two_levels_are_refused_where_nodes_have_no_common_part() -> None:
-    with pytest.raises(ValueError, match="5 ranks on nodes of up to 3, as 5 parts of 1"):
-        pick_reduction("two_level", Levels.of("aaabb"), widens=True)
-    assert pick_reduction("two_level", Levels.of("abc"), widens=True) == "two_level"
 
 
 def test_the_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.collectives import Comm
+from ragged_fsdp.collectives import Comm, wait_all
 from ragged_fsdp.dbuffer.checks import (
     check_arguments,
     check_group,
@@ -46,7 +46,7 @@ from ragged_fsdp.dbuffer.checks import (
     expect,
     levels_of,
 )
-from ragged_fsdp.dbuffer.redistribute import Move, plan_move, wait_all
+from ragged_fsdp.dbuffer.redistribute import Move, plan_move
 from ragged_fsdp.dbuffer.storage import FlatStorage, debug_enabled
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
 from ragged_fsdp.layout import GroupLayout, TensorSpec

@@ -32,12 +32,12 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.collectives import Comm, all_reduce_, reduce_op
+from ragged_fsdp.collectives import Comm, all_reduce_, reduce_op, wait_all
 
 if TYPE_CHECKING:
     from ragged_fsdp.dbuffer.buffer import DBuffer
 
-__all__ = ["Move", "plan_move", "wait_all"]
+__all__ = ["Move", "plan_move"]
 
 Move = Callable[["DBuffer", "DBuffer | None", bool, bool, Comm], "tuple[DBuffer, Any]"]
 """From (source, out, average, async_op, comm) to the result and the works it still needs."""
@@ -210,10 +210,3 @@ def _all_reduce(
         group = source.mesh.get_group(dim)
         works.append(all_reduce_(source.flat, group, op=reduce_op(average), async_op=async_op))
     return source.now_has(placements), works
-
-
-def wait_all(works: Any) -> None:
-    """Wait for asynchronous collectives: a work, a list of works, or None for what is done."""
-    for work in works if isinstance(works, list) else [works]:
-        if work is not None:
-            work.wait()

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from ragged_fsdp.collectives import Comm
 from ragged_fsdp.fsdp.construct.call import Managed, Options
+from ragged_fsdp.fsdp.construct.network import Network
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
@@ -34,7 +36,6 @@ from ragged_fsdp.fsdp.parts.plan import (
     shrink_to,
     split_by_blocks,
 )
-from ragged_fsdp.fsdp.reduce.choice import choose_reduction
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.placement import block_numel
@@ -43,6 +44,7 @@ from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
 __all__ = ["Draft", "GroupBuilder"]
 
 logger = logging.getLogger("ragged_fsdp")
+Route = tuple[Callable[[Members], GradTransport], Comm | None]  # how a group's data goes over the network
 
 
 @dataclass
@@ -99,8 +101,8 @@ class GroupBuilder:
 
     def build(self, modules: tuple[nn.Module, ...], drafts: Sequence[Draft]) -> list[ParamGroup]:
         """Register the shards and make the groups."""
-        reductions = [self._reduction(draft) for draft in drafts]  # may raise: nothing is registered yet
-        groups = [self._make_group(modules, draft, reduce) for draft, reduce in zip(drafts, reductions)]
+        routes = self._routes(drafts)  # may raise: nothing is registered yet
+        groups = [self._make_group(modules, draft, *route) for draft, route in zip(drafts, routes)]
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
@@ -344,24 +346,30 @@ class GroupBuilder:
                 piece.copy_(plan.local_part(index, mesh.shard_rank, inner.detach()))
         return main
 
-    def _reduction(self, draft: Draft) -> Callable[[Members], GradTransport]:
-        """How the gradients of a group are reduced."""
+    def _routes(self, drafts: Sequence[Draft]) -> list[Route]:
+        """How the gradients of each group are reduced, and what gathers its weights."""
         options, policy = self.options, self.options.mp_policy
-        made = {gathered_dtype(choice.param.dtype, policy.param_dtype) for choice in draft.choices}
-        return choose_reduction(
-            options.reduction,
-            draft.choices[0].mesh,
+        network = Network(
             self.device,
-            widens=any((policy.reduce_dtype or dtype).itemsize > dtype.itemsize for dtype in made),
+            reduction=options.reduction,
+            gather=options.gather,
             ranks_per_node=options.node_size,
             between=options.internode_dtype,
         )
+        routes: list[Route] = []
+        for draft in drafts:
+            mesh = draft.choices[0].mesh
+            made = {gathered_dtype(choice.param.dtype, policy.param_dtype) for choice in draft.choices}
+            widens = any((policy.reduce_dtype or dtype).itemsize > dtype.itemsize for dtype in made)
+            routes.append((network.reduction(mesh, widens=widens), network.gather_comm(mesh)))
+        return routes
 
     def _make_group(
         self,
         modules: tuple[nn.Module, ...],
         draft: Draft,
         reduce: Callable[[Members], GradTransport],
+        gather_comm: Comm | None,
     ) -> ParamGroup:
         options, first = self.options, draft.choices[0]
         params = [choice.param for choice in draft.choices]
@@ -382,6 +390,8 @@ class GroupBuilder:
             gather=gather,
             reduce=reduce,
         )
+        if gather_comm is not None:
+            group.settings.gather_comm = gather_comm
         self._set_reshard(group)
         if first.transport is Chunks:
             logger.info(

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import Disagreement, compare
 from ragged_fsdp.collectives import explain_failure
+from ragged_fsdp.fsdp.construct.network import GATHERS, REDUCTIONS
 from ragged_fsdp.fsdp.parts.members import MANAGED_ATTRIBUTE, ManagedParam, Place
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
-from ragged_fsdp.fsdp.reduce.choice import REDUCTIONS
 from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.topology import given_ranks_per_node
 from ragged_fsdp.torch_internals import get_registry, is_traceable_wrapper_subclass, parameters_of
@@ -29,6 +29,7 @@ _INTERNODE_DTYPES = (None, torch.bfloat16, torch.float32)
 _MOST_CHARACTERS = 2000  # of an error that is told; some print a whole module
 _SAME_ON_ALL_RANKS = (
     "reduction",
+    "gather",
     "node_size",
     "internode_dtype",
     "reshard_after_forward",
@@ -52,6 +53,7 @@ class Options:
     gathered_budget_bytes: int | None
     max_buffers: int
     gather_policy: Callable[[str, nn.Parameter], Any] | None
+    gather: str
     ranks_per_node: int | None
     internode_dtype: torch.dtype | None
 
@@ -68,7 +70,8 @@ class Options:
                 raise ValueError(
                     f"fully_shard: mp_policy.{name} must be a floating torch.dtype or None, got {dtype!r}."
                 )
-        for name, values in (("reduction", REDUCTIONS), ("internode_dtype", _INTERNODE_DTYPES)):
+        choices = {"reduction": REDUCTIONS, "gather": GATHERS, "internode_dtype": _INTERNODE_DTYPES}
+        for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"fully_shard: {name} must be one of {values}, got {getattr(self, name)!r}.")
         self.node_size = given_ranks_per_node(self.ranks_per_node)

@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ragged_fsdp.collectives import explain_failure
-from ragged_fsdp.dbuffer.redistribute import wait_all
+from ragged_fsdp.collectives import explain_failure, wait_all
 from ragged_fsdp.fsdp.gather import block_codes
 from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
 from ragged_fsdp.fsdp.gather.transport import InPlace

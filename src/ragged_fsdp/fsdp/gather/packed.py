@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.collectives import explain_failure
-from ragged_fsdp.dbuffer.redistribute import wait_all
+from ragged_fsdp.collectives import explain_failure, wait_all
 from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, note_shards
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members

@@ -49,7 +49,6 @@ from torch.distributed.tensor import Partial
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
-from ragged_fsdp.dbuffer.redistribute import wait_all
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
 from ragged_fsdp.fsdp.reduce.transport import make_buffer, scattered
@@ -224,9 +223,8 @@ class Exchange:
         self.members = members
         self.companion = False
         mesh = members.mesh
-        self._over = levels or LevelGroups(
-            Levels.flat(mesh.shard_size), mesh.shard_rank, mesh.shard_group, None
-        )
+        group = mesh.shard_group
+        self._over = levels or LevelGroups(Levels.flat(mesh.shard_size), group, group, None)
         self._asked_between = between
         self._layout: GradLayout | None = None
         self._grads: dict[int, torch.Tensor] = {}
@@ -494,7 +492,7 @@ class Exchange:
         for entry in running:
             works.append(self._add_step(memory, *entry, mine, divisor))
         if self._over.rail is not None:
-            wait_all(works)
+            collectives.wait_all(works)
             _sum_rows(memory.arrivals, mine, divisor)
 
     def _send_step(self, step: _Step, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -510,8 +508,7 @@ class Exchange:
         self, memory: _Memory, step: _Step, work: Any, rows: torch.Tensor, mine: torch.Tensor, divisor: float
     ) -> Any:
         """Add what a step brought, and send the sum along the rail."""
-        if work is not None:
-            work.wait()
+        collectives.wait_all(work)
         rail = self._over.rail
         if rail is None:
             _sum_rows(rows, mine[step.start : step.start + step.numel], divisor)
