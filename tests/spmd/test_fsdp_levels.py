@@ -100,8 +100,11 @@ def test_ranks_find_their_nodes(rank: Rank, hosts: str, nodes: tuple, views: boo
 @spmd(6, timeout=170)
 def test_nodes_of_different_size(rank: Rank) -> None:
     """Four ranks and two are three nodes of two; five and one have no common part."""
-    with on_host(rank, "aaaabb"):
-        _check(rank, ((0, 1), (2, 3), (4, 5)), "bf16", mesh=_new_mesh(rank))
+    for views in (False, True):
+        with pytest.MonkeyPatch.context() as patch, on_host(rank, "aaaabb"):
+            if views:
+                fsdp_inside.exchange_in_rounds(patch, rounds=3)
+            _check(rank, ((0, 1), (2, 3), (4, 5)), "bf16", mesh=_new_mesh(rank))
     with on_host(rank, "aaaaab"):
         mesh = _new_mesh(rank)
         net, _ = build(lambda: Net(5), rank.device)

@@ -26,7 +26,7 @@ from ragged_fsdp.fsdp.parts.plan import (
     make_plan,
     rank_major,
 )
-from ragged_fsdp.fsdp.reduce.exchange import plan_sends, rounds_of
+from ragged_fsdp.fsdp.reduce.exchange import plan_sends, plan_steps, rounds_of
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, GradRun, grad_layout, scaling
 from ragged_fsdp.fsdp.streams import pooled_bytes
 from ragged_fsdp.layout import TensorSpec
@@ -288,6 +288,27 @@ def test_without_triton_cuda_uses_torch_and_says_so(monkeypatch, caplog):
 
 
 # -- who looks inside ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("domains", ["aabbccdd", "abcabc", "abbacc", "aaa"])
+def test_what_a_step_sends_is_received_in_the_same_step(domains, rounds):
+    """A rail runs its exchanges in order: a message that waited for a later one would never come."""
+    levels, ranks = Levels.of(domains), len(domains)
+    plan = make_plan(
+        GroupTensors(["a", "b"], [(ranks * 40,), (77,)], [1, 1], [torch.float32] * 2, None), ranks
+    )
+    sends = plan_sends(grad_layout(plan, [True, True]), ranks, rounds=rounds)
+    steps = {rank: list(plan_steps(sends, levels, rank)) for rank in range(ranks)}
+    for rank, own in steps.items():
+        rail = levels.rails[levels.find(rank)[1]]
+        assert sorted({slot for step in own for slot in step.slots}) == list(range(ranks))
+        assert own[-1].slots == levels.nodes[levels.find(rank)[0]], "its own node comes last"
+        for number, step in enumerate(own):
+            there = steps[rail[step.position]][number]
+            assert rail[there.source] == rank and there.part == (step.start, step.numel)
+            for peer in step.slots:  # the ranks of a node add the slots of the same node at a time
+                assert levels.find(peer)[0] == levels.find(rail[step.position])[0]
 
 
 @pytest.mark.parametrize(

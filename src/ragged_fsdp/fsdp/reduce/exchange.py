@@ -55,7 +55,7 @@ from ragged_fsdp.fsdp.reduce.transport import make_buffer, scattered
 from ragged_fsdp.routes import Shared, shared_boxes
 from ragged_fsdp.topology import LevelGroups, Levels
 
-__all__ = ["Exchange", "SendPlan", "packs_all", "plan_sends", "rounds_of"]
+__all__ = ["Exchange", "SendPlan", "Step", "packs_all", "plan_sends", "plan_steps", "rounds_of"]
 
 
 _STEPS = 4  # at least, where shards are large
@@ -133,7 +133,7 @@ def _parts(layout: GradLayout, ranks: int) -> Iterator[tuple[int, int, Shared]]:
                     yield index, rank, part
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """One part of the slots of one node: what the ranks of this rank's node send each other at a time."""
 
     slots: tuple[int, ...]
@@ -149,6 +149,24 @@ class _Step(NamedTuple):
     """From which position of the rail a sum of this rank's own slot comes in return."""
     part: tuple[int, int]
     """Start and length of what it brings, in the extent of this rank's own slot."""
+
+
+def plan_steps(sends: SendPlan, levels: Levels, rank: int) -> Iterator[Step]:
+    """What ``rank`` does, from the slots of the node after its own to those of its own, part by part.
+
+    In each step what a node sends along its rails is what another one receives in the same step: NCCL runs
+    the exchanges of a rail one after the other, and would wait for ever for a message of a later one.
+    """
+    node, place = levels.find(rank)
+    nodes, rail = len(levels.nodes), levels.rails[place]
+    own = rounds_of(sends.extents[rank][1], sends.rounds)
+    for ahead in (*range(1, nodes), 0):
+        slots = levels.nodes[(node + ahead) % nodes]
+        source = rail.index(levels.nodes[(node - ahead) % nodes][place])
+        parts = rounds_of(sends.extents[slots[place]][1], sends.rounds)
+        for part, numel in enumerate(parts):
+            arrives = (sum(own[:part]), own[part])
+            yield Step(slots, part, sum(parts[:part]), numel, rail.index(slots[place]), source, arrives)
 
 
 @dataclass(frozen=True)
@@ -168,7 +186,7 @@ class _Plan:
     """Nodes and elements of the sums that are sent along the rail."""
     arrivals: tuple[int, int] = (0, 0)
     """Nodes and elements of those that come in return."""
-    steps: tuple[_Step, ...] = ()
+    steps: tuple[Step, ...] = ()
 
     def nbytes(self, wire: torch.dtype, between: torch.dtype) -> int:
         """Bytes of its memory."""
@@ -283,7 +301,7 @@ class Exchange:
             rows = (1, places, nodes * shard_numel)
             return _Plan(layout, None, (0, shard_numel), rows, layout.layout.buffer_numel, rail, rail)
         sends = plan_sends(layout, mesh.shard_size, rounds=self._rounds(shard_numel))
-        steps = tuple(self._steps(sends))
+        steps = tuple(plan_steps(sends, levels, mesh.shard_rank))
         numel = max(step.numel for step in steps)
         rows = (min(2, len(steps)), places, -(-numel // _ALIGN_NUMEL) * _ALIGN_NUMEL)
         extent = sends.extents[mesh.shard_rank]
@@ -299,26 +317,6 @@ class Exchange:
             return 1
         most = -(-_STEPS // len(self._over.levels.nodes))
         return max(1, min(most, shard_numel // _ROUND_NUMEL))
-
-    def _steps(self, sends: SendPlan) -> Iterator[_Step]:
-        """From the node after this rank's to its own, part by part."""
-        over, levels = self._over, self._over.levels
-        nodes, rail = len(levels.nodes), levels.rails[over.place]
-        own = rounds_of(sends.extents[over.rank][1], sends.rounds)
-        for ahead in (*range(1, nodes), 0):
-            slots = levels.nodes[(over.node + ahead) % nodes]
-            back = levels.nodes[(over.node - ahead) % nodes][over.place]
-            parts = rounds_of(sends.extents[slots[over.place]][1], sends.rounds)
-            for part, numel in enumerate(parts):
-                yield _Step(
-                    slots,
-                    part,
-                    sum(parts[:part]),
-                    numel,
-                    rail.index(slots[over.place]),
-                    rail.index(back),
-                    (sum(own[:part]), own[part]),
-                )
 
     # -- reducing --------------------------------------------------------------------------------
 
@@ -483,7 +481,7 @@ class Exchange:
             reduced[:start].zero_()
             reduced[start + numel :].zero_()
         mine, alive = reduced[start : start + numel], len(memory.received)
-        running: deque[tuple[_Step, Any, torch.Tensor]] = deque()
+        running: deque[tuple[Step, Any, torch.Tensor]] = deque()
         works: list[Any] = []
         for index, step in enumerate(memory.plan.steps):
             if len(running) == alive:
@@ -495,7 +493,7 @@ class Exchange:
             collectives.wait_all(works)
             _sum_rows(memory.arrivals, mine, divisor)
 
-    def _send_step(self, step: _Step, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    def _send_step(self, step: Step, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Start one step inside the node; the rows it brings."""
         sent = [self._sends[step.round][slot] for slot in step.slots]
         if len(sent) == 1:
@@ -505,7 +503,7 @@ class Exchange:
         return collectives.all_to_all_pieces(list(rows.unbind()), sent, self._local, async_op=True), rows
 
     def _add_step(
-        self, memory: _Memory, step: _Step, work: Any, rows: torch.Tensor, mine: torch.Tensor, divisor: float
+        self, memory: _Memory, step: Step, work: Any, rows: torch.Tensor, mine: torch.Tensor, divisor: float
     ) -> Any:
         """Add what a step brought, and send the sum along the rail."""
         collectives.wait_all(work)
