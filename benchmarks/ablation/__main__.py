@@ -4,8 +4,8 @@
 
 Trains a GPT-OSS-like mixture of experts on random tokens, sharded over several processes; variants take turns
 round by round. With CUDA the ranks use NCCL, and share a GPU where there are fewer GPUs than ranks. With
-``--wire`` this process is rank 0 of ``--ranks``, and the link to the others is modelled
-(``benchmarks/step/wire.py``):
+``--wire`` or ``--network`` this process is rank 0 of ``--ranks``, and the network to the others is modelled
+(``benchmarks/step/network.py``):
 
     python -m benchmarks.ablation --out benchmarks/ablation/results --ranks 32 --wire 400 --seq-len 1024
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from benchmarks.ablation.worker import SIZES, run_rank
 from benchmarks.ranks import start_ranks
+from benchmarks.step.network import PROFILES
 
 
 def main() -> None:
@@ -36,11 +37,16 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=256, help="tokens per sequence")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument(
-        "--wire", type=float, help="model the other ranks: GB/s of the link, 0 for a free one"
+        "--wire", type=float, help="model the other ranks: GB/s of one NVLink domain, 0 for a free one"
+    )
+    parser.add_argument(
+        "--network", choices=list(PROFILES), help="model the other ranks: a network with nodes"
     )
     arguments = parser.parse_args()
     if arguments.ranks < 1 or (arguments.wire is not None and arguments.wire < 0):
         parser.error("--ranks must be positive, --wire not negative")
+    if arguments.network is not None:
+        arguments.wire = arguments.network
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.wire is not None:
         run_rank(0, arguments, port=0)

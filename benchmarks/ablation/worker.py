@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from benchmarks.ablation.components import CopyingGather, CopyingReduce, RedistributingAdamW8bit
 from benchmarks.ranks import join_ranks
+from benchmarks.step.network import network_of, wire_text
 
 from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 from ragged_fsdp.models import MoEConfig, MoETransformer
@@ -59,7 +60,7 @@ def _joined(rank: int, arguments: argparse.Namespace, port: int) -> torch.device
         return join_ranks(rank, arguments, port)
     from benchmarks.step.wire import Wire, join
 
-    join(arguments.ranks, Wire(bandwidth_gb_s=arguments.wire or None))
+    join(arguments.ranks, Wire(network_of(arguments.wire or None)))
     return torch.device(arguments.device)
 
 
@@ -127,8 +128,8 @@ def _write(
     name = torch.cuda.get_device_name(device) if cuda else platform.processor() or "CPU"
     ranks = f"{arguments.ranks} {'NCCL' if cuda else 'gloo'} ranks"
     if arguments.wire is not None:
-        wire = f"{arguments.wire:g} GB/s" if arguments.wire else "free"
-        ranks = f"rank 0 of {arguments.ranks}, the others modelled, wire {wire}"
+        network = network_of(arguments.wire or None).text
+        ranks = f"rank 0 of {arguments.ranks}, the others modelled, network {network}"
     tokens = arguments.batch * arguments.seq_len
     head = (
         f"{name}, {ranks}, torch {torch.__version__}; model `{arguments.size}`, {tokens} tokens per rank and "
@@ -147,7 +148,7 @@ def _write(
     lines.append("| without RaggedShard | - | not runnable: no placement describes the shards | - |")
     stem = f"ablation-{arguments.size}-{device.type}"
     if arguments.wire is not None:
-        stem += f"-{arguments.ranks}-{arguments.wire:g}"
+        stem += f"-{arguments.ranks}-{wire_text(arguments.wire)}"
     folder: Path = arguments.out
     (folder / f"{stem}.md").write_text("\n".join(lines) + "\n")
     record = {"head": head, "seconds": medians, "losses": losses}

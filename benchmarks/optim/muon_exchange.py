@@ -33,6 +33,7 @@ from ragged_fsdp.optim import Muon
 from ragged_fsdp.optim.muon.newton_schulz import orthogonalize, per_iteration
 
 from ..ranks import join_ranks, start_ranks
+from ..step.network import network_of
 from ..step.wire import Wire, join
 from .muon_step import COEFFICIENTS, LLAMA_LAYER, STEPS, timed
 from .stage_spans import StageSpan, draw, overlap, stage_spans, write_trace
@@ -125,14 +126,14 @@ def modelled(arguments: argparse.Namespace) -> dict[str, Any]:
         alone_ms = alone_ms or iteration_ms(optimizer, arguments.rounds)
         free_ms = 0.0
         for bandwidth in (None, *arguments.bandwidth):
-            wire.bandwidth_gb_s = bandwidth
+            wire.network = network_of(bandwidth)
             optimizer.step()
             step_ms = statistics.median(timed(optimizer.step, arguments.rounds))
             free_ms = free_ms or step_ms
             wire_ms = 0.0 if bandwidth is None else wire_bytes(optimizer) / bandwidth / 1e6
             hidden = None if bandwidth is None else 1 - (step_ms - free_ms) / wire_ms
             rows.append(Row(bandwidth, in_flight, step_ms, wire_ms, hidden))
-        drawn[f"{in_flight} in flight, {wire.bandwidth_gb_s:g} GB/s"] = profiled(optimizer)
+        drawn[f"{in_flight} in flight, {arguments.bandwidth[-1]:g} GB/s"] = profiled(optimizer)
         buckets = max(span.bucket for span in next(iter(drawn.values()))) + 1
     draw(drawn, arguments.out / "muon_exchange.svg")
     return {

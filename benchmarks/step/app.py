@@ -11,6 +11,7 @@ import click
 from rich.console import Console
 
 from .case import ALLOCATORS, REDUCE_DTYPES, Case
+from .network import PROFILES, WireName, network_of
 from .shapes import MODELS
 from .wire import DELIVERIES, PAYLOADS
 
@@ -25,6 +26,12 @@ _OUT = click.option("--out", type=_PATH, help="Write the results here as JSON.")
 _LIMIT = click.option("--limit", default=120.0, help="Seconds one implementation may take.")
 _OPTION = click.option("--option", multiple=True, help="name=value for our fully_shard; repeatable.")
 _COMPARED = click.option("--implementations", default="none,ours,ours-all-to-all,fsdp2", help="Which to run.")
+_WIRE = click.option(
+    "--wire", help="'free' or GB/s of one NVLink domain; several separated by commas.  [default: free,400]"
+)
+_NETWORK = click.option(
+    "--network", help=f"Networks with nodes: {', '.join(PROFILES)}; several separated by commas."
+)
 _RANKS = click.option("--ranks", default=64, help="Ranks to be rank 0 of.")
 
 
@@ -56,11 +63,24 @@ def app() -> None:
     """Measure ragged_fsdp and its peers."""
 
 
-def _wires(text: str) -> tuple[float | None, ...]:
+def _wires(wire: str | None, network: str | None) -> tuple[WireName, ...]:
+    """The flat wires and then the networks that were asked for; without either, the default wires."""
+    if wire is None and network is None:
+        wire = "free,400"
     try:
-        return tuple(None if part == "free" else float(part) for part in text.split(","))
+        flat = [None if part == "free" else float(part) for part in (wire or "").split(",") if part]
     except ValueError:
-        raise click.BadParameter(f"expected 'free' or GB/s, separated by commas, got {text!r}") from None
+        raise click.BadParameter(
+            f"wire: expected 'free' or GB/s, separated by commas, got {wire!r}"
+        ) from None
+    names = [part for part in (network or "").split(",") if part]
+    try:
+        named = [network_of(name) for name in names]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+    # Flat networks keep the name that they have in results of earlier runs.
+    levels = [one.inside_gb_s if one.flat else one.name for one in named]
+    return tuple(dict.fromkeys([*flat, *levels]))
 
 
 def _options(pairs: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
@@ -90,7 +110,8 @@ def _need_cuda() -> None:
 @click.option("--layers", default=4, help="Number of layers.")
 @click.option("--tokens", default=8192, help="Tokens of this rank: whole sequences.")
 @click.option("--ranks", default="64", help="Ranks to be rank 0 of; several separated by commas.")
-@click.option("--wire", default="free,400", help="'free' or GB/s; several separated by commas.")
+@_WIRE
+@_NETWORK
 @click.option("--implementations", default=_ALL, help="Which to run, in this order.")
 @click.option("--reduce-dtype", default="fp32", help=f"Reduction: {' or '.join(REDUCE_DTYPES)}.")
 @click.option("--payload", default="repeat", help=f"What gathers deliver: {' or '.join(PAYLOADS)}.")
@@ -104,7 +125,8 @@ def _need_cuda() -> None:
 @click.option("--traces", type=_PATH, help="Keep the profiler's traces in this folder.")
 def step(
     ranks: str,
-    wire: str,
+    wire: str | None,
+    network: str | None,
     implementations: str,
     limit: float,
     option: tuple[str, ...],
@@ -126,7 +148,7 @@ def step(
             f"implementations: got {sorted(unknown)}, expected any of {', '.join(IMPLEMENTATIONS)}"
         )
     try:
-        shared = {"wires": _wires(wire), "options": _options(option), **case_fields}
+        shared = {"wires": _wires(wire, network), "options": _options(option), **case_fields}
         cases = [Case(ranks=int(n), **shared) for n in ranks.split(",")]
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
@@ -183,7 +205,8 @@ def overhead(
 @app.command()
 @click.argument("other", type=click.Path(path_type=Path))
 @click.option("--cases", default="gpt-oss-64,llama-64", help="Cases of the suite, separated by commas.")
-@click.option("--wire", default="free,400", help="'free' or GB/s; several separated by commas.")
+@_WIRE
+@_NETWORK
 @click.option("--implementations", default="ours,ours-all-to-all", help="Which of ours to run.")
 @click.option("--rounds", default=6, help="Turns each tree takes; the median counts.")
 @click.option("--iterations", default=4, help="Timed steps of a turn and wire.")
@@ -192,7 +215,8 @@ def overhead(
 def trees(
     other: Path,
     cases: str,
-    wire: str,
+    wire: str | None,
+    network: str | None,
     implementations: str,
     rounds: int,
     iterations: int,
@@ -218,7 +242,7 @@ def trees(
     folders = {"old": other, "new": Path(__file__).resolve().parents[2] / "src"}
     results = []
     for name in cases.split(","):
-        case = replace(SUITE[name].case, wires=_wires(wire), iterations=iterations)
+        case = replace(SUITE[name].case, wires=_wires(wire, network), iterations=iterations)
         for implementation in implementations.split(","):
             start = time.monotonic()
             found = compare_trees(case, implementation, folders, _CONSOLE.out, rounds=rounds, limit_s=limit)

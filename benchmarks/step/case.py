@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from .network import Place, WireName, network_of, price
 from .shapes import MODELS, LayerShape, layer_numel
 from .wire import DELIVERIES, PAYLOADS
 
@@ -19,13 +20,13 @@ _REDUCE_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Case:
-    """One model on rank 0 of ``ranks``; ``wires`` are bandwidths in GB/s, None being the free wire."""
+    """One model on rank 0 of ``ranks``; ``wires`` name networks, None being the free one."""
 
     model: str
     layers: int
     tokens: int
     ranks: int
-    wires: tuple[float | None, ...] = (None,)
+    wires: tuple[WireName, ...] = (None,)
     reduce_dtype: str = "fp32"
     payload: str = "repeat"
     delivery: str = "fake"
@@ -47,6 +48,8 @@ class Case:
         for name, expected in choices.items():
             if getattr(self, name) not in expected:
                 raise ValueError(f"{name}: expected one of {tuple(expected)}, got {getattr(self, name)!r}")
+        for wire in self.wires:
+            network_of(wire)
         for name in ("layers", "tokens", "ranks", "iterations"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -79,9 +82,13 @@ class Case:
         gathered = (2 * self.layers - 1) * per_layer * _COMPUTE_BYTES
         return (gathered + self.numel * _REDUCE_BYTES[self.reduce_dtype]) / _GIB
 
-    def wire_ms(self, bandwidth_gb_s: float | None) -> float:
-        """The time of :attr:`bound_wire_gib` on the modelled link; 0 on the free wire."""
-        return 0.0 if bandwidth_gb_s is None else self.bound_wire_gib * _GIB / bandwidth_gb_s / 1e6
+    def wire_ms(self, wire: WireName) -> float:
+        """The time of :attr:`bound_wire_gib` in rings without latency, on the slower level."""
+        network = replace(network_of(wire), inside_step_us=0.0, outside_step_us=0.0)
+        place = Place.of(range(self.ranks), 0, network)
+        return max(price("all_gather", self.bound_wire_gib * _GIB, place, network)) * 1e3
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self) | {"bound_wire_gib": round(self.bound_wire_gib, 3), "numel": self.numel}
+        found = asdict(self) | {"bound_wire_gib": round(self.bound_wire_gib, 3), "numel": self.numel}
+        named = [wire for wire in self.wires if isinstance(wire, str)]
+        return found | {"networks": {name: asdict(network_of(name)) for name in named}} if named else found

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .network import WireName
 from .report import LABELS, bound_ms, copies_ms, floor_ms, load
 
 __all__ = ["GOALS", "Goal", "goal_table"]
@@ -25,7 +26,7 @@ def _over_floor(result: Row, row: Row) -> float:
 
 
 def _over_bound(result: Row, row: Row) -> float:
-    return row["forward_backward_ms"] / (bound_ms(result, row["bandwidth_gb_s"]) or float("nan"))
+    return row["forward_backward_ms"] / (bound_ms(result, row["wire"]) or float("nan"))
 
 
 def _reserved(_result: Row, row: Row) -> float:
@@ -54,7 +55,7 @@ class Goal:
     quantity: Callable[[Row, Row], float]
     cases: tuple[str, ...]
     """Result files; each also with ``-expandable`` where there is such a file."""
-    wires: tuple[float | None, ...] = (None, 200.0, 400.0)
+    wires: tuple[WireName, ...] = (None, 200.0, 400.0)
     digits: int = 2
     implementation: str = "ours-all-to-all"
 
@@ -64,7 +65,7 @@ class Goal:
         for file in files:
             (result,) = load([file]) if file.is_file() else ({"rows": []},)
             own = [r for r in result["rows"] if r["implementation"] == implementation and "host_ms" in r]
-            values = [self.quantity(result, row) for row in own if row["bandwidth_gb_s"] in self.wires]
+            values = [self.quantity(result, row) for row in own if row["wire"] in self.wires]
             if not values:
                 return None
             found += values

@@ -16,8 +16,9 @@ import torch
 from .case import Case
 from .implementations import IMPLEMENTATIONS, Trainer
 from .kernels import read_trace, summarise
+from .network import network_of, wire_text
 from .spin import spin_error, spin_ns
-from .wire import Wire, join
+from .wire import LEVELS, Wire, join
 
 __all__ = ["Run", "host_ms", "measure", "prepare", "timed"]
 
@@ -54,16 +55,16 @@ def measure(case: Case, name: str, trace_dir: Path | None = None) -> list[dict[s
     """Rows of results for implementation ``name``: one for each wire of the case."""
     run = prepare(case, name)
     rows = []
-    for bandwidth in case.wires if name != "none" else (None,):
-        run.wire.bandwidth_gb_s = bandwidth
-        if bandwidth is not None and (error := spin_error()) > _MAX_SPIN_ERROR:
+    for wire in case.wires if name != "none" else (None,):
+        run.wire.network = network_of(wire)
+        if wire is not None and (error := spin_error()) > _MAX_SPIN_ERROR:
             rows.append({"implementation": name, "error": f"the modelled wire is off by {error:.1%}"})
             continue
-        row = {"implementation": name, "bandwidth_gb_s": bandwidth, **timed(case, run)}
+        row = {"implementation": name, "wire": wire, **timed(case, run)}
         if not math.isfinite(loss := row["loss"]):  # products of NaN are faster
             rows.append({"implementation": name, "error": f"the loss is {loss}: its times say nothing"})
             continue
-        file = f"{case.model}-{case.ranks}-{name}-{bandwidth or 'free'}.json"
+        file = f"{case.model}-{case.ranks}-{name}-{wire_text(wire)}.json"
         trace = trace_dir / file if trace_dir else None
         rows.append(row | _profiled(run, trace))
     if name == "none" and case.payload == "repeat":
@@ -92,6 +93,7 @@ def timed(case: Case, run: Run) -> dict[str, Any]:
     }
     step_counts = {k: v // (case.iterations + 1) for k, v in wire.calls.items()}
     step_bytes = {k: v / (case.iterations + 1) / _GIB for k, v in wire.moved_bytes.items()}
+    held = {k: [wire.held_s[k, level] * 1e3 / (case.iterations + 1) for level in LEVELS] for k in step_bytes}
     host = [host_ms(run) for _ in range(case.iterations)]
     forward_backward = [start.elapsed_time(middle) for start, middle, _ in times]
     return {
@@ -103,6 +105,7 @@ def timed(case: Case, run: Run) -> dict[str, Any]:
         **{key: round(value, 3) for key, value in peak.items()},
         "alloc_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         "moved_gib": {k: round(v, 3) for k, v in step_bytes.items()},
+        "held_ms": {k: [round(ms, 3) for ms in levels] for k, levels in held.items()},
         "collectives": step_counts,
         "loss": float(loss.detach()),
     }
@@ -148,8 +151,10 @@ def _profiled(run: Run, trace: Path | None) -> dict[str, Any]:
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if trace else [])) as profiler:
-        with run.wire.stream:
-            spin_ns(1000)  # marks the wire's stream
+        for level in range(len(LEVELS)):
+            with run.wire.stream(level):
+                spin_ns(1000)  # marks the wire's streams, the one inside the node first
+            torch.cuda.synchronize()
         run.trainer.forward_backward(run.x)
         run.wire.drain()
         torch.cuda.synchronize()

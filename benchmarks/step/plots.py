@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import ALLOCATORS
-from .report import LABELS, bound_ms
+from .report import LABELS, bound_ms, case_of, wire_name
 from .shapes import MODELS
 
 __all__ = ["draw"]
@@ -45,7 +45,7 @@ def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
         written.append(_bars(members, folder / f"{model[0]}.svg"))
         if len(default.get(model, ())) > 1:
             written.append(_growth(default[model], folder / f"{model[0]}-ranks.svg"))
-    if any(row["bandwidth_gb_s"] for _, row in _rows(shown)):
+    if any(row["wire"] for _, row in _rows(shown)):
         written.append(_throughput(shown, folder / "throughput.svg"))
     return written
 
@@ -74,12 +74,10 @@ def _rows(results: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[
     return [(result, row) for result in results for row in result["rows"] if "forward_backward_ms" in row]
 
 
-def _wire_name(row: dict[str, Any]) -> str:
-    return "free wire" if row["bandwidth_gb_s"] is None else f"{row['bandwidth_gb_s']:g} GB/s"
-
-
-def _place(result: dict[str, Any], row: dict[str, Any]) -> tuple[int, float]:
-    return result["case"]["ranks"], row["bandwidth_gb_s"] or 0
+def _place(result: dict[str, Any], row: dict[str, Any]) -> tuple[int, float, str]:
+    """Ranks, time on the wire and its name: places are drawn in this order."""
+    wire_ms = case_of(result).wire_ms(row["wire"])
+    return result["case"]["ranks"], wire_ms, wire_name(row["wire"])
 
 
 def _bars(results: list[dict[str, Any]], path: Path) -> Path:
@@ -100,11 +98,11 @@ def _bars(results: list[dict[str, Any]], path: Path) -> Path:
                 at, row["peak_allocated_gib"], width, fill=False, edgecolor="white", hatch="//", linewidth=0
             )
     for result, row in _rows(results):
-        bound = bound_ms(result, row["bandwidth_gb_s"])
+        bound = bound_ms(result, row["wire"])
         at = places.index(_place(result, row))
         if bound:
             axes[0].plot([at - 0.42, at + 0.42], [bound, bound], color="black", linewidth=1, linestyle=":")
-    labels = [f"{ranks} ranks\n{'free wire' if not wire else f'{wire:g} GB/s'}" for ranks, wire in places]
+    labels = [f"{ranks} ranks\n{wire}" for ranks, _, wire in places]
     memory = f"peak reserved, GiB (hatched: allocated), {results[0]['case']['allocator']} allocator"
     for axis, text in zip(axes, ("forward+backward, ms (dotted: bound)", memory)):
         axis.set_xticks(range(len(places)), labels)
@@ -123,11 +121,11 @@ def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
     tried = {row["implementation"] for result in results for row in result["rows"]} - {"none"}
     names = [name for name in LABELS if name in tried]
     for (above, below), result in zip(axes.T, results):
-        case, wired = result["case"], [row for _, row in _rows([result]) if row["bandwidth_gb_s"]]
-        slowest = min((row["bandwidth_gb_s"] for row in wired), default=0)
+        case, wired = result["case"], [row for _, row in _rows([result]) if row["wire"] is not None]
+        slowest = max((_place(result, row) for row in wired), default=(0, 0.0, ""))
         for row in wired:
             at, colour = names.index(row["implementation"]), _COLOURS[row["implementation"]]
-            if row["bandwidth_gb_s"] == slowest:
+            if _place(result, row) == slowest:
                 above.bar(at, case["tokens"] / row["step_ms"], color=colour)
                 below.bar(at, row["peak_reserved_gib"], color=colour)
                 hatch = {"fill": False, "edgecolor": "white", "hatch": "//", "linewidth": 0}
@@ -139,7 +137,7 @@ def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
                     names.index(row["implementation"]), 0, f" {why}", rotation=90, ha="center", fontsize=8
                 )
         title = (
-            f"{MODELS[case['model']].name} x{case['layers']}\n{case['ranks']} ranks, {slowest:g} GB/s\n"
+            f"{MODELS[case['model']].name} x{case['layers']}\n{case['ranks']} ranks, {slowest[-1]}\n"
             f"{case['allocator']} allocator"
         )
         above.set_title(title, fontsize=9)
@@ -166,7 +164,7 @@ def _growth(results: list[dict[str, Any]], path: Path) -> Path:
     lines: dict[tuple[str, str], list[tuple[int, dict[str, Any]]]] = {}
     for result, row in _rows(results):
         if row["implementation"] != "none":
-            lines.setdefault((row["implementation"], _wire_name(row)), []).append(
+            lines.setdefault((row["implementation"], wire_name(row["wire"])), []).append(
                 (result["case"]["ranks"], row)
             )
     lines = {

@@ -10,10 +10,12 @@ from typing import Any
 from rich.table import Table
 
 from .case import Case
+from .network import WireName, network_of, wire_text
 
 __all__ = [
     "LABELS",
     "bound_ms",
+    "case_of",
     "copies_ms",
     "copy_table",
     "error_table",
@@ -28,6 +30,7 @@ __all__ = [
     "real_table",
     "segment_table",
     "step_table",
+    "wire_name",
 ]
 
 LABELS = {
@@ -52,7 +55,7 @@ LABELS = {
     "ddp": "DDP",
 }
 _COLUMNS = (
-    "implementation", "wire GB/s", "fwd+bwd ms", "/ floor", "/ bound", "step ms", "host ms", "alloc GiB",
+    "implementation", "wire", "fwd+bwd ms", "/ floor", "/ bound", "step ms", "host ms", "alloc GiB",
     "reserved GiB", "res/alloc", "moved GiB",
 )  # fmt: skip
 
@@ -61,6 +64,9 @@ def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
     """The results of several files; a floor serves those of the same layers that have none."""
     results = [result for path in paths for result in json.loads(path.read_text())["results"]]
     steps = [result for result in results if "wires" in result.get("case", ()) and "rows" in result]
+    for row in (row for result in steps for row in result["rows"]):
+        if "bandwidth_gb_s" in row:  # files from before networks had names
+            row["wire"] = row.pop("bandwidth_gb_s")
     floors = {_workload(r["case"]): row for r in steps for row in r["rows"] if _is_floor(row)}
     for result in steps:
         floor = floors.get(_workload(result["case"]))
@@ -82,14 +88,14 @@ def floor_ms(result: dict[str, Any]) -> float | None:
     return next((row["forward_backward_ms"] for row in result["rows"] if _is_floor(row)), None)
 
 
-def bound_ms(result: dict[str, Any], bandwidth_gb_s: float | None) -> float | None:
+def bound_ms(result: dict[str, Any], wire: WireName) -> float | None:
     """``max(floor, wire)``: neither the arithmetic nor the bytes can be skipped."""
     floor = floor_ms(result)
-    wire = _case(result).wire_ms(bandwidth_gb_s)
-    return None if floor is None else max(floor, wire)
+    return None if floor is None else max(floor, case_of(result).wire_ms(wire))
 
 
-def _case(result: dict[str, Any]) -> Case:
+def case_of(result: dict[str, Any]) -> Case:
+    """The case of a result that was read from a file."""
     known = {k: v for k, v in result["case"].items() if k in Case.__dataclass_fields__}
     known["wires"] = tuple(known["wires"])
     known["options"] = tuple(tuple(pair) for pair in known["options"])
@@ -98,13 +104,19 @@ def _case(result: dict[str, Any]) -> Case:
 
 def title(result: dict[str, Any]) -> str:
     """The case in words."""
-    case = _case(result)
+    case = case_of(result)
     return (
         f"{case.shape.name} x{case.layers} layers, {case.tokens} tokens, rank 0 of {case.ranks}, "
         f"{case.reduce_dtype} reduction, {case.payload} payload by {case.delivery}"
         + (f", {case.allocator} allocator" if case.allocator != "default" else "")
         + "".join(f", {name}={value}" for name, value in case.options)
+        + "".join(f"; {network_of(wire).text}" for wire in case.wires if isinstance(wire, str))
     )
+
+
+def wire_name(wire: WireName) -> str:
+    """A wire as the heads of columns and the axes of figures have it."""
+    return "free wire" if wire is None else wire if isinstance(wire, str) else f"{wire:g} GB/s"
 
 
 def _cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -115,11 +127,11 @@ def _cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
         if "forward_backward_ms" not in row:
             cells.append((label, _why_not(row), *("",) * (len(_COLUMNS) - 2)))
             continue
-        time, bound = row["forward_backward_ms"], bound_ms(result, row["bandwidth_gb_s"])
+        time, bound = row["forward_backward_ms"], bound_ms(result, row["wire"])
         cells.append(
             (
                 label,
-                "free" if row["bandwidth_gb_s"] is None else f"{row['bandwidth_gb_s']:g}",
+                wire_text(row["wire"]),
                 f"{time:.1f}",
                 f"{time / floor:.2f}" if floor else "",
                 f"{time / bound:.2f}" if bound else "",
@@ -157,18 +169,18 @@ def headline(result: dict[str, Any]) -> str:
     Those that gather in bf16 and reduce in fp32, as all peers do, come first. Reserved memory is the larger
     of the wires'.
     """
-    wires = dict.fromkeys(row["bandwidth_gb_s"] for row in result["rows"] if "forward_backward_ms" in row)
+    wires = dict.fromkeys(row["wire"] for row in result["rows"] if "forward_backward_ms" in row)
     head = ["implementation"]
     for wire in wires:
         head += [
-            f"ms, {'free wire' if wire is None else f'{wire:g} GB/s'}",
+            f"ms, {wire_name(wire)}",
             "/ floor" if wire is None else "/ bound",
         ]
     head += ["reserved GiB", "moved GiB"]
     names = dict.fromkeys(row["implementation"] for row in result["rows"])
     lines: list[list[str]] = [head]
     for name in sorted(names, key=lambda name: "all-to-all" in name or "bf16" in name):
-        rows = {row.get("bandwidth_gb_s"): row for row in result["rows"] if row["implementation"] == name}
+        rows = {row.get("wire"): row for row in result["rows"] if row["implementation"] == name}
         done = [row for row in rows.values() if "forward_backward_ms" in row]
         if not done:
             lines.append([LABELS[name], _why_not(*rows.values()), *[""] * (len(head) - 2)])
@@ -206,7 +218,7 @@ def copy_table(results: Iterable[dict[str, Any]]) -> Table:
         table.add_column(column, justify="left" if i < 2 else "right")
     for result in results:
         for row in result["rows"]:
-            if row.get("bandwidth_gb_s") and row["implementation"] != "none":
+            if row.get("wire") is not None and row["implementation"] != "none":
                 cells = [f"{value:.2f}" for value in copies_ms(row)]
                 table.add_row(title(result), LABELS.get(row["implementation"], ""), *cells)
     return table
@@ -215,12 +227,15 @@ def copy_table(results: Iterable[dict[str, Any]]) -> Table:
 def copies_ms(row: dict[str, Any]) -> tuple[float, float, float, float, float, float]:
     """Wire and copy of the gather path, of the reduction path, ``cat`` of either, and all other copies.
 
+    Time on the wire is that of the level that is held longer.
     FSDP2 uses ``cat`` on both paths where it shards another dim than the first; layers have some too.
     """
-    gib_ms = (1 << 30) / row["bandwidth_gb_s"] / 1e6
-    moved = row["moved_gib"]
-    gather = moved.get("all_gather", 0.0) * gib_ms
-    reduce = sum(moved.get(k, 0.0) for k in ("reduce_scatter", "all_to_all", "all_reduce")) * gib_ms
+    held = row.get("held_ms") or {  # files from before networks had names
+        kind: [gib * (1 << 30) / row["wire"] / 1e6] for kind, gib in row["moved_gib"].items()
+    }
+    gather = max(held.get("all_gather", (0.0,)))
+    reductions = [held[kind] for kind in ("reduce_scatter", "all_to_all", "all_reduce") if kind in held]
+    reduce = max((sum(level) for level in zip(*reductions)), default=0.0)
     copies = [k for k in row["kernels"]["longest"] if k["kind"] in ("interleaved copy", "copy or cast")]
     out, into, cat = (
         sum(k["ms"] for k in copies if part in k["name"])

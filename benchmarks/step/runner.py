@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .case import Case
+from .network import wire_text
 
 __all__ = ["PRELOAD", "installed", "run_case", "save", "versions"]
 
@@ -123,9 +124,9 @@ def _measure(pipe: Any, case: Case, name: str, trace_dir: Path | None) -> None:
 def _line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['implementation']}: failed\n{row['error']}"
-    wire = "free" if row["bandwidth_gb_s"] is None else f"{row['bandwidth_gb_s']:g} GB/s"
     return (
-        f"{row['implementation']:>12} {wire:>9}: forward+backward {row['forward_backward_ms']:8.1f} ms, "
+        f"{row['implementation']:>12} {wire_text(row['wire']):>9}: "
+        f"forward+backward {row['forward_backward_ms']:8.1f} ms, "
         f"step {row['step_ms']:8.1f} ms, host {row['host_ms']:7.1f} ms, "
         f"peak {row['peak_allocated_gib']:.1f}/{row['peak_reserved_gib']:.1f} GiB"
     )

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .case import Case
+from .network import network_of
 
 __all__ = ["recorded_segments", "role_of", "segments_by_role"]
 
@@ -55,7 +56,7 @@ def recorded_segments(case: Case, name: str, steps: int = 3) -> dict[str, Any]:
     from .measure import host_ms, prepare
 
     run = prepare(case, name)
-    run.wire.bandwidth_gb_s = case.wires[-1]
+    run.wire.network = network_of(case.wires[-1])
     torch.cuda.empty_cache()
     existing = torch.cuda.memory_reserved()
     torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")

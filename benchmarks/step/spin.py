@@ -80,19 +80,20 @@ def _wire_repeat(
         _hold(begin, duration_ns)
 
 
-_TIME: list[torch.Tensor] = []
+_TIMES: dict[int, torch.Tensor] = {}
+"""A time per slot: two streams that shared one would hold each other's transfers too short or too long."""
 
 
-def stamp() -> None:
-    """Note on the device when the current stream comes here."""
-    if not _TIME:
-        _TIME.append(torch.zeros(1, dtype=torch.int64, device="cuda"))
-    _wire_stamp[(1,)](_TIME[0], num_warps=1)
+def stamp(slot: int) -> None:
+    """Note on the device when the current stream comes here; each stream needs a slot of its own."""
+    if slot not in _TIMES:
+        _TIMES[slot] = torch.zeros(1, dtype=torch.int64, device="cuda")
+    _wire_stamp[(1,)](_TIMES[slot], num_warps=1)
 
 
-def hold_since(duration_ns: int) -> None:
-    """Hold the current stream until ``duration_ns`` after the last stamp."""
-    _wire_spin[(1,)](_TIME[0], duration_ns, SINCE_STAMP=True, num_warps=1)
+def hold_since(slot: int, duration_ns: int) -> None:
+    """Hold the current stream until ``duration_ns`` after the last stamp of its slot."""
+    _wire_spin[(1,)](_TIMES[slot], duration_ns, SINCE_STAMP=True, num_warps=1)
 
 
 def spin_ns(duration_ns: int) -> None:

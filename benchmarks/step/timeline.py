@@ -22,19 +22,22 @@ _JOIN_US = 30.0
 
 
 def lanes(kernels: list[Kernel]) -> dict[str, list[Kernel]]:
-    """Kernels by lane: compute is the stream with the most kernels, the wire is marked by its spin."""
+    """Kernels by lane: compute is the stream with the most kernels, a wire is marked by its spin.
+
+    Of two wires the one inside the node was marked first.
+    """
     by_stream: dict[int, list[Kernel]] = {}
     for kernel in kernels:
         by_stream.setdefault(kernel[1], []).append(kernel)
-    wires = {stream for stream, own in by_stream.items() if any("_wire_" in k[0] for k in own)}
+    marked = [stream for stream, own in by_stream.items() if any("_wire_" in k[0] for k in own)]
+    wires = sorted(marked, key=lambda stream: min(kernel[2] for kernel in by_stream[stream]))
     compute = max((s for s in by_stream if s not in wires), key=lambda s: len(by_stream[s]))
     named = {"compute": by_stream[compute]}
     others = (s for s in by_stream if s not in wires and s != compute)
     for i, stream in enumerate(sorted(others, key=lambda s: by_stream[s][0][2])):
         named[f"communication {i + 1}"] = by_stream[stream]
-    for stream in wires:
-        named["wire"] = named.get("wire", []) + by_stream[stream]
-    return named
+    names = ["wire"] if len(wires) == 1 else ["wire inside", "wire outside"]
+    return named | {name: by_stream[stream] for name, stream in zip(names, wires)}
 
 
 def spans(kernels: list[Kernel], wire: bool) -> list[tuple[float, float, str]]:
@@ -62,7 +65,7 @@ def draw_timeline(traces: Sequence[Path], out: Path) -> Path:
         begin = min(k[2] for k in kernels)
         named = lanes(kernels)
         for row, (lane, own) in enumerate(reversed(named.items())):
-            for start, end, kind in spans(own, lane == "wire"):
+            for start, end, kind in spans(own, lane.startswith("wire")):
                 colour = _COLOURS.get(kind, _OTHER)
                 axis.broken_barh(
                     [((start - begin) / 1e3, (end - start) / 1e3)], (row - 0.4, 0.8), color=colour

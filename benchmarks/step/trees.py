@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from .case import Case
+from .network import WireName, network_of, wire_text
 
 __all__ = ["compare_trees", "play", "ratios"]
 
-Wire = float | None
 _ROOT = Path(__file__).resolve().parents[2]
 _PLAYER = [sys.executable, "-m", "benchmarks.step.trees"]
 _TIMES = ("forward_backward_ms", "step_ms", "host_ms")
@@ -49,7 +49,7 @@ def compare_trees(
     As :func:`.runner.run_case`'s, with a row per tree and wire; what failed has a row with ``error``.
     """
     players = {label: _Player(folder, case, name) for label, folder in trees.items()}
-    turns: dict[str, list[dict[Wire, dict[str, Any]]]] = {label: [] for label in trees}
+    turns: dict[str, list[dict[WireName, dict[str, Any]]]] = {label: [] for label in trees}
     errors: dict[str, str] = {}
     try:
         for label, player in players.items():
@@ -78,10 +78,12 @@ def _failure(label: str, answer: dict[Any, Any], say: Callable[[str], None]) -> 
     return {label: answer["error"]}
 
 
-def _row(label: str, name: str, wire: Wire, turns: Sequence[dict[Wire, dict[str, Any]]]) -> dict[str, Any]:
+def _row(
+    label: str, name: str, wire: WireName, turns: Sequence[dict[WireName, dict[str, Any]]]
+) -> dict[str, Any]:
     """The turns of one tree on one wire as a row, with the figures of every round."""
     found = [turn[wire] for turn in turns]
-    row: dict[str, Any] = {"tree": label, "implementation": name, "bandwidth_gb_s": wire, **found[-1]}
+    row: dict[str, Any] = {"tree": label, "implementation": name, "wire": wire, **found[-1]}
     del row["forward_backward_all_ms"]
     for key in _TIMES:
         row[f"{key}_by_round"] = [turn[key] for turn in found]
@@ -91,9 +93,9 @@ def _row(label: str, name: str, wire: Wire, turns: Sequence[dict[Wire, dict[str,
 
 def ratios(result: dict[str, Any], new: str, old: str) -> list[tuple[str, ...]]:
     """A table with a line per wire: times and memory of ``new``, each with what it is of ``old``'s."""
-    head = ("implementation", "wire GB/s", "fwd+bwd ms", "/ old", "range", "step ms", "/ old", "host / old")
+    head = ("implementation", "wire", "fwd+bwd ms", "/ old", "range", "step ms", "/ old", "host / old")
     lines = [(*head, "alloc GiB", "/ old", "reserved GiB", "/ old", "loss")]
-    rows = {(row["tree"], row.get("bandwidth_gb_s")): row for row in result["rows"]}
+    rows = {(row["tree"], row.get("wire")): row for row in result["rows"]}
     for (tree, wire), row in rows.items():
         other = rows.get((old, wire))
         if tree != new or other is None or "error" in row:
@@ -102,7 +104,7 @@ def ratios(result: dict[str, Any], new: str, old: str) -> list[tuple[str, ...]]:
         lines.append(
             (
                 row["implementation"],
-                "free" if wire is None else f"{wire:g}",
+                wire_text(wire),
                 f"{row['forward_backward_ms']:.1f}",
                 f"{statistics.median(whole):.4f}",
                 f"{min(whole):.3f} to {max(whole):.3f}",
@@ -172,7 +174,7 @@ def play(pipe: Connection) -> None:
         while pipe.recv() != "end":
             turn = {}
             for wire in case.wires:
-                run.wire.bandwidth_gb_s = wire
+                run.wire.network = network_of(wire)
                 turn[wire] = timed(replace(case, wires=(wire,)), run)
             pipe.send(turn)
     except EOFError:  # whoever asks is gone

@@ -77,7 +77,7 @@ def _start(
     for name, (pipe, _) in players.items():
         row = _answer(pipe, limit_s)
         say(f"{name}: ready" if "error" not in row else f"{name}: failed\n{row['error']}")
-        rows.append({"implementation": name, "bandwidth_gb_s": None, **row})
+        rows.append({"implementation": name, "wire": None, **row})
     return players, rows
 
 

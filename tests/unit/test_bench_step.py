@@ -158,7 +158,7 @@ def test_reductions_and_exchanges_are_counted(rank_of):
     assert all(p.tolist() == [4, 5] for p in (*parts, *rows))
     dist.all_reduce(source)
     dist.barrier()
-    assert wire.moved_bytes == {"reduce_scatter": 32, "all_to_all": 96, "all_reduce": 64}
+    assert wire.moved_bytes == {"reduce_scatter": 32, "all_to_all": 96, "all_reduce": 64, "barrier": 0}
     wire.reset_counts()
     assert not wire.moved_bytes
 
@@ -203,10 +203,10 @@ def test_a_process_that_fails_or_is_missing_is_a_row(monkeypatch):
     assert "no_such_module is not installed" in text and "failed: " in text
 
 
-def _row(name, bandwidth, ms, **more):
+def _row(name, wire, ms, **more):
     shared = {"step_ms": ms + 1, "host_ms": 5.0, "host_ms_per_layer": 1.0, "kernels": {"longest": []}}
     shared |= {"peak_allocated_gib": 2.0, "peak_reserved_gib": 3.0, "moved_gib": {"all_gather": 1.0}}
-    return shared | {"implementation": name, "bandwidth_gb_s": bandwidth, "forward_backward_ms": ms} | more
+    return shared | {"implementation": name, "wire": wire, "forward_backward_ms": ms} | more
 
 
 def test_ratios_are_to_the_floor_and_to_the_slower_of_floor_and_wire():

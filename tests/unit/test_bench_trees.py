@@ -24,15 +24,16 @@ MS = getattr(ragged_fsdp, "MS", 1.0)  # of the tree that this process was given
 def prepare(case, name):
     if MS is None:
         raise RuntimeError("cannot be built")
-    return SimpleNamespace(wire=SimpleNamespace(bandwidth_gb_s=None), turns=0)
+    return SimpleNamespace(wire=SimpleNamespace(network=None), turns=0)
 
 
 def timed(case, run):
-    assert case.wires == (run.wire.bandwidth_gb_s,)
+    free = run.wire.network.free
+    assert len(case.wires) == 1 and (case.wires[0] is None) == free
     run.turns += 1
-    ms = MS * (1 if run.wire.bandwidth_gb_s is None else 2)
+    ms = MS * (1 if free else 2)
     times = {"forward_backward_ms": ms, "step_ms": ms, "host_ms": ms, "forward_backward_all_ms": [ms]}
-    loss = 2.0 if run.wire.bandwidth_gb_s is None else MS
+    loss = 2.0 if free else MS
     return {**times, "peak_allocated_gib": MS, "peak_reserved_gib": max(1.0, 4.0 - run.turns), "loss": loss}
 
 
@@ -64,7 +65,7 @@ def test_both_trees_are_timed_in_every_round(tree):
     said = []
     folders = {"old": tree("old", 2.0), "new": tree("new", 3.0)}
     result = trees.compare_trees(_CASE, "ours", folders, said.append, rounds=3, limit_s=60)
-    rows = {(row["tree"], row["bandwidth_gb_s"]): row for row in result["rows"]}
+    rows = {(row["tree"], row["wire"]): row for row in result["rows"]}
     assert list(rows) == [(label, wire) for label in folders for wire in _CASE.wires]
     assert rows["old", None]["step_ms_by_round"] == [2.0] * 3 and rows["new", 400.0]["step_ms"] == 6.0
     assert rows["old", None]["peak_reserved_gib"] == 3.0, "the first turn, which needed most, counts"
