@@ -27,7 +27,9 @@ _LIMIT = click.option("--limit", default=120.0, help="Seconds one implementation
 _OPTION = click.option("--option", multiple=True, help="name=value for our fully_shard; repeatable.")
 _COMPARED = click.option("--implementations", default="none,ours,ours-all-to-all,fsdp2", help="Which to run.")
 _WIRE = click.option(
-    "--wire", help="'free' or GB/s of one NVLink domain; several separated by commas.  [default: free,400]"
+    "--wire",
+    help="'free' or GB/s of one NVLink domain; several separated by commas.  "
+    "[default: free,400 if no --network is given]",
 )
 _NETWORK = click.option(
     "--network", help=f"Networks with nodes: {', '.join(PROFILES)}; several separated by commas."
@@ -113,6 +115,7 @@ def _need_cuda() -> None:
 @_WIRE
 @_NETWORK
 @click.option("--implementations", default=_ALL, help="Which to run, in this order.")
+@click.option("--replicas", default=1, help="Copies of the sharded model among the ranks (HSDP).")
 @click.option("--reduce-dtype", default="fp32", help=f"Reduction: {' or '.join(REDUCE_DTYPES)}.")
 @click.option("--payload", default="repeat", help=f"What gathers deliver: {' or '.join(PAYLOADS)}.")
 @click.option("--delivery", default="fake", help=f"How it is copied: {' or '.join(DELIVERIES)}.")

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .case import Case
-from .implementations import IMPLEMENTATIONS, Trainer
+from .implementations import Trainer, build
 from .wire import Wire, join
 
 __all__ = ["DEPTHS", "calls_per_layer"]
@@ -44,7 +44,7 @@ def calls_per_layer(name: str, ranks: int) -> list[dict[str, Any]]:
 
 def _calls(case: Case, name: str) -> tuple[int, tuple[Trainer, torch.Tensor]]:
     device = torch.device("cpu")
-    trainer = IMPLEMENTATIONS[name](case, device)
+    trainer = build(name, case, device)
     trainer.stack.bind(case.tokens, device, torch.bfloat16)
     x = torch.zeros(case.batch, case.shape.sequence, case.shape.width, dtype=torch.bfloat16).requires_grad_()
     profiler = cProfile.Profile()

@@ -36,6 +36,8 @@ class Case:
     iterations: int = 8
     options: tuple[tuple[str, Any], ...] = ()
     """Arguments only our implementation understands, as sorted pairs."""
+    replicas: int = 1
+    """Above 1: hybrid sharding, the ranks being so many copies of the sharded model."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -50,19 +52,25 @@ class Case:
                 raise ValueError(f"{name}: expected one of {tuple(expected)}, got {getattr(self, name)!r}")
         for wire in self.wires:
             network_of(wire)
-        for name in ("layers", "tokens", "ranks", "iterations"):
+        for name in ("layers", "tokens", "ranks", "iterations", "replicas"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         if self.warmup < 1:
             raise ValueError(
                 f"warmup: expected at least 1, since the first step allocates, got {self.warmup}"
             )
+        if self.ranks % self.replicas:
+            raise ValueError(f"replicas: expected a divisor of {self.ranks} ranks, got {self.replicas}")
         if self.tokens % self.shape.sequence:
             raise ValueError(f"tokens: expected a multiple of {self.shape.sequence}, got {self.tokens}")
 
     @property
     def shape(self) -> LayerShape:
         return MODELS[self.model]
+
+    @property
+    def shard_ranks(self) -> int:
+        return self.ranks // self.replicas
 
     @property
     def batch(self) -> int:
@@ -85,7 +93,7 @@ class Case:
     def wire_ms(self, wire: WireName) -> float:
         """The time of :attr:`bound_wire_gib` in rings without latency, on the slower level."""
         network = replace(network_of(wire), inside_step_us=0.0, outside_step_us=0.0)
-        place = Place.of(range(self.ranks), 0, network)
+        place = Place.of(range(self.shard_ranks), 0, network)
         return max(price("all_gather", self.bound_wire_gib * _GIB, place, network)) * 1e3
 
     def to_json(self) -> dict[str, Any]:

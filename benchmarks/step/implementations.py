@@ -23,7 +23,7 @@ from torch import nn
 from .case import Case
 from .layers import Layer, Stack
 
-__all__ = ["IMPLEMENTATIONS", "Trainer", "missing", "per_layer"]
+__all__ = ["IMPLEMENTATIONS", "SETTINGS", "Trainer", "build", "missing", "per_layer"]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -80,7 +80,10 @@ def per_layer(
     case: Case, device: torch.device, shard: Callable[..., Any], policy: Any, **kwargs: Any
 ) -> Trainer:
     """FSDP2's calling convention: shard on meta, allocate, initialise the parts that are here."""
-    mesh = dist.device_mesh.init_device_mesh(device.type, (case.ranks,))
+    sizes, names = (case.ranks,), ("shard",)
+    if case.replicas > 1:
+        sizes, names = (case.replicas, case.shard_ranks), ("replicate", "shard")
+    mesh = dist.device_mesh.init_device_mesh(device.type, sizes, mesh_dim_names=names)
     with torch.device("meta"):
         stack = Stack(case.shape, case.layers)
     for layer in stack.layers:
@@ -92,16 +95,26 @@ def per_layer(
     return _trainer(stack, stack, _adamw(stack.parameters()))
 
 
-def _fsdp2(case: Case, device: torch.device, shard_dim: int = 0, reduce_dtype: str | None = None) -> Trainer:
+def _fsdp2(
+    case: Case,
+    device: torch.device,
+    shard_dim: int = 0,
+    reduce_dtype: str | None = None,
+    kept: int = 0,
+    **extra: Any,
+) -> Trainer:
+    """``kept`` layers at the end stay gathered until backward; ``extra`` goes to ``fully_shard``."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
 
     reduced = _DTYPES[reduce_dtype or case.reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
-    extra: dict[str, Any] = {}
     if shard_dim:
         extra["shard_placement_fn"] = lambda p: Shard(shard_dim) if p.ndim > shard_dim else Shard(0)
-    return per_layer(case, device, fully_shard, policy, **extra)
+    trainer = per_layer(case, device, fully_shard, policy, **extra)
+    for layer in list(trainer.stack.layers)[case.layers - kept :]:
+        layer.set_reshard_after_forward(False)
+    return trainer
 
 
 def _ours(
@@ -111,6 +124,7 @@ def _ours(
     prefetch: int | None = None,
     communicators: int = 1,
     codes: str | None = None,
+    reduce_dtype: str | None = None,
     **options: Any,
 ) -> Trainer:
     """``options`` go to ``fully_shard``; the others have setters of their own (None: the default)."""
@@ -118,7 +132,8 @@ def _ours(
 
     if codes is not None:
         options["gather_policy"] = partial(_codes, codes)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[case.reduce_dtype])
+    reduced = _DTYPES[reduce_dtype or case.reduce_dtype]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     trainer = per_layer(case, device, fully_shard, policy, **(options | dict(case.options)))
     if grad_buffers is not None:
         trainer.stack.set_reduce_scatter_max_input_buffers(grad_buffers)
@@ -231,9 +246,17 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What is switched on and off around the all-to-all configuration, each alone."""
 
-IMPLEMENTATIONS: dict[str, Callable[[Case, torch.device], Trainer]] = {
+_NOTHING_KEPT: dict[str, Any] = {"reshard_after_forward": True}
+_BF16: dict[str, Any] = {"reduce_dtype": "bf16"}
+_NODE_KEEPS: dict[str, Any] = {"reshard_after_forward": 8}
+
+IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     "none": _none,
     "ours": _ours,
+    "ours-nothing-kept": partial(_ours, **_NOTHING_KEPT),
+    "ours-bf16": partial(_ours, **_BF16),
+    "ours-nothing-kept-bf16": partial(_ours, **_NOTHING_KEPT, **_BF16),
+    "ours-reshard8": partial(_ours, **_NODE_KEEPS),
     "ours-2-buffers": partial(_ours, grad_buffers=2),
     "ours-all-to-all": partial(_ours, reduction="all_to_all"),
     **{
@@ -242,12 +265,39 @@ IMPLEMENTATIONS: dict[str, Callable[[Case, torch.device], Trainer]] = {
     },
     "fsdp2": _fsdp2,
     "fsdp2-shard1": partial(_fsdp2, shard_dim=1),
-    "fsdp2-bf16": partial(_fsdp2, reduce_dtype="bf16"),
+    "fsdp2-kept2": partial(_fsdp2, kept=2),
+    "fsdp2-bf16": partial(_fsdp2, **_BF16),
+    "fsdp2-kept2-bf16": partial(_fsdp2, kept=2, **_BF16),
+    "fsdp2-reshard8": partial(_fsdp2, **_NODE_KEEPS),
     "fsdp1": _fsdp1,
     "megatron": _megatron,
     "deepspeed": _deepspeed,
 }
+
+_EQUAL, _KEPT, _BF16_SUMS = "nothing kept", "2 layers kept", "bf16 sums"
+_KEPT_BF16, _NODE = f"{_KEPT}, {_BF16_SUMS}", "8 ranks keep"
+SETTINGS: dict[str, str] = {
+    **dict.fromkeys(("none", "fsdp2", "fsdp2-shard1", "fsdp1", "megatron", "deepspeed"), _EQUAL),
+    **dict.fromkeys(("ours-nothing-kept", "ours-all-to-all-nothing-kept"), _EQUAL),
+    **dict.fromkeys(("ours-nothing-kept-bf16", "fsdp2-bf16"), _BF16_SUMS),
+    **dict.fromkeys(("ours-bf16", "fsdp2-kept2-bf16"), _KEPT_BF16),
+    **dict.fromkeys(("ours-reshard8", "fsdp2-reshard8"), _NODE),
+    "ours-all-to-all-budget": "24 GiB kept",
+}
+SETTINGS |= {name: _KEPT for name in IMPLEMENTATIONS if name not in SETTINGS}  # what ours does by default
+"""What is kept gathered after forward, and the dtype of sums where it is not the case's.
+
+Tables group by it and compare with FSDP2 in the same setting; the default of the peers comes first.
+"""
+_HYBRID = ("none", "ours", "fsdp2")
 _NEEDS = {"megatron": "megatron_fsdp", "deepspeed": "deepspeed"}
+
+
+def build(name: str, case: Case, device: torch.device) -> Trainer:
+    """Implementation ``name`` of a case, on a process group that was joined."""
+    if case.replicas > 1 and name.split("-")[0] not in _HYBRID:
+        raise ValueError(f"{name}: cannot be built with {case.replicas} replicas; {', '.join(_HYBRID)} can")
+    return IMPLEMENTATIONS[name](case, device)
 
 
 def missing(name: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .case import Case
-from .implementations import IMPLEMENTATIONS, Trainer
+from .implementations import Trainer, build
 from .kernels import read_trace, summarise
 from .network import network_of, wire_text
 from .spin import spin_error, spin_ns
@@ -45,7 +45,7 @@ def prepare(case: Case, name: str) -> Run:
     torch.manual_seed(0)
     wire = Wire(payload=case.payload, delivery=case.delivery)
     join(case.ranks, wire)
-    trainer = IMPLEMENTATIONS[name](case, device)
+    trainer = build(name, case, device)
     trainer.stack.bind(case.tokens, device, torch.bfloat16)
     x = torch.randn(case.batch, case.shape.sequence, case.shape.width, device=device, dtype=torch.bfloat16)
     return Run(trainer, x.requires_grad_(), wire)
@@ -151,7 +151,7 @@ def _profiled(run: Run, trace: Path | None) -> dict[str, Any]:
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA] + ([ProfilerActivity.CPU] if trace else [])) as profiler:
-        for level in range(len(LEVELS)):
+        for level in range(1 if run.wire.network.flat else len(LEVELS)):
             with run.wire.stream(level):
                 spin_ns(1000)  # marks the wire's streams, the one inside the node first
             torch.cuda.synchronize()

@@ -10,6 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from .case import Case
+from .implementations import SETTINGS
 from .network import WireName, network_of, wire_text
 
 __all__ = [
@@ -36,6 +37,10 @@ __all__ = [
 LABELS = {
     "none": "no sharding",
     "ours": "ragged_fsdp",
+    "ours-nothing-kept": "ragged_fsdp, nothing kept after forward",
+    "ours-bf16": "ragged_fsdp, sums in bf16",
+    "ours-nothing-kept-bf16": "ragged_fsdp, nothing kept, sums in bf16",
+    "ours-reshard8": "ragged_fsdp, kept by 8 ranks after forward",
     "ours-2-buffers": "ragged_fsdp, 2 gradient buffers",
     "ours-all-to-all": "ragged_fsdp, all-to-all",
     "ours-all-to-all-2-pending": "all-to-all, 2 exchanges pending",
@@ -48,16 +53,21 @@ LABELS = {
     "ours-all-to-all-float8": "all-to-all, weights gathered as float8",
     "fsdp2": "FSDP2",
     "fsdp2-shard1": "FSDP2, Shard(1)",
+    "fsdp2-kept2": "FSDP2, last two layers kept",
     "fsdp2-bf16": "FSDP2, sums in bf16",
+    "fsdp2-kept2-bf16": "FSDP2, last two layers kept, sums in bf16",
+    "fsdp2-reshard8": "FSDP2, kept by 8 ranks after forward",
     "fsdp1": "FSDP1",
     "megatron": "Megatron-FSDP",
     "deepspeed": "DeepSpeed ZeRO-3",
     "ddp": "DDP",
 }
 _COLUMNS = (
-    "implementation", "wire", "fwd+bwd ms", "/ floor", "/ bound", "step ms", "host ms", "alloc GiB",
-    "reserved GiB", "res/alloc", "moved GiB",
+    "implementation", "setting", "wire", "fwd+bwd ms", "/ floor", "/ bound", "/ FSDP2", "step ms", "host ms",
+    "alloc GiB", "/ FSDP2", "reserved GiB", "/ FSDP2", "res/alloc", "moved GiB",
 )  # fmt: skip
+_FSDP2 = ("fsdp2", "fsdp2-kept2", "fsdp2-bf16", "fsdp2-kept2-bf16", "fsdp2-reshard8")
+_COMPARED = ("forward_backward_ms", "peak_allocated_gib", "peak_reserved_gib")
 
 
 def load(paths: Iterable[Path]) -> list[dict[str, Any]]:
@@ -106,7 +116,8 @@ def title(result: dict[str, Any]) -> str:
     """The case in words."""
     case = case_of(result)
     return (
-        f"{case.shape.name} x{case.layers} layers, {case.tokens} tokens, rank 0 of {case.ranks}, "
+        f"{case.shape.name} x{case.layers} layers, {case.tokens} tokens, "
+        f"rank 0 of {f'{case.replicas} x ' if case.replicas > 1 else ''}{case.shard_ranks}, "
         f"{case.reduce_dtype} reduction, {case.payload} payload by {case.delivery}"
         + (f", {case.allocator} allocator" if case.allocator != "default" else "")
         + "".join(f", {name}={value}" for name, value in case.options)
@@ -119,26 +130,52 @@ def wire_name(wire: WireName) -> str:
     return "free wire" if wire is None else wire if isinstance(wire, str) else f"{wire:g} GB/s"
 
 
+def _in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one setting together, by wire; what all peers do by default is first."""
+    settings = list(dict.fromkeys(SETTINGS.values()))
+    wires = list(dict.fromkeys(row.get("wire") for row in rows))
+    return sorted(rows, key=lambda row: (settings.index(_setting(row)), wires.index(row.get("wire"))))
+
+
+def _setting(row: dict[str, Any]) -> str:
+    return SETTINGS[row["implementation"]]
+
+
+def _over_fsdp2(result: dict[str, Any], row: dict[str, Any]) -> list[str]:
+    """Time and memory over those of FSDP2 in the same setting and on the same wire, where it was measured."""
+    name = next((peer for peer in _FSDP2 if SETTINGS[peer] == _setting(row)), None)
+    for other in result["rows"]:
+        alike = other["implementation"] == name and other.get("wire") == row["wire"]
+        if alike and "forward_backward_ms" in other and row["implementation"] not in ("none", name):
+            return [f"{row[key] / other[key]:.2f}" for key in _COMPARED]
+    return [""] * len(_COMPARED)
+
+
 def _cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
     floor = floor_ms(result)
     cells = []
-    for row in result["rows"]:
+    for row in _in_order(result["rows"]):
         label = LABELS.get(row["implementation"], row["implementation"])
         if "forward_backward_ms" not in row:
-            cells.append((label, _why_not(row), *("",) * (len(_COLUMNS) - 2)))
+            cells.append((label, _setting(row), _why_not(row), *("",) * (len(_COLUMNS) - 3)))
             continue
         time, bound = row["forward_backward_ms"], bound_ms(result, row["wire"])
+        time_ratio, allocated_ratio, reserved_ratio = _over_fsdp2(result, row)
         cells.append(
             (
                 label,
+                _setting(row),
                 wire_text(row["wire"]),
                 f"{time:.1f}",
                 f"{time / floor:.2f}" if floor else "",
                 f"{time / bound:.2f}" if bound else "",
+                time_ratio,
                 f"{row['step_ms']:.1f}",
                 f"{row['host_ms']:.1f}",
                 f"{row['peak_allocated_gib']:.1f}",
+                allocated_ratio,
                 f"{row['peak_reserved_gib']:.1f}",
+                reserved_ratio,
                 f"{row['peak_reserved_gib'] / max(row['peak_allocated_gib'], 1e-9):.2f}",
                 f"{sum(row['moved_gib'].values()):.1f}",
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .case import Case
+from .report import case_of
 from .runner import run_case, save
 from .turns import take_turns
 
@@ -126,5 +127,6 @@ def _is_complete(path: Path, planned: Planned) -> bool:
     if not path.is_file():
         return False
     (result,) = json.loads(path.read_text())["results"]
-    same = result["case"] == json.loads(json.dumps(planned.case.to_json()))
-    return same and {row["implementation"] for row in result["rows"]} >= set(planned.implementations)
+    return case_of(result) == planned.case and {row["implementation"] for row in result["rows"]} >= set(
+        planned.implementations
+    )

@@ -3,6 +3,7 @@
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +18,13 @@ from benchmarks.step.network import (  # noqa: E402
     PROFILES,
     Network,
     Place,
+    Seconds,
     Traffic,
     exchange_price,
     network_of,
     price,
 )
-from benchmarks.step.wire import Wire, join  # noqa: E402
+from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
 
 H200 = PROFILES["h200-400g"]
 NO_LATENCY = replace(H200, inside_step_us=0.0, outside_step_us=0.0)
@@ -270,3 +272,58 @@ def test_a_training_step_is_priced_by_where_its_groups_lie(rank_of, package, hyb
     assert held(wire, "reduce_scatter") == pytest.approx(ring)
     across = (0, nbytes / 16 / 45e9) if hybrid else (0, 0)  # two ranks, a card each: 2 B (1 - 1/2)
     assert held(wire, "all_reduce") == pytest.approx(across)
+
+
+class _Stream:
+    """Notes what is launched on it, as a device's stream would run it."""
+
+    current = None
+    device_index = 0
+
+    def __init__(self, *_, **__):
+        self.work = []
+
+    def __enter__(self):
+        self.outer, _Stream.current = _Stream.current, self
+
+    def __exit__(self, *_):
+        _Stream.current = self.outer
+
+    def wait_stream(self, other):
+        self.work.append("wait" if other is not self else "deadlock")
+
+    def record_event(self):
+        return self
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Streams that note their work; collectives of any tensor run on them."""
+    caller = _Stream.current = _Stream()
+    launched = SimpleNamespace(
+        spin_ns=lambda ns: _Stream.current.work.append(ns),
+        stamp=lambda slot: _Stream.current.work.append(f"stamp {slot}"),
+        hold_since=lambda slot, ns: _Stream.current.work.append((slot, ns)),
+    )
+    monkeypatch.setitem(sys.modules, "benchmarks.step.spin", launched)
+    monkeypatch.setattr(torch, "Stream", _Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _=None: caller)
+
+
+def test_each_level_is_held_for_its_own_time(device):
+    wire = Wire(NO_LATENCY, delivery="memcpy")
+    place = Place.of(WORLD, 0, NO_LATENCY)
+    both = price("all_gather", 64 * 45_000, place, NO_LATENCY)  # 7.0875 us inside, 7 us on the card
+    target = torch.zeros(8)
+    events = wire.carry("all_gather", [Copy(target, torch.ones(1), 8)], both)
+    inside, outside = wire.stream(0), wire.stream(1)
+    assert events == [inside, outside] and bool(target.all())
+    assert inside.work == ["wait", "stamp 0", (0, 7088)]  # copies on the level that is held longer
+    assert outside.work == ["wait", 7000]
+    rail = price("all_gather", 45_000, Place.of(RAIL, 3, NO_LATENCY), NO_LATENCY)
+    assert wire.carry("all_gather", [], rail) == [outside] and outside.work[2:] == ["wait", 875]
+    node = price("all_gather", 400_000, Place.of(NODE, 8, NO_LATENCY), NO_LATENCY)
+    assert wire.carry("all_gather", [], node) == [inside] and inside.work[3:] == ["wait", 875]
+    nothing = Seconds(0.0, 0.0)
+    assert wire.carry("point_to_point", [], nothing, level=1) == [outside], "it comes with those before it"
+    assert Wire().carry("all_gather", [], nothing) != [] and not outside.work[5:]

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.step import kernels, report  # noqa: E402
 from benchmarks.step.case import Case  # noqa: E402
-from benchmarks.step.implementations import IMPLEMENTATIONS, missing  # noqa: E402
+from benchmarks.step.implementations import IMPLEMENTATIONS, SETTINGS, build, missing  # noqa: E402
 from benchmarks.step.layers import Layer, Stack, draw_routing  # noqa: E402
+from benchmarks.step.network import network_of  # noqa: E402
 from benchmarks.step.reduction_error import emulated  # noqa: E402
 from benchmarks.step.runner import run_case  # noqa: E402
 from benchmarks.step.shapes import MODELS, layer_numel  # noqa: E402
@@ -78,6 +80,7 @@ def test_the_bound_of_the_gpt_oss_case_is_90_gib():
         {"payload": "ones"},
         {"reduce_dtype": "fp8"},
         {"warmup": 0},
+        {"replicas": 3},
     ],
 )
 def test_a_case_names_what_is_wrong(change):
@@ -165,7 +168,8 @@ def test_reductions_and_exchanges_are_counted(rank_of):
 
 @pytest.mark.parametrize(
     "name",
-    ["none", "fsdp2", "fsdp2-shard1", "fsdp2-bf16", "ours-2-buffers", "ours-all-to-all"]
+    ["none", "fsdp2", "fsdp2-shard1", "fsdp2-bf16", "fsdp2-kept2", "ours-2-buffers", "ours-all-to-all"]
+    + ["ours-nothing-kept", "ours-bf16"]
     + [f"ours-all-to-all-{option}" for option in ("no-prefetch", "prefetch-2", "2-communicators", "int8")],
 )
 def test_implementations_train_on_one_rank_of_eight(rank_of, name):
@@ -184,9 +188,42 @@ def test_implementations_train_on_one_rank_of_eight(rank_of, name):
     moved = sum(wire.moved_bytes.values())
     bytes_of = {"gather": (1 if coded else 2) * TINY.numel}
     bytes_of["reduce"] = (2 if "all-to-all" in name or "bf16" in name else 4) * TINY.numel
-    gathers = 1 if name.startswith("ours") else 2  # of the two layers ours keeps both for backward
+    kept = (name.startswith("ours") and "nothing" not in name) or "kept2" in name  # both layers, for backward
+    gathers = 1 if kept else 2
     least = gathers * bytes_of["gather"] + bytes_of["reduce"]
     assert moved == 0 if name == "none" else least <= moved <= 1.15 * least
+
+
+@pytest.mark.parametrize("name", ["fsdp2-reshard8", "ours-reshard8"])
+def test_what_the_node_keeps_is_gathered_inside_it(rank_of, name):
+    wire, case = rank_of(32), replace(TINY, ranks=32)
+    wire.network = network_of("h200-400g")
+    trainer = build(name, case, torch.device("cpu"))
+    trainer.stack.bind(case.tokens, "cpu", torch.bfloat16)
+    x = torch.randn(case.batch, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        wire.reset_counts()
+        trainer.forward_backward(x)
+    once = 2 * case.numel * (1 - 8 / 32) / 8 / 45e9  # one gather of all layers on the cards; four calls
+    assert once <= wire.held_s["all_gather", "outside"] < 1.3 * once + 4 * 60e-6
+    assert wire.moved_bytes["all_gather"] > 1.9 * 2 * case.numel
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "ours-nothing-kept"])
+def test_replicas_add_an_all_reduce_between_them(rank_of, name):
+    wire, case = rank_of(32), replace(TINY, ranks=32, replicas=2)
+    wire.network = network_of("h200-400g")
+    trainer = build(name, case, torch.device("cpu"))
+    trainer.stack.bind(case.tokens, "cpu", torch.bfloat16)
+    x = torch.randn(case.batch, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):  # in the first step ranks also compare what they are about to do
+        wire.reset_counts()
+        trainer.forward_backward(x)
+    assert wire.calls["all_reduce"] == case.layers and wire.held_s["all_reduce", "inside"] == 0
+    shard_bytes = 4 * case.numel / 16
+    assert 2 * shard_bytes <= wire.moved_bytes["all_reduce"] < 4 * shard_bytes  # FSDP2 pads 8 experts to 16
+    with pytest.raises(ValueError, match="megatron: cannot be built with 2 replicas"):
+        build("megatron", case, torch.device("cpu"))
 
 
 def test_a_process_that_fails_or_is_missing_is_a_row(monkeypatch):
@@ -217,6 +254,26 @@ def test_ratios_are_to_the_floor_and_to_the_slower_of_floor_and_wire():
     assert report.bound_ms(result, 200.0) == pytest.approx(case.wire_ms(200.0))
     text = report.markdown(result)
     assert "| 1.50 | 1.50 |" in text and f"| 3.00 | {300 / case.wire_ms(200.0):.2f} |" in text
+
+
+def test_rows_of_the_same_setting_are_compared_first():
+    case = Case("llama-3-70b", 8, 4096, 512, ("h200-400g",), replicas=2)
+    rows = [
+        _row("ours", "h200-400g", 80.0),
+        _row("fsdp2", "h200-400g", 100.0),
+        _row("fsdp2-kept2", "h200-400g", 160.0, peak_allocated_gib=2.5),
+        _row("ours-nothing-kept", "h200-400g", 97.0, peak_allocated_gib=1.0, peak_reserved_gib=1.5),
+        {"implementation": "fsdp1", "error": "ValueError: fsdp1: cannot be built with 2 replicas"},
+    ]
+    _, _, head, _, *lines = report.markdown({"case": case.to_json(), "rows": rows}).splitlines()
+    columns = [part.strip() for part in head.strip("|").split("|")]
+    found = [dict(zip(columns, (part.strip() for part in line.strip("|").split("|")))) for line in lines]
+    assert [row["setting"] for row in found] == ["nothing kept"] * 3 + ["2 layers kept"] * 2
+    ours = next(line for line in lines if line.startswith("| ragged_fsdp, nothing kept"))
+    assert "| 0.97 |" in ours and "| 1.0 | 0.50 | 1.5 | 0.50 |" in ours
+    assert "| 0.50 |" in next(line for line in lines if line.startswith("| ragged_fsdp |"))
+    assert "rank 0 of 2 x 256" in report.title({"case": case.to_json()})
+    assert "45 GB/s cards" in report.title({"case": case.to_json()})
 
 
 def test_kernels_by_kind_and_stream():
@@ -315,7 +372,7 @@ def test_the_suite_has_known_cases_only():
     from click.testing import CliRunner
 
     named = {name for planned in SUITE.values() for name in planned.implementations}
-    assert named <= set(IMPLEMENTATIONS) & set(report.LABELS)
+    assert named <= set(IMPLEMENTATIONS) and set(IMPLEMENTATIONS) == set(SETTINGS) <= set(report.LABELS)
     shown = CliRunner().invoke(app, ["suite", "--list", "--only", "host,llama-64", "--skip", "llama-64"])
     assert shown.exit_code == 0 and shown.output.split(":")[0] == "host"
     wrong = CliRunner().invoke(app, ["suite", "--list", "--only", "llama-65"])
