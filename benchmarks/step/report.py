@@ -156,15 +156,16 @@ def _cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
     cells = []
     for row in _in_order(result["rows"]):
         label = LABELS.get(row["implementation"], row["implementation"])
+        setting = _setting(row) if row["implementation"] != "none" else ""
         if "forward_backward_ms" not in row:
-            cells.append((label, _setting(row), _why_not(row), *("",) * (len(_COLUMNS) - 3)))
+            cells.append((label, setting, _why_not(row), *("",) * (len(_COLUMNS) - 3)))
             continue
         time, bound = row["forward_backward_ms"], bound_ms(result, row["wire"])
         time_ratio, allocated_ratio, reserved_ratio = _over_fsdp2(result, row)
         cells.append(
             (
                 label,
-                _setting(row),
+                setting,
                 wire_text(row["wire"]),
                 f"{time:.1f}",
                 f"{time / floor:.2f}" if floor else "",
