@@ -127,7 +127,7 @@ PROFILES = {
         # way; the same share of it as above is useful. Its Table 1: 64 ranks gather a GPT-OSS-120B layer
         # (6.43 GB in bf16) in 43.71 ms and reduce it (12.9 GB in fp32) in 94.24 ms: 18 and 17 GB/s per card
         # if each of eight carries its eighth of 63/64 of the bytes, 16 and 15 by the smaller number of
-        # bytes charged here. 18 is kind to rings.
+        # bytes charged here; 18 is kind to who moves most.
         Network("paper", 178.0, 18.0, 8, **_STEPS_US),
         # GB200 NVL72: NVLink 5 has 900 GB/s each way; 811 were measured with nccl-tests on 8 GPUs of two
         # trays (lixueduan.com/posts/ai/13-gb200-mnnvl-nccl-test). One 400 Gb/s card per GPU to other racks.
