@@ -124,9 +124,10 @@ def _measure(pipe: Any, case: Case, name: str, trace_dir: Path | None) -> None:
 def _line(row: dict[str, Any]) -> str:
     if "error" in row:
         return f"{row['implementation']}: failed\n{row['error']}"
+    held = "/".join(f"{sum(level):.1f}" for level in zip(*row["held_ms"].values())) or "0"
     return (
         f"{row['implementation']:>12} {wire_text(row['wire']):>9}: "
         f"forward+backward {row['forward_backward_ms']:8.1f} ms, "
         f"step {row['step_ms']:8.1f} ms, host {row['host_ms']:7.1f} ms, "
-        f"peak {row['peak_allocated_gib']:.1f}/{row['peak_reserved_gib']:.1f} GiB"
+        f"peak {row['peak_allocated_gib']:.1f}/{row['peak_reserved_gib']:.1f} GiB, links held {held} ms"
     )

@@ -156,7 +156,8 @@ class Wire:
         """The next point-to-point call does not share the wire with those before."""
         self._pairs, self._sent = _NO_TRAFFIC, None
 
-    def send(self, flat: torch.Tensor) -> None:
+    def note_sent(self, flat: torch.Tensor) -> None:
+        """What the next receive may deliver."""
         self._sent = flat
 
     def receive(self, flat: torch.Tensor) -> Copy:
@@ -466,7 +467,7 @@ class WireGroup(dist.ProcessGroup):
         return self._exchange("all_to_all", sent, received, (*outputs, *sources), copies)
 
     def send(self, tensors: list, to: int, tag: int = 0) -> dist.Work:
-        self._wire.send(tensors[0].view(-1))
+        self._wire.note_sent(tensors[0].view(-1))
         return self._pair(to, tensors[0], sent=True)
 
     def recv(self, tensors: list, source: int, tag: int = 0) -> dist.Work:

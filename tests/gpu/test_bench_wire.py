@@ -1,6 +1,6 @@
 """The benchmark's wire on a device: levels run beside each other, collectives of one level in turns.
 
-Run with ``RAGGED_FSDP_TEST_DEVICE=cuda``, alone on the device: it measures times, so ``run.py`` leaves it out.
+Run with ``RAGGED_FSDP_TEST_DEVICE=cuda``, alone on the device: it measures times. ``run.py`` leaves it out.
 """
 
 import sys

@@ -337,6 +337,20 @@ def test_a_timeline_has_a_lane_per_stream(tmp_path):
     matmul, other = spans(named["compute"], wire=False)
     assert matmul == (0.0, 150.0, "matmul") and other[:2] == (150.0, 155.0)
     assert draw_timeline([path], tmp_path / "t.svg").stat().st_size > 1000
+    levels = [("_wire_spin", 21, 1.0, 5.0, 0), ("_wire_spin", 20, 0.0, 1.0, 0), ("nvjet", 7, 0.0, 1.0, 0)]
+    assert [(lane, own[0][1]) for lane, own in lanes(levels).items()] == [
+        ("compute", 7),
+        ("wire inside", 20),
+        ("wire outside", 21),
+    ]
+
+
+def test_networks_and_flat_wires_are_chosen_together():
+    from benchmarks.step.app import _wires
+
+    assert _wires(None, None) == (None, 400.0)
+    assert _wires("200", "h200-400g,paper") == (200.0, "h200-400g", "paper")
+    assert _wires(None, "free,flat,nvl72") == (None, 400.0, "nvl72")
 
 
 def test_the_suite_saves_as_it_goes_goes_on_and_stops_at_its_deadline(tmp_path, monkeypatch):
