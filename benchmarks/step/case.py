@@ -73,6 +73,14 @@ class Case:
         return self.ranks // self.replicas
 
     @property
+    def ranks_per_node(self) -> int:
+        """Of the case's networks with nodes, which must agree; all ranks where there is none."""
+        found = {network_of(wire).ranks_per_node for wire in self.wires} - {None}
+        if len(found) > 1:
+            raise ValueError(f"networks: expected nodes of one size, got nodes of {sorted(found)} ranks")
+        return found.pop() if found else self.ranks
+
+    @property
     def batch(self) -> int:
         return self.tokens // self.shape.sequence
 

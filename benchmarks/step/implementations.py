@@ -132,6 +132,8 @@ def _ours(
 
     if codes is not None:
         options["gather_policy"] = partial(_codes, codes)
+    if "two_level" in options.values():  # the other ranks do not exist and cannot be asked where they are
+        options["ranks_per_node"] = case.ranks_per_node
     reduced = _DTYPES[reduce_dtype or case.reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     trainer = per_layer(case, device, fully_shard, policy, **(options | dict(case.options)))
@@ -249,6 +251,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 _NOTHING_KEPT: dict[str, Any] = {"reshard_after_forward": True}
 _BF16: dict[str, Any] = {"reduce_dtype": "bf16"}
 _NODE_KEEPS: dict[str, Any] = {"reshard_after_forward": 8}
+_TWO_LEVEL: dict[str, Any] = {"reduction": "two_level"}
 
 IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     "none": _none,
@@ -263,6 +266,14 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
         f"ours-all-to-all-{name}": partial(_ours, reduction="all_to_all", **how)
         for name, how in _OPTIONS.items()
     },
+    "ours-two-level": partial(_ours, **_TWO_LEVEL),
+    "ours-two-level-nothing-kept": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT),
+    "ours-two-level-fp32-between": partial(
+        _ours, **_TWO_LEVEL, **_NOTHING_KEPT, internode_dtype=torch.float32
+    ),
+    "ours-two-level-gather": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT, gather="two_level"),
+    "ours-two-level-float8": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT, codes="float8_e4m3fn"),
+    "ours-two-level-reshard8": partial(_ours, **_TWO_LEVEL, **_NODE_KEEPS),
     "fsdp2": _fsdp2,
     "fsdp2-shard1": partial(_fsdp2, shard_dim=1),
     "fsdp2-kept2": partial(_fsdp2, kept=2),
@@ -279,6 +290,9 @@ _KEPT_BF16, _NODE = f"{_KEPT}, {_BF16_SUMS}", "8 ranks keep"
 SETTINGS: dict[str, str] = {
     **dict.fromkeys(("none", "fsdp2", "fsdp2-shard1", "fsdp1", "megatron", "deepspeed"), _EQUAL),
     **dict.fromkeys(("ours-nothing-kept", "ours-all-to-all-nothing-kept"), _EQUAL),
+    **dict.fromkeys((f"ours-two-level-{n}" for n in ("nothing-kept", "fp32-between", "gather")), _EQUAL),
+    "ours-two-level-float8": _EQUAL,
+    "ours-two-level-reshard8": _NODE,
     **dict.fromkeys(("ours-nothing-kept-bf16", "fsdp2-bf16"), _BF16_SUMS),
     **dict.fromkeys(("ours-bf16", "fsdp2-kept2-bf16"), _KEPT_BF16),
     **dict.fromkeys(("ours-reshard8", "fsdp2-reshard8"), _NODE),

@@ -459,10 +459,16 @@ class WireGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: list, sources: list, opts: Any = None) -> dist.Work:
         own, rows = sources[self._own_rank].view(-1), _joined(outputs)
-        if rows is not None:
+        if rows is not None and own.numel():
             copies = [Copy(rows, own, len(outputs), self._own_rank)]
-        else:
-            copies = [Copy(output.view(-1), own[: output.numel()]) for output in outputs]
+        else:  # who sends nothing to himself receives what he sends to another
+            like = own if own.numel() else max((t.view(-1) for t in sources), key=torch.Tensor.numel)
+            copies = [
+                Copy(part, like[: part.numel()])
+                for output in outputs
+                if like.numel()
+                for part in output.view(-1).split(like.numel())
+            ]
         sent, received = ([t.nbytes for t in tensors] for tensors in (sources, outputs))
         return self._exchange("all_to_all", sent, received, (*outputs, *sources), copies)
 
