@@ -57,7 +57,7 @@ LEVELS = Seconds._fields
 _POOL_BYTES = 1 << 30
 _INIT_STD = 0.02
 _SMALL_BYTES = 256 << 20  # copied within 0.2 ms
-_NO_TIME, _NO_TRAFFIC = Seconds(0.0, 0.0), Traffic()
+_FREE, _NO_TIME, _NO_TRAFFIC = network_of(None), Seconds(0.0, 0.0), Traffic()
 
 
 class Copy(NamedTuple):
@@ -88,7 +88,7 @@ class Wire:
     ``nothing`` leaves the memory as it is: for host times, where launching deliveries would count.
     """
 
-    network: Network = field(default_factory=lambda: network_of(None))
+    network: Network = _FREE
     """May be changed between steps."""
     payload: str = "repeat"
     delivery: str = "fake"
@@ -97,7 +97,7 @@ class Wire:
     held_s: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Seconds for which each kind of collective held each of :data:`LEVELS`."""
     _streams: dict[int, torch.Stream] = field(default_factory=dict)
-    _pairs: Traffic = _NO_TRAFFIC
+    pairs: Traffic = _NO_TRAFFIC
     """What the point-to-point calls that are under way together have sent and received so far."""
     _sent: torch.Tensor | None = None
     """The last tensor that one of them sent, flat."""
@@ -145,8 +145,8 @@ class Wire:
 
     def pair(self, traffic: Traffic) -> tuple[int, Seconds]:
         """Bytes and seconds by which a point-to-point call makes those that are under way longer."""
-        before, after = self._pairs, self._pairs.plus(traffic)
-        self._pairs = after
+        before, after = self.pairs, self.pairs.plus(traffic)
+        self.pairs = after
         (moved, held), (moved_before, held_before) = (
             (max(sum(t[::2]), sum(t[1::2])), exchange_price(t, self.network)) for t in (after, before)
         )
@@ -154,7 +154,7 @@ class Wire:
 
     def end_pairs(self) -> None:
         """The next point-to-point call does not share the wire with those before."""
-        self._pairs, self._sent = _NO_TRAFFIC, None
+        self.pairs, self._sent = _NO_TRAFFIC, None
 
     def note_sent(self, flat: torch.Tensor) -> None:
         """What the next receive may deliver."""
@@ -298,7 +298,8 @@ class _Delivered(dist.Work):
         self.tensors: tuple[torch.Tensor, ...] | None = tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        self._wire.end_pairs()
+        if self._wire.pairs is not _NO_TRAFFIC:
+            self._wire.end_pairs()
         if self.events:
             stream = torch.accelerator.current_stream(self._wire.device_index)
             for event in self.events:
@@ -349,7 +350,7 @@ class WireGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """A collective in which all ranks take part alike."""
         network = self._wire.network
-        seconds = _NO_TIME if network.free else price(kind, nbytes, self.place, network)
+        seconds = _NO_TIME if network is _FREE else price(kind, nbytes, self.place, network)
         return self._carried(kind, nbytes, tensors, copies, seconds)
 
     def _exchange(
@@ -363,7 +364,7 @@ class WireGroup(dist.ProcessGroup):
         """A collective of so many bytes to and from each rank of the group."""
         network = self._wire.network
         seconds = _NO_TIME
-        if not network.free:
+        if network is not _FREE:
             seconds = exchange_price(self.place.traffic(sent, received), network)
         return self._carried(kind, max(sum(sent), sum(received)), tensors, copies, seconds)
 
@@ -377,7 +378,7 @@ class WireGroup(dist.ProcessGroup):
         level: int | None = None,
     ) -> dist.Work:
         wire = self._wire
-        if kind != "point_to_point":
+        if kind != "point_to_point" and wire.pairs is not _NO_TRAFFIC:
             wire.end_pairs()
         wire.count(kind, 2 * nbytes if kind == "all_reduce" else nbytes, seconds)
         events: list[torch.Event] = []
