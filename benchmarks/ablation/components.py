@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp import collectives
+from ragged_fsdp.collectives import Comm
 from ragged_fsdp.dtensor import RaggedShard
 from ragged_fsdp.optim import AdamW8bit
 from ragged_fsdp.optim.blocks import block_grid
@@ -27,6 +27,7 @@ from ragged_fsdp.optim.blocks import block_grid
 __all__ = ["CopyingGather", "CopyingReduce", "RedistributingAdamW8bit"]
 
 _CODES = ("exp_avg_codes", "exp_avg_sq_codes")
+_COMM = Comm()
 
 
 class _Copying:
@@ -50,7 +51,7 @@ class CopyingGather(_Copying):
         sizes = self.sizes(input_tensor.numel())
         sent, received = torch.empty_like(input_tensor), torch.empty_like(output_tensor)
         torch._foreach_copy_(list(sent.split(sizes)), list(input_tensor.split(sizes)))
-        collectives.all_gather_(received, sent, group)
+        _COMM.gather(received, sent, group)
         _copy_columns(output_tensor, received, group.size(), sizes)
 
 
@@ -69,7 +70,7 @@ class CopyingReduce(_Copying):
         sizes = self.sizes(output_tensor.numel())
         sent, received = torch.empty_like(input_tensor), torch.empty_like(output_tensor)
         _copy_columns(sent, input_tensor, group.size(), sizes)
-        collectives.reduce_scatter(received, sent, group, op=op)
+        _COMM.reduce(received, sent, group, op=op)
         output_tensor.copy_(received)
 
 
