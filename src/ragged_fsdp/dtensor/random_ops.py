@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from ragged_fsdp.dtensor.construct import whole, wrap_local
+from ragged_fsdp.dtensor.construct import wrap_local
 from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import RaggedLayout, is_ragged, ragged_layout, replicated, with_placements
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
@@ -26,13 +26,6 @@ aten = torch.ops.aten
 # CPU generators draw these element after element, in blocks of 16 at most: chunks of a multiple of 16
 # give the numbers of one large draw.
 _CHUNKABLE = {aten.normal_.default, aten.uniform_.default}
-# Their elements decide how the numbers are used, or are part of the result: the whole tensor is needed.
-_BY_VALUE = {
-    aten.bernoulli.default,
-    aten.normal.Tensor_Tensor,
-    aten.normal.Tensor_float,
-    aten.poisson.default,
-}
 _CHUNK_NUMEL = 1 << 22
 _BLOCK_NUMEL = 16
 
@@ -42,12 +35,10 @@ def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not (isinstance(tensor, DTensor) and is_ragged(spec_of(tensor))):
         return NotImplemented
-    if op is aten.native_dropout.default:
-        return _dropout(op, args, kwargs)
     name = schema_of(op).name
     if name.endswith("_"):
         return _in_place(op, args, kwargs)
-    if name.endswith("_like") or op in _BY_VALUE:
+    if name.endswith("_like"):
         return _alike(op, args, kwargs)
     raise refusal(op, tensor, "its random numbers do not correspond to elements")
 
@@ -64,7 +55,7 @@ def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor
         _draw_chunks(op, local, layout, args[1:], kwargs)
     else:
         full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-        op(full, *(_whole(a) for a in args[1:]), **kwargs)
+        op(full, *args[1:], **kwargs)
         local.copy_(_own_piece(full, spec_of(tensor)))
     return tensor
 
@@ -92,29 +83,12 @@ def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     local = local_of(tensor)
     if local.is_meta:
         drawn = op(local, *args[1:], **kwargs)
-    elif op in _BY_VALUE:
-        drawn = _own_piece(op(*map(_whole, args), **kwargs), spec_of(tensor))
     else:
         model = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
         drawn = _own_piece(op(model, *args[1:], **kwargs), spec_of(tensor))
     return wrap_local(drawn, with_placements(spec_of(tensor), tensor.placements, dtype=drawn.dtype))
 
 
-def _dropout(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    """Draw the scaled mask of the whole tensor on ones, and multiply by the own piece of it."""
-    tensor: DTensor = args[0]
-    local, spec = local_of(tensor), spec_of(tensor)
-    ones = torch.ones(tensor.shape, dtype=local.dtype, device=local.device)
-    scaled, mask = (_own_piece(full, spec) for full in op(ones, *args[1:], **kwargs))
-    mask_spec = with_placements(spec, spec.placements, dtype=mask.dtype)
-    return wrap_local(local * scaled, spec), wrap_local(mask, mask_spec)
-
-
 def _own_piece(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
     every = with_placements(spec, replicated(spec.mesh), dtype=full.dtype)
     return redistribute_local_tensor(full, every, with_placements(every, spec.placements))
-
-
-def _whole(value: Any) -> Any:
-    """A DTensor operand as the whole plain tensor (probabilities that differ by element)."""
-    return whole(value) if isinstance(value, DTensor) else value

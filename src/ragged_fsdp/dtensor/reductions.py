@@ -37,7 +37,6 @@ from ragged_fsdp.torch_internals import (
     TensorMeta,
     bound_arguments,
     local_of,
-    schema_of,
     spec_of,
 )
 
@@ -129,7 +128,6 @@ def _extreme_identity(dtype: torch.dtype, largest: bool) -> Any:
 
 
 _SUM = Combine("sum", lambda dtype: 0)
-_PRODUCT = Combine("product", lambda dtype: 1)
 _MAX = Combine("max", lambda dtype: _extreme_identity(dtype, True))
 _MIN = Combine("min", lambda dtype: _extreme_identity(dtype, False))
 
@@ -177,9 +175,11 @@ def _reduced_shape(shape: Shape, reduced: list[int], keepdim: bool) -> Shape:
     return tuple(1 if d in reduced else s for d, s in enumerate(shape) if keepdim or d not in reduced)
 
 
-def _dims_of(tensor: DTensor, dim: Any) -> list[int]:
+def _dims_of(call: dict[str, Any]) -> list[int]:
+    """The dims that a call reduces: all, if it names none."""
+    dim = call.get("dim")
     if dim is None or dim == []:
-        return list(range(tensor.ndim))
+        return list(range(call["self"].ndim))
     return [dim] if isinstance(dim, int) else list(dim)
 
 
@@ -191,47 +191,31 @@ def _beside(tensor: DTensor, reduced: DTensor) -> torch.Tensor:
 
 
 def _combining(combine: Combine) -> Handler:
-    """sum, prod, any, all, amax, amin: any op along dims whose local results combine like its elements."""
+    """sum, amax, amin: ops along dims whose local results combine like the elements."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         call = bound_arguments(op, args, kwargs)
         options = {"dtype": call["dtype"]} if call.get("dtype") is not None else {}
-        one_dim = schema_of(op).overload_name in ("dim", "dim_int")
 
         def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
-            if not one_dim:
-                return op(local, local_dims, keep, **options)
-            for done, at in enumerate(sorted(local_dims)):
-                local = op(local, at if keep else at - done, keep, **options)
-            return local
+            return op(local, local_dims, keep, **options)
 
-        dims = _dims_of(call["self"], call.get("dim"))
-        return _along_dims(call["self"], dims, bool(call.get("keepdim")), reduce, combine)
+        return _along_dims(call["self"], _dims_of(call), bool(call.get("keepdim")), reduce, combine)
 
     return handler
 
 
-def _extreme_of_all(extreme: Any) -> Handler:
+def _extreme_of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """max and min over all elements."""
-
-    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-        return extreme(args[0])
-
-    return handler
+    return (aten.amax if op is aten.max.default else aten.amin).default(args[0])
 
 
 def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """A sum divided by the count: the mean of uneven pieces is not the mean of their means."""
     call = bound_arguments(op, args, kwargs)
-    tensor, dims = call["self"], _dims_of(call["self"], call.get("dim"))
-    options = {"dtype": call["dtype"]} if call.get("dtype") is not None else {}
+    tensor, dims = call["self"], _dims_of(call)
+    total = aten.sum.dim_IntList(tensor, dims, bool(call.get("keepdim")), dtype=call.get("dtype"))
     count = math.prod(tensor.shape[d] for d in dims)
-    if call.get("dim") is None or call["dim"] == []:
-        total = aten.sum.default(tensor, **options)
-        if call.get("keepdim"):
-            total = aten.view.default(total, [1] * tensor.ndim)
-    else:
-        total = aten.sum.dim_IntList(tensor, call["dim"], call["keepdim"], **options)
     # on the local tensor, so that the result is known for what the reduction of a ragged tensor left
     return wrap_local(aten.div.Scalar(local_of(total), count), spec_of(total))
 
@@ -240,7 +224,7 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Norms without a cached rule: infinite and negative orders, some dims, keepdim."""
     call = bound_arguments(op, args, kwargs)
     tensor, order = call["self"], call.get("ord", call.get("p", 2))
-    dims, keepdim = _dims_of(tensor, call.get("dim")), bool(call.get("keepdim"))
+    dims, keepdim = _dims_of(call), bool(call.get("keepdim"))
     if call.get("dtype") is not None:
         tensor = tensor.to(call["dtype"])
     if call.get("dim") and len(dims) == tensor.ndim and not keepdim:
@@ -268,49 +252,17 @@ def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     return [aten.linalg_vector_norm.default(t, order, None, False, dtype=dtype) for t in call["self"]]
 
 
-def _foreach_max(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    return [aten.max.default(tensor) for tensor in args[0]]
-
-
-def _variance(*, root: bool, with_mean: bool) -> Handler:
-    """var and std, in two passes, and with the mean."""
-
-    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = bound_arguments(op, args, kwargs)
-        tensor, dims = call["self"], _dims_of(call["self"], call["dim"])
-        correction = 1 if call.get("correction") is None else call["correction"]
-        count = math.prod(tensor.shape[d] for d in dims)
-        mean = settled(aten.mean.dim(tensor, dims, True))
-        squares = torch.square(local_of(tensor) - _beside(tensor, mean))
-        total = settled(aten.sum.dim_IntList(wrap_local(squares, spec_of(tensor)), dims, call["keepdim"]))
-        variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
-        spread = aten.sqrt.default(variance) if root else variance
-        return (spread, aten.mean.dim(tensor, call["dim"], call["keepdim"])) if with_mean else spread
-
-    return handler
-
-
-def _both_extremes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, DTensor]:
-    """aminmax, of all elements or along one dim."""
+def _variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """var and std, in two passes."""
     call = bound_arguments(op, args, kwargs)
-    dims = [] if call["dim"] is None else [call["dim"]]
-    low = aten.amin.default(call["self"], dims, call["keepdim"])
-    return low, aten.amax.default(call["self"], dims, call["keepdim"])
-
-
-def _nansum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    call = bound_arguments(op, args, kwargs)
-    known = aten.nan_to_num.default(call["self"], 0.0, math.inf, -math.inf)
-    return aten.sum.dim_IntList(known, call["dim"], call["keepdim"], dtype=call["dtype"])
-
-
-def _count_nonzero(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    call = bound_arguments(op, args, kwargs)
-    nonzero = aten.ne.Scalar(call["self"], 0)
-    dim = call.get("dim")
-    if dim is None or dim == []:
-        return aten.sum.default(nonzero)
-    return aten.sum.dim_IntList(nonzero, [dim] if isinstance(dim, int) else dim)
+    tensor, dims = call["self"], _dims_of(call)
+    correction = 1 if call.get("correction") is None else call["correction"]
+    count = math.prod(tensor.shape[d] for d in dims)
+    mean = settled(aten.mean.dim(tensor, dims, True))
+    squares = torch.square(local_of(tensor) - _beside(tensor, mean))
+    total = settled(aten.sum.dim_IntList(wrap_local(squares, spec_of(tensor)), dims, call["keepdim"]))
+    variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
+    return aten.sqrt.default(variance) if op is aten.std.correction else variance
 
 
 def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
@@ -345,31 +297,19 @@ HANDLERS: dict[Any, Handler] = {
     aten._local_scalar_dense.default: _item,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
-    aten.max.default: _extreme_of_all(aten.amax.default),
-    aten.min.default: _extreme_of_all(aten.amin.default),
+    aten.max.default: _extreme_of_all,
+    aten.min.default: _extreme_of_all,
     aten.amax.default: _combining(_MAX),
     aten.amin.default: _combining(_MIN),
     aten.sum.dim_IntList: _combining(_SUM),
-    aten.prod.dim_int: _combining(_PRODUCT),
     aten.any.default: _truth,
     aten.all.default: _truth,
-    aten.any.dim: _combining(_SUM),
-    aten.any.dims: _combining(_SUM),
-    aten.all.dim: _combining(_PRODUCT),
-    aten.all.dims: _combining(_PRODUCT),
     aten.linalg_vector_norm.default: _norm,
     aten.norm.Scalar: _norm,
     aten.norm.ScalarOpt_dim: _norm,
     aten._foreach_norm.Scalar: _foreach_norm,
-    aten._foreach_max.default: _foreach_max,
     aten.allclose.default: _allclose,
-    aten.aminmax.default: _both_extremes,
     aten.equal.default: _equal,
-    aten.nansum.default: _nansum,
-    aten.var.correction: _variance(root=False, with_mean=False),
-    aten.std.correction: _variance(root=True, with_mean=False),
-    aten.var_mean.correction: _variance(root=False, with_mean=True),
-    aten.std_mean.correction: _variance(root=True, with_mean=True),
-    aten.count_nonzero.default: _count_nonzero,
-    aten.count_nonzero.dim_IntList: _count_nonzero,
+    aten.var.correction: _variance,
+    aten.std.correction: _variance,
 }
