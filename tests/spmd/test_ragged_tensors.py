@@ -65,17 +65,20 @@ def test_distribute_from_local_and_back(rank):
         assert made.placements == param.placements and made._local_tensor.shape == param._local_tensor.shape
 
 
-@spmd(2)
+@spmd(*worlds(1, 2))
 def test_only_the_source_rank_decides(rank):
     mesh = rank.mesh()
     own = torch.full((4, 2), float(rank.rank), device=rank.device)
-    placement = RaggedShard((0,), (1, 3))
+    placement = RaggedShard.on_one_rank((4, 2), rank.world_size, 0)
     assert_same(distribute_tensor(own, mesh, [placement]), torch.zeros(4, 2))
     kept = distribute_tensor(own, mesh, [placement], src_data_rank=None)
     assert_same(kept.to_local(), torch.full(kept.to_local().shape, float(rank.rank)))
     before = own.clone()
     kept.add_(1)
     assert_same(own, before)  # a sharded tensor never shares the memory of its source
+    every = distribute_tensor(own, mesh, [Replicate()])
+    every.redistribute(placements=[placement]).add_(1)
+    assert_same(every.to_local(), torch.zeros(4, 2))
 
 
 @spmd(*worlds(3))

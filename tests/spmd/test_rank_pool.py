@@ -49,9 +49,9 @@ def _warns(rank, category, module):
 @pytest.mark.parametrize("category", [UserWarning, FutureWarning, DeprecationWarning])
 def test_a_warning_from_our_own_frames_is_an_error(tmp_path, category):
     with pytest.raises(category, match="planted"):
-        _warns(None, category, "ragged_fsdp.dtensor.moves")
+        _warns(None, category, "ragged_fsdp.dtensor.redistribute")
     warned = spmd(2)(_warns)
     with pytest.raises(pytest.fail.Exception, match="planted"):
-        warned(world_size=2, tmp_path=tmp_path, category=category, module="ragged_fsdp.dtensor.moves")
+        warned(world_size=2, tmp_path=tmp_path, category=category, module="ragged_fsdp.dtensor.redistribute")
     _warns(None, category, "torch.distributed")
     warned(world_size=2, tmp_path=tmp_path, category=category, module="torch.distributed")

@@ -27,7 +27,6 @@ from ragged_fsdp.torch_internals import (
     DTensorSpec,
     TensorMeta,
     current_mesh,
-    is_traceable_wrapper_subclass,
     local_of,
     spec_of,
     stock,
@@ -123,16 +122,8 @@ def distribute_tensor(
     base = _stock_distribute_tensor(source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
     target = with_placements(spec_of(base), spec.placements)
     local = redistribute_local_tensor(local_of(base), spec_of(base), target)
-    if not tensor.is_meta and _may_alias(local, tensor):
-        local = local.clone()  # a sharded tensor never shares the memory of its source
     local = local.detach().requires_grad_(tensor.requires_grad)
     return DTensor(local, spec, requires_grad=tensor.requires_grad)
-
-
-def _may_alias(local: torch.Tensor, tensor: torch.Tensor) -> bool:
-    if is_traceable_wrapper_subclass(tensor):  # has no storage of its own to compare
-        return True
-    return local.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:

@@ -1,24 +1,26 @@
-"""``redistribute_local_tensor`` for specs with a ragged side: chooses the moves, in order.
+"""``redistribute_local_tensor`` for specs with a ragged side, each move with the cheapest collectives.
 
-The plan is a function of the two specs alone, hence the same on every rank of the mesh. Where several mesh
-dims change, or a Shard comes or goes, the two specs become :class:`Division` s: what every rank holds, as
-boxes of the global tensor, and a route of all-to-alls leads from one to the other.
+The plan is a function of the two specs alone, hence the same on every rank of the mesh; the table is in
+:mod:`ragged_fsdp.placement`. A pending sum that becomes ragged is reduce-scattered. For everything else the
+two specs become :class:`Division` s: what every rank holds, as boxes of the global tensor, and a route of
+all-to-alls and gathers leads from one to the other.
+
+A result may be an ``AsyncCollectiveTensor`` where no work is left after the last collective.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from itertools import product
 from typing import Any
 
 import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
-from ragged_fsdp.dtensor import moves
 from ragged_fsdp.dtensor.geometry import (
+    RaggedLayout,
     check_placements,
     compute_layout,
     is_ragged,
@@ -28,12 +30,16 @@ from ragged_fsdp.dtensor.geometry import (
     with_placements,
 )
 from ragged_fsdp.placement import RaggedShard
-from ragged_fsdp.routes import HopKind, Region, Route, chunk_of_chunks, plan_route
+from ragged_fsdp.routes import HopKind, Part, Region, Route, chunk_of_chunks, plan_route
 from ragged_fsdp.torch_internals import (
+    AsyncCollectiveTensor,
     DTensorSpec,
     StridedShard,
+    all_gather,
     cut_order_of,
+    functional,
     partition_value,
+    reduce_scatter,
     reduce_value,
     stock,
 )
@@ -41,6 +47,20 @@ from ragged_fsdp.torch_internals import (
 __all__ = ["Division", "is_cut", "redistribute_cost", "redistribute_local_tensor", "route_between"]
 
 Shape = tuple[int, ...]
+Group = tuple[Any, int]
+"""A mesh and the mesh dim to communicate over."""
+
+# Padding every piece to the longest is one fast collective, but not if it multiplies the traffic.
+_MAX_PADDED_RATIO = 2
+
+# How the addends of a pending reduction, one per row, combine.
+_COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sum": lambda rows: rows.sum(0, dtype=rows.dtype),
+    "avg": lambda rows: rows.mean(0),
+    "product": lambda rows: rows.prod(0, dtype=rows.dtype),
+    "max": lambda rows: rows.amax(0),
+    "min": lambda rows: rows.amin(0),
+}
 
 # Captured before patches.py replaces the names.
 _stock_cost: Callable[..., float] = stock("redistribute_cost")
@@ -56,8 +76,7 @@ def redistribute_local_tensor(
     **stock_options: Any,
 ) -> torch.Tensor:
     """What this rank holds under ``target_spec``, given what it holds under ``current_spec``."""
-    from_ragged, to_ragged = is_ragged(current_spec), is_ragged(target_spec)
-    if not (from_ragged or to_ragged):
+    if not (is_ragged(current_spec) or is_ragged(target_spec)):
         return _stock_redistribute(
             local_tensor, current_spec, target_spec, async_op=async_op, **stock_options
         )
@@ -74,25 +93,18 @@ def redistribute_local_tensor(
         else:
             check_placements(tuple(spec.shape), tuple(spec.mesh.shape), spec.placements)
     moved = _move(local_tensor, current_spec, target_spec, async_op, stock_options)
-    return moved if async_op else moves.wait(moved)
+    return moved if async_op else _wait(moved)
 
 
 def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
-    """What a move costs, in stock's measure: 0 where nothing is sent, that of a gather otherwise."""
+    """What a move costs, in stock's measure: 0 where ranks only cut what they have, else that of a gather."""
     if not (is_ragged(current_spec) or is_ragged(target_spec)):
         return _stock_cost(current_spec, target_spec)
-    if current_spec.placements == target_spec.placements or _sends_nothing(current_spec, target_spec):
+    if current_spec.placements == target_spec.placements:
         return 0.0
     sharded = with_placements(current_spec, unragged(current_spec.placements, Shard(0)))
     gathered = with_placements(target_spec, unragged(target_spec.placements))
     return _stock_cost(sharded, gathered)
-
-
-def _sends_nothing(current: DTensorSpec, target: DTensorSpec) -> bool:
-    if any(before.is_partial() and before != after for before, after in _pairs(current, target)):
-        return False
-    source, destination = division_of(current), division_of(target)
-    return source is not None and destination is not None and sends_nothing(source, destination)
 
 
 def _move(
@@ -106,72 +118,72 @@ def _move(
     ragged_dim = ragged_mesh_dim(current.placements)
     if ragged_dim is not None and target.placements[ragged_dim].is_partial():
         # zeros where others hold the values: nothing is sent, and stock does the rest
-        middle = _replaced(current, ragged_dim, target.placements[ragged_dim])
-        after: Any = target.placements[ragged_dim]
-        local = moves.partial_from_ragged(local, after, ragged_layout(current))
+        pending: Any = target.placements[ragged_dim]
+        local = _partial_from_ragged(local, pending, ragged_layout(current))
+        middle = _replaced(current, ragged_dim, pending)
         return redistribute_local_tensor(local, middle, target, async_op=async_op, **stock_options)
-    if _along_one_dim(current, target):
-        return _move_along_one_dim(local, current, target, async_op)
+    if _is_scattered_sum(current, target):
+        local, current = _scattered(local, current, target)
     source, destination = division_of(current), division_of(target)
     if source is None or destination is None:
         return _move_through_replicate(local, current, target, async_op, stock_options)
     return _exchange(local, current.mesh, source, destination, async_op)
 
 
-def _along_one_dim(current: DTensorSpec, target: DTensorSpec) -> bool:
-    """Whether only the ragged mesh dim changes, in a way that has a collective of its own.
-
-    Pending sums of other mesh dims may be reduced besides: they act on each element alone.
-    """
-    sources, targets = ragged_mesh_dim(current.placements), ragged_mesh_dim(target.placements)
-    mesh_dim = targets if sources is None else sources
-    if sources is not None and targets is not None and sources != targets:
+def _is_scattered_sum(current: DTensorSpec, target: DTensorSpec) -> bool:
+    """Whether a pending sum becomes ragged, and other mesh dims at most settle theirs."""
+    mesh_dim = ragged_mesh_dim(target.placements)
+    if mesh_dim is None or type(current.placements[mesh_dim]) is not Partial:
         return False
-    for other, (before, after) in enumerate(_pairs(current, target)):
-        if other == mesh_dim:
-            if any(is_cut(p) and not isinstance(p, RaggedShard) for p in (before, after)):
-                return False
-        elif before != after and not (type(before) is Partial and after.is_replicate()):
-            return False
-    return True
+    return all(
+        other == mesh_dim or before == after or (type(before) is Partial and after.is_replicate())
+        for other, (before, after) in enumerate(zip(current.placements, target.placements))
+    )
 
 
-def _move_along_one_dim(
-    local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool
-) -> torch.Tensor:
-    leaving = ragged_mesh_dim(current.placements)
-    mesh_dim = ragged_mesh_dim(target.placements) if leaving is None else leaving
-    assert mesh_dim is not None
-    before: Any = current.placements[mesh_dim]
-    after: Any = target.placements[mesh_dim]
-    group = (current.mesh, mesh_dim)
-    if leaving is None:
-        layout = ragged_layout(target)
-        if before.is_partial():
-            local = moves.ragged_from_partial(local, before, layout, group)
-        else:
-            local = moves.ragged_from_all(local, layout)
-        return _settle_others(local, current, target, mesh_dim)  # on the pieces, which are smallest
-    local = _settle_others(local, current, target, mesh_dim)
-    if isinstance(after, RaggedShard):
-        return moves.ragged_from_ragged(local, ragged_layout(current), ragged_layout(target), group)
-    return moves.all_from_ragged(local, ragged_layout(current), group, async_op=async_op)
+def _scattered(
+    inner: torch.Tensor, current: DTensorSpec, target: DTensorSpec
+) -> tuple[torch.Tensor, DTensorSpec]:
+    """A pending sum reduced along the ragged mesh dim of ``target``, and what it is then.
+
+    By a reduce-scatter, of padded pieces where they are uneven; where they are very uneven by an all-reduce,
+    which leaves the whole.
+    """
+    mesh_dim, layout = ragged_mesh_dim(target.placements) or 0, ragged_layout(target)
+    partial: Any = current.placements[mesh_dim]
+    ragged = _replaced(current, mesh_dim, target.placements[mesh_dim])
+    ranks, longest = len(layout.counts), max(layout.counts)
+    if ranks == 1 or not longest:
+        return inner.reshape(layout.local_shape), ragged
+    if _very_uneven(layout.counts):
+        reduced = reduce_value(partial, inner, current.mesh, mesh_dim)
+        return _wait(reduced), _replaced(current, mesh_dim, Replicate())
+    flat = inner.reshape(-1)
+    if not layout.even:
+        padded = flat.new_zeros(ranks, longest)
+        for rank, (start, count) in enumerate(zip(layout.starts, layout.counts)):
+            padded[rank, :count] = flat[start : start + count]
+        flat = padded.view(-1)
+    out = reduce_scatter(flat.contiguous(), partial.reduce_op, 0, (current.mesh, mesh_dim))
+    if not layout.even:
+        out = _wait(out)[: layout.numel].clone()
+    return out.view(layout.local_shape), ragged
 
 
-def _settle_others(
-    local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, ragged_dim: int
-) -> torch.Tensor:
-    """Reduce the pending sums of the other mesh dims, element by element."""
-    for mesh_dim, (before, after) in enumerate(_pairs(current, target)):
-        if mesh_dim != ragged_dim and before != after:
-            local = moves.wait(reduce_value(before, moves.wait(local), current.mesh, mesh_dim))
-    return local
+def _partial_from_ragged(local: torch.Tensor, partial: Partial, layout: RaggedLayout) -> torch.Tensor:
+    """Ragged to a Partial whose reduction gives the same tensor: zeros where others hold the values."""
+    if type(partial) is not Partial or partial.reduce_op not in ("sum", "avg"):
+        raise RuntimeError(f"a ragged tensor cannot become {partial}: only a sum or an average can.")
+    scale = len(layout.counts) if partial.reduce_op == "avg" else 1
+    flat = local.new_zeros(layout.inner_numel)
+    flat[layout.start : layout.stop] = local.reshape(-1) * scale
+    return flat.view(layout.inner_shape)
 
 
 def _exchange(
     local: torch.Tensor, mesh: Any, source: Division, target: Division, async_op: bool
 ) -> torch.Tensor:
-    """Placements of several mesh dims change, or a Shard comes or goes: all-to-alls along them."""
+    """Reduce what is pending, send each element to who wants it, make pending what the target has so."""
     pending, made_pending = [], []
     for mesh_dim, (before, after) in enumerate(zip(source.placements, target.placements)):
         if before == after:
@@ -179,16 +191,19 @@ def _exchange(
         if type(before) is Partial:
             pending.append((mesh_dim, before))
         elif before.is_partial():  # its reduction needs the tensor as it is
-            local = moves.wait(reduce_value(before, local, mesh, mesh_dim))
+            local = _wait(reduce_value(before, local, mesh, mesh_dim))
             source = source.with_placement(mesh_dim, Replicate())
         if after.is_partial():
             made_pending.append((mesh_dim, after))
             target = target.with_placement(mesh_dim, Replicate())
     here = tuple(mesh.get_coordinate())
     route = route_between(here, source, target)
-    moved = moves.exchange(local, route, mesh, pending, async_op).view(target.local_shape(here))
+    cut = any(b.is_replicate() and is_cut(a) for b, a in zip(source.placements, target.placements))
+    if cut and route.packing is None and not route.hops:
+        local = local.clone()  # who writes into a piece never writes into what it was cut from
+    moved = _follow(local, route, mesh, pending, async_op).view(target.local_shape(here))
     for mesh_dim, partial in made_pending:
-        moved = partition_value(partial, moves.wait(moved), mesh, mesh_dim)
+        moved = partition_value(partial, _wait(moved), mesh, mesh_dim)
     return moved
 
 
@@ -201,18 +216,12 @@ def _move_through_replicate(
 ) -> torch.Tensor:
     """To and from what only stock can describe: Replicate on the ragged mesh dim, stock for the others."""
     if is_ragged(current):
-        open_spec = with_placements(current, unragged(current.placements))
-        local = moves.wait(_move_along_one_dim(local, current, open_spec, False))
-        current = open_spec
-    if not is_ragged(target):
-        return _stock_redistribute(local, current, target, async_op=async_op, **stock_options)
+        opened = with_placements(current, unragged(current.placements))
+        local = _wait(_move(local, current, opened, False, stock_options))
+        return _stock_redistribute(local, opened, target, async_op=async_op, **stock_options)
     middle = with_placements(target, unragged(target.placements))
     local = _stock_redistribute(local, current, middle, **stock_options)
-    return _move_along_one_dim(local, middle, target, async_op)
-
-
-def _pairs(current: DTensorSpec, target: DTensorSpec) -> list[tuple[Any, Any]]:
-    return list(zip(current.placements, target.placements))
+    return _move(local, middle, target, async_op, stock_options)
 
 
 def _replaced(spec: DTensorSpec, mesh_dim: int, placement: Placement) -> DTensorSpec:
@@ -298,24 +307,6 @@ def is_cut(placement: Placement) -> bool:
 @lru_cache(maxsize=8192)
 def route_between(coordinate: Shape, current: Division, target: Division) -> Route:
     """The route of the rank at ``coordinate``. Pending sums whose mesh dim the target does not cut stay."""
-    kinds = _hop_kinds(current, target)
-    return plan_route(coordinate, current.mesh_shape, kinds, current.regions(), target.regions())
-
-
-def sends_nothing(current: Division, target: Division) -> bool:
-    """Whether no rank of the mesh sends anything; all ranks answer alike.
-
-    A hop that moves nothing is the same for all ranks along its mesh dim, so one of them is asked.
-    """
-    kinds = _hop_kinds(current, target)
-    if len(kinds) != 1:
-        return not kinds
-    hop_dim = kinds[0][0]
-    lines = product(*(range(1 if d == hop_dim else ranks) for d, ranks in enumerate(current.mesh_shape)))
-    return not any(route_between(coordinate, current, target).hops for coordinate in lines)
-
-
-def _hop_kinds(current: Division, target: Division) -> list[tuple[int, HopKind]]:
     kinds = []
     for mesh_dim, (before, after) in enumerate(zip(current.placements, target.placements)):
         if current.mesh_shape[mesh_dim] == 1 or not (is_cut(before) or is_cut(after)):
@@ -324,7 +315,7 @@ def _hop_kinds(current: Division, target: Division) -> list[tuple[int, HopKind]]
             kinds.append((mesh_dim, HopKind.SCATTER if is_cut(after) else HopKind.GATHER))
         elif before.is_partial():
             kinds.append((mesh_dim, HopKind.REDUCE))
-    return kinds
+    return plan_route(coordinate, current.mesh_shape, kinds, current.regions(), target.regions())
 
 
 def _stays(mesh_dim: int, current: Division, target: Division) -> bool:
@@ -339,3 +330,88 @@ def _stays(mesh_dim: int, current: Division, target: Division) -> bool:
         if dim == before.dim
     ]
     return earlier[0] == earlier[1] and all(_stays(other, current, target) for other in earlier[0])
+
+
+def _follow(
+    local: torch.Tensor, route: Route, mesh: Any, pending: Sequence[tuple[int, Partial]], async_op: bool
+) -> torch.Tensor:
+    """Follow ``route``; the result is flat. ``pending`` are the sums that the target does not have.
+
+    A sum over a mesh dim that the target cuts is taken where its addends meet; the others are reduced
+    where the elements lie on the fewest ranks, before the gathers.
+    """
+    summed = {hop.mesh_dim for hop in route.hops if hop.kind is HopKind.REDUCE}
+    partials, waiting = dict(pending), [item for item in pending if item[0] not in summed]
+    buffer = local.reshape(-1)
+    if route.packing is not None:
+        buffer = _joined(buffer, [_part(buffer, part).reshape(-1) for part in route.packing])
+    for hop in route.hops:
+        group = (mesh, hop.mesh_dim)
+        if hop.kind is HopKind.GATHER:
+            buffer, waiting = _reduced(buffer, mesh, waiting), []
+            buffer = _gathered(_wait(buffer), hop.receive, group, async_op)
+            continue
+        flat = _wait(buffer)
+        if hop.picks is not None:
+            flat = _joined(flat, [flat[start:stop] for start, stop in hop.picks])
+        buffer = functional.all_to_all_single(flat.contiguous(), list(hop.receive), list(hop.send), group)
+        if hop.kind is HopKind.REDUCE:
+            blocks = _wait(buffer).view(len(hop.receive), hop.receive[0])
+            buffer = _COMBINE[partials[hop.mesh_dim].reduce_op](blocks)
+    buffer = _reduced(buffer, mesh, waiting)
+    if route.unpacking is None:
+        return buffer
+    arrived, flat, position = _wait(buffer), local.new_empty(route.target_numel), 0
+    for part in route.unpacking:
+        _part(flat, part).copy_(arrived[position : position + part.numel].view(part.sizes))
+        position += part.numel
+    return flat
+
+
+def _gathered(flat: torch.Tensor, counts: Sequence[int], group: Group, async_op: bool) -> torch.Tensor:
+    """The pieces of all ranks of the mesh dim, one after the other; ``counts`` are their lengths."""
+    ranks, owners = len(counts), [rank for rank, count in enumerate(counts) if count]
+    if ranks == 1 or not owners:
+        return flat
+    if len(owners) == 1:
+        source = flat.contiguous() if flat.numel() else flat.new_empty(sum(counts))
+        out = functional.broadcast(source, owners[0], group)
+    elif len(set(counts)) == 1:
+        out = all_gather(flat.contiguous(), 0, group)
+    elif async_op or _very_uneven(counts):
+        # The pieces arrive in their final places: nothing is left to do after the exchange.
+        out = functional.all_to_all_single(flat.repeat(ranks), list(counts), [flat.numel()] * ranks, group)
+    else:
+        longest = max(counts)
+        padded = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
+        rows = _wait(all_gather(padded.contiguous(), 0, group)).view(ranks, longest)
+        out = torch.cat([rows[rank, :count] for rank, count in enumerate(counts) if count])
+    return out if async_op else _wait(out)
+
+
+def _very_uneven(counts: Sequence[int]) -> bool:
+    return len(counts) * max(counts) > _MAX_PADDED_RATIO * sum(counts)
+
+
+def _reduced(buffer: torch.Tensor, mesh: Any, pending: Sequence[tuple[int, Partial]]) -> torch.Tensor:
+    for mesh_dim, partial in pending:
+        buffer = reduce_value(partial, _wait(buffer), mesh, mesh_dim)
+    return buffer
+
+
+def _joined(flat: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
+    """A copy of the parts, one after the other."""
+    return torch.cat(parts) if parts else flat.new_empty(0)
+
+
+def _part(flat: torch.Tensor, part: Part) -> torch.Tensor:
+    """A part of a flat tensor, as a view in the shape of its box."""
+    block = flat[part.block_start : part.block_start + math.prod(part.block_sizes)].view(part.block_sizes)
+    for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes)):
+        block = block.narrow(dim, offset, size)
+    return block
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    """The finished tensor."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
