@@ -11,6 +11,7 @@ Writes ``padding.json`` (all figures, CPU seconds per model, equal layers planne
 import argparse
 import json
 import platform
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -18,13 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+
+from planner_paper import algorithm1
 from ragged_fsdp.cli.plan_costs import PlanSettings, SpecGroup, merge_equal, plan_model
 from ragged_fsdp.cli.plan_display import Curve, draw_curves
 from ragged_fsdp.cli.plan_inputs import load_shapes, parse_rule, wrap_groups
 from ragged_fsdp.planner.group import _plan_kinds
-from ragged_fsdp.planner.orders import by_block, by_numel, default
-from ragged_fsdp.planner.paper import algorithm1
-from ragged_fsdp.planner.problem import Problem
+from ragged_fsdp.planner.problem import Problem, by_block, by_numel, default
 
 MODELS = {"deepseek-v3": "DeepSeek-V3", "gpt-oss-120b": "GPT-OSS-120B"}
 EXPERT_MATRICES = ("*.experts.*_proj", "*.experts.*_proj.weight", "*.shared_experts.*_proj.weight")

@@ -6,8 +6,8 @@ import random
 import pytest
 from ortools.sat.python import cp_model
 
+from planner_paper import algorithm1
 from ragged_fsdp.planner.mixing import Link, Mix, best_mix
-from ragged_fsdp.planner.paper import algorithm1
 from ragged_fsdp.planner.problem import Problem, place_in_order
 from ragged_fsdp.planner.search import best_layout
 

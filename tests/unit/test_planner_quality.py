@@ -3,11 +3,10 @@
 import pytest
 
 from planner_corpus import all_cases, best_known, real_case
+from planner_paper import algorithm1
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_buffers, plan_group
-from ragged_fsdp.planner.orders import default
-from ragged_fsdp.planner.paper import algorithm1
-from ragged_fsdp.planner.problem import Problem
+from ragged_fsdp.planner.problem import Problem, default
 
 
 def layout_of(case):

@@ -1,14 +1,13 @@
 """Lays the tensors of a group out in one buffer of equal shards, with as little padding as can be.
 
 Needs no torch. ``plan_group`` is what the runtime calls; ``plan`` answers on plain integers. From the ground
-up: ``problem`` (what is asked, and whether an order fits), ``orders``, ``bounds`` (which sizes can work),
-``mixing`` (the best order at one size), ``search`` (the smallest size), ``group`` (the entry points);
-``paper`` is the published algorithm, for comparison.
+up: ``problem`` (what is asked, whether an order fits, orders by name), ``bounds`` (which sizes can work),
+``mixing`` (the best order at one size), ``search`` (the smallest size), ``group`` (the entry points).
 """
 
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
 from ragged_fsdp.planner.group import SPLIT_THRESHOLD, bound_group, plan, plan_buffers, plan_group
-from ragged_fsdp.planner.orders import ORDERS, Order, register_order
+from ragged_fsdp.planner.problem import ORDERS, Order, register_order
 
 __all__ = [
     "ORDERS",

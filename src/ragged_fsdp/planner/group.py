@@ -13,8 +13,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from ragged_fsdp.layout import GroupLayout, TensorSpec
-from ragged_fsdp.planner.orders import Order, ordered
-from ragged_fsdp.planner.problem import Kind, Problem, place_in_order
+from ragged_fsdp.planner.problem import Kind, Order, Problem, ordered, place_in_order
 from ragged_fsdp.planner.search import best_layout, order_layout, quick_bound, settle
 
 __all__ = ["SPLIT_THRESHOLD", "bound_group", "plan", "plan_buffers", "plan_group"]

@@ -18,6 +18,7 @@ distance of proportional mixing. Without chain and band the programme is exact o
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +163,18 @@ def best_mix(problem: Problem, mix: Mix, shard: int, divisor: int) -> tuple[list
     return order, (programme.levels_run + 1) * mix.level_work
 
 
+class _Step(NamedTuple):
+    """What placing a tensor takes: for one kind, or as arrays with the next chained tensor of each cell."""
+
+    numel: Any
+    length: Any
+    head_unit: Any
+    late: Any
+    """The gap at the start of the next shard, where the tensor begins if it does not fit before."""
+    bounded: Any
+    """Whether it must not contain a whole shard."""
+
+
 class _Programme:
     """Arrays of one run. Axis 0 is the count of the second most frequent kind, the last axis the chain."""
 
@@ -183,8 +196,10 @@ class _Programme:
         self.index = index
         self.placed = index.sum(axis=0)
         self._measure(problem)
-        if self.chain:
-            self._chain_tables()
+        self.steps = [self._step_of(kind) for kind in (self.implied, *self.axes)]
+        if self.chain:  # the next chained tensor depends on the cell's place along the chain
+            columns = zip(*(self._step_of(kind) for kind in (*self.chain, self.chain[-1])))
+            self.next_chained = _Step(*(np.array(column)[index[-1]] for column in columns))
 
     def _measure(self, problem: Problem) -> None:
         """Volume of each cell beyond ``level * implied numel``, and the padding the shard size leaves."""
@@ -195,12 +210,9 @@ class _Programme:
         for axis, length in enumerate(numel):
             self.volume += (length - implied) * self.index[axis]
         total = implied * self.implied_count + int(chained[-1])
-        total += sum(length * count for length, count in zip(numel, (n - 1 for n in self._axis_sizes())))
+        total += sum(length * int(most) for length, most in zip(numel, self.index[:, -1]))
         self.slack = min(problem.ranks * self.shard - total, 2**58)
         self.implied_numel = implied
-
-    def _axis_sizes(self) -> list[int]:
-        return [int(self.index[axis, -1]) + 1 for axis in range(len(self.axes))]
 
     def _window(self, level: int) -> tuple[int, int]:
         """First and last row that can be reached, and matter, at a level."""
@@ -238,65 +250,41 @@ class _Programme:
         start = max(0, first - self.strides[0])
         room = np.empty_like(ends)  # left in the shard where each end lies; one division serves all kinds
         room[start:last] = self.shard - ends[start:last] % self.shard
-        grown[first:last] = self._place(ends[first:last], room[first:last], self.implied)
+        grown[first:last] = self._place(ends[first:last], room[first:last], self.steps[0])
         for axis, stride in enumerate(self.strides):
             source = max(0, first - stride)
             if source + stride >= last:
                 continue
+            cells, target = slice(source, last - stride), slice(source + stride, last)
             if axis < len(self.axes):
-                cells = slice(source, last - stride)
-                candidate = self._place(ends[cells], room[cells], self.axes[axis])
+                step = self.steps[axis + 1]
             elif self.chain:
-                candidate = self._place_chain(ends, room, slice(source, last - stride))
+                step = _Step(*(column[cells] for column in self.next_chained))
             else:
                 continue
-            target = slice(source + stride, last)
+            candidate = self._place(ends[cells], room[cells], step)
             better = (candidate < grown[target]) & (self.index[axis, target] > 0)
             np.copyto(grown[target], candidate, where=better)
             choice[target][better] = axis + 1
         return grown
 
-    def _place(self, ends: _Array, room: _Array, kind: Kind) -> _Array:
-        """Ends after one more tensor of ``kind``: ``earliest_start`` on arrays."""
+    def _step_of(self, kind: Kind) -> _Step:
         numel, block = kind
-        length = align_up(numel, self.align)
         head_unit = math.lcm(block, self.align)
-        whole = self.divisor % block == 0
-        if head_unit == self.align and whole:
-            return np.minimum(ends + length, _UNREACHED)
-        gap = room % head_unit
-        if not whole:
-            head_most = self.shard // head_unit * head_unit
-            late = room + (self.shard - head_most) if numel - head_most <= self.shard else _UNREACHED
-            gap = np.where(numel - room + gap <= self.shard, gap, late)
-        gap[numel <= room] = 0
-        return np.minimum(ends + gap + length, _UNREACHED)
+        head_most = self.shard // head_unit * head_unit
+        late = self.shard - head_most if numel - head_most <= self.shard else int(_UNREACHED)
+        return _Step(numel, align_up(numel, self.align), head_unit, late, self.divisor % block != 0)
 
-    def _chain_tables(self) -> None:
-        """The next chained tensor depends on the cell's place along the chain: one value per cell."""
-        kinds = [*self.chain, self.chain[-1]]
-        lengths = [align_up(numel, self.align) for numel, _ in kinds]
-        head_units = [math.lcm(block, self.align) for _, block in kinds]
-        lates = []
-        for (numel, _), head_unit in zip(kinds, head_units):
-            head_most = self.shard // head_unit * head_unit
-            fits = numel - head_most <= self.shard
-            lates.append(self.shard - head_most if fits else int(_UNREACHED))
-        place = self.index[-1]
-        self.next_length: _Array = np.array(lengths, dtype=np.int64)[place]
-        self.next_numel: _Array = np.array([numel for numel, _ in kinds], dtype=np.int64)[place]
-        self.next_head: _Array = np.array(head_units, dtype=np.int64)[place]
-        self.next_late: _Array = np.array(lates, dtype=np.int64)[place]
-        self.next_whole = np.array([self.divisor % block == 0 for _, block in kinds])[place]
-
-    def _place_chain(self, ends: _Array, room: _Array, cells: slice) -> _Array:
-        """Ends after the next chained tensor of each cell."""
-        ends, room, numel = ends[cells], room[cells], self.next_numel[cells]
-        gap = room % self.next_head[cells]
-        late = ~self.next_whole[cells] & (numel - room + gap > self.shard)
-        gap = np.where(late, room + self.next_late[cells], gap)
-        gap[numel <= room] = 0
-        return np.minimum(ends + gap + self.next_length[cells], _UNREACHED)
+    def _place(self, ends: _Array, room: _Array, step: _Step) -> _Array:
+        """Ends after one more tensor: ``earliest_start`` on arrays."""
+        if step.bounded is False and step.head_unit == self.align:  # one kind, which may be cut anywhere
+            return np.minimum(ends + step.length, _UNREACHED)
+        gap = room % step.head_unit
+        if step.bounded is not False:
+            late = step.bounded & (step.numel - room + gap > self.shard)
+            gap = np.where(late, room + step.late, gap)
+        gap[step.numel <= room] = 0
+        return np.minimum(ends + gap + step.length, _UNREACHED)
 
     def _trace(self, choices: npt.NDArray[np.int8]) -> list[Kind]:
         order: list[Kind] = []

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 
 from ragged_fsdp.planner.bounds import class_floor, class_floors, dominant_quantum, ladder
 from ragged_fsdp.planner.mixing import Mix, best_mix, full_mixes, relaxed_mix
-from ragged_fsdp.planner.orders import cheap_orders
-from ragged_fsdp.planner.problem import Kind, Problem, align_up, place_in_order
+from ragged_fsdp.planner.problem import Kind, Problem, align_up, cheap_orders, place_in_order
 
 __all__ = ["EFFORT", "Outcome", "best_layout", "order_layout", "quick_bound", "settle"]
 
@@ -47,15 +46,13 @@ class Outcome:
 
 def best_layout(problem: Problem, effort: int = EFFORT) -> Outcome:
     """The smallest shard the search finds over all orders and classes."""
-    return _Search(problem, effort).run()
+    orders = cheap_orders(problem)
+    return _Search.begun(problem, effort, orders[0]).run(orders)
 
 
 def order_layout(problem: Problem, order: Sequence[Kind]) -> Outcome:
     """The smallest shard for one given order: exact, by one bisection per class."""
-    search = _Search(problem, 0)
-    search.best, search.order = problem.largest_shard, tuple(order)
-    search._climb_ladder(order)
-    search.floors = class_floors(problem, search.best)
+    search = _Search.begun(problem, 0, order)
     bound = search.bound
     for divisor, floor in search.floors.items():
         search._bisect_order(order, divisor, floor)
@@ -66,11 +63,7 @@ def quick_bound(problem: Problem) -> int:
     """A shard size no layout goes under, without searching for one: fast enough to scan many rank counts."""
     if not problem.kinds:
         return 0
-    search = _Search(problem, 0)
-    search.best, search.order = problem.largest_shard, problem.kinds
-    search._climb_ladder(cheap_orders(problem)[0])
-    search.floors = class_floors(problem, search.best)
-    return search.bound
+    return _Search.begun(problem, 0, cheap_orders(problem)[0]).bound
 
 
 def settle(problem: Problem, shard: int, found: Sequence[Kind]) -> tuple[tuple[Kind, ...], list[int]]:
@@ -98,18 +91,23 @@ def settle(problem: Problem, shard: int, found: Sequence[Kind]) -> tuple[tuple[K
 class _Search:
     problem: Problem
     effort: int
-    best: int = 0
-    order: tuple[Kind, ...] = ()
+    best: int
+    order: tuple[Kind, ...]
     floors: dict[int, int] = field(default_factory=dict)
     spent: int = 0
     mixes: tuple[Mix, ...] = ()
     failed: set[tuple[Mix, int, int]] = field(default_factory=set)
 
-    def run(self) -> Outcome:
-        self.best, self.order = self.problem.largest_shard, self.problem.kinds
-        orders = cheap_orders(self.problem)
-        self._climb_ladder(orders[0])
-        self.floors = class_floors(self.problem, self.best)
+    @classmethod
+    def begun(cls, problem: Problem, effort: int, order: Sequence[Kind]) -> "_Search":
+        """A search with a first size, that of ``order``, so that the enumeration of classes has an end."""
+        search = cls(problem, effort, problem.largest_shard, tuple(order))
+        for divisor in ladder(problem):
+            search._bisect_order(order, divisor, class_floor(problem, divisor, problem.volume_shard))
+        search.floors = class_floors(problem, search.best)
+        return search
+
+    def run(self, orders: Sequence[Sequence[Kind]]) -> Outcome:
         self._try_cheap_orders(orders)
         if not self._done():
             self.mixes = tuple(full_mixes(self.problem, self.effort // 6))
@@ -141,12 +139,6 @@ class _Search:
 
     def _keep(self, shard: int, order: Iterable[Kind]) -> None:
         self.best, self.order = shard, tuple(order)
-
-    def _climb_ladder(self, order: Sequence[Kind]) -> None:
-        """A first size, so that the enumeration of classes has an end."""
-        for divisor in ladder(self.problem):
-            floor = class_floor(self.problem, divisor, self.problem.volume_shard)
-            self._bisect_order(order, divisor, floor)
 
     def _try_cheap_orders(self, orders: Sequence[Sequence[Kind]]) -> None:
         if self._done():
