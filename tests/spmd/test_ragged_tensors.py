@@ -208,10 +208,10 @@ def test_random_numbers_are_those_of_the_whole_tensor(rank):
 @spmd(2)
 def test_chunked_draws_equal_one_large_draw(rank):
     """The scratch buffer is bounded; sizes around the chunk and the generator's block of 16."""
-    from ragged_fsdp.dtensor import random_ops
+    from ragged_fsdp.dtensor import construct
 
-    mesh, chunk = rank.mesh(), random_ops._CHUNK_NUMEL
-    random_ops._CHUNK_NUMEL = 64
+    mesh, chunk = rank.mesh(), construct._CHUNK_NUMEL
+    construct._CHUNK_NUMEL = 64
     try:
         for numel in (15, 16, 63, 64, 65, 79, 80, 81, 127, 128, 129, 143, 200):
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
@@ -226,7 +226,7 @@ def test_chunked_draws_equal_one_large_draw(rank):
                     assert_same(tensor, reference, f"{numel} {dtype}", exact=True)
                     assert_same(after, torch.rand(4), exact=True)
     finally:
-        random_ops._CHUNK_NUMEL = chunk
+        construct._CHUNK_NUMEL = chunk
 
 
 @spmd(2)

@@ -7,8 +7,14 @@ is changed in torch and why, and ``docs/raggedshard.md`` for the whole picture.
 from ragged_fsdp.dtensor import patches
 from ragged_fsdp.dtensor.construct import distribute_tensor, wrap_local
 from ragged_fsdp.dtensor.dispatch import register_op
-from ragged_fsdp.dtensor.errors import RaggedOpError
-from ragged_fsdp.dtensor.geometry import RaggedLayout, is_ragged, ragged_layout, ragged_spec
+from ragged_fsdp.dtensor.geometry import (
+    RaggedLayout,
+    RaggedOpError,
+    is_ragged,
+    ragged_layout,
+    ragged_spec,
+    refusal,
+)
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard, legal_granularity, placement_from_layout
 
 __all__ = [
@@ -22,6 +28,7 @@ __all__ = [
     "placement_from_layout",
     "ragged_layout",
     "ragged_spec",
+    "refusal",
     "register_op",
     "wrap_local",
 ]

@@ -1,48 +1,72 @@
-"""Making ragged DTensors: ``distribute_tensor``, the unchecked ``wrap_local``, and ``new_*`` like one."""
+"""Making ragged DTensors: from whole tensors, from local ones, like others, as views, from random numbers.
+
+**Views** of the flat order (other shapes, runs of it) stay ragged and alias; every other view is refused. A
+gather would give a result, but writes into it would be lost: other people's matrix optimizers must fail early
+rather than train wrong.
+
+**Random numbers** are those of the unsharded tensor, and so is the generator after them. Each rank draws the
+numbers of the whole tensor from its generator (seeded alike on every rank) and keeps its own piece. Uniform
+and normal numbers on CPU are drawn in bounded chunks; elsewhere a generator's order depends on the size
+drawn, so the whole tensor is drawn at once and freed.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
 
-from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import (
+    RaggedLayout,
+    contiguous_spec,
     contiguous_stride,
+    is_ragged,
     ragged_layout,
     ragged_mesh_dim,
     ragged_spec,
+    refusal,
     replicated,
     settled_placements,
     unragged,
     with_placements,
 )
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
-from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.placement import RaggedShard, ragged_dims
+from ragged_fsdp.routes import overlap
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
     TensorMeta,
     current_mesh,
     local_of,
+    return_and_correct_aliasing,
+    schema_of,
     spec_of,
     stock,
 )
 
 __all__ = [
     "HANDLERS",
-    "check_local",
     "distribute_tensor",
+    "draw",
     "moved",
+    "own_piece",
     "settled",
     "whole",
     "wrap_local",
 ]
 
 aten = torch.ops.aten
+
+# CPU generators draw these element after element, in blocks of 16 at most: chunks of a multiple of 16
+# give the numbers of one large draw.
+_CHUNKABLE = {aten.normal_.default, aten.uniform_.default}
+_CHUNK_NUMEL = 1 << 22
+_BLOCK_NUMEL = 16
 
 # Captured before patches.py replaces the name.
 _stock_distribute_tensor: Any = stock("distribute_tensor")
@@ -69,6 +93,12 @@ def settled(tensor: DTensor) -> DTensor:
 def whole(tensor: DTensor) -> torch.Tensor:
     """The whole plain tensor, on every rank."""
     return local_of(moved(tensor, replicated(tensor.device_mesh)))
+
+
+def own_piece(full: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """What this rank holds under ``spec`` of a whole tensor, which every rank has; a copy."""
+    every = with_placements(spec, replicated(spec.mesh), dtype=full.dtype)
+    return redistribute_local_tensor(full, every, with_placements(every, spec.placements))
 
 
 def distribute_tensor(
@@ -126,20 +156,6 @@ def distribute_tensor(
     return DTensor(local, spec, requires_grad=tensor.requires_grad)
 
 
-def check_local(local: torch.Tensor, spec: DTensorSpec) -> None:
-    """Raise unless ``local`` has the shape that ``spec`` gives this rank."""
-    layout = ragged_layout(spec)
-    if tuple(local.shape) != layout.local_shape:
-        raise ValueError(
-            f"from_local: the local tensor of shape {tuple(spec.shape)} under {spec.placements} has shape "
-            f"{layout.local_shape} on this rank, got {tuple(local.shape)}."
-        )
-    if not local.is_contiguous():
-        raise ValueError(
-            f"from_local: a ragged local tensor must be contiguous, got stride {local.stride()}."
-        )
-
-
 def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Ragged alike for the same shape (autograd clones gradients so), replicated for any other."""
     model, shape, rest = args[0], tuple(args[1]), args[2:]
@@ -157,13 +173,122 @@ def _new(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     return wrap_local(local, DTensorSpec(mesh, replicated(mesh), tensor_meta=meta))
 
 
-HANDLERS: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    (
-        aten.new_empty.default,
-        aten.new_zeros.default,
-        aten.new_ones.default,
-        aten.new_full.default,
-        aten.new_empty_strided.default,
+def _view(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Other shapes and parts of the tensor: what they are is asked of a tensor without memory."""
+    tensor: DTensor = args[0]
+    model = op(torch.empty([int(size) for size in tensor.shape], device="meta"), *args[1:], **kwargs)
+    out = _run(op, tensor, model) if torch.is_tensor(model) else [_run(op, tensor, part) for part in model]
+    return return_and_correct_aliasing(op, args, kwargs, out)
+
+
+def _run(op: Any, tensor: DTensor, model: torch.Tensor) -> DTensor:
+    """A run of the flat order of ``tensor``: what ``model`` shows of a contiguous tensor, in its shape."""
+    layout, own = ragged_layout(tensor), local_of(tensor)
+    if model.shape == tensor.shape:
+        return wrap_local(own.view(layout.local_shape), spec_of(tensor))
+    if not model.is_contiguous():
+        raise refusal(op, tensor, "its result is not one run of the flat order")
+    if any(isinstance(p, Shard) for p in tensor.placements):
+        raise refusal(op, tensor, "beside a Shard placement the new shape is not one run of the flat order")
+    start, shape = int(model.storage_offset()), tuple(model.shape)
+    counts = [overlap(start, model.numel(), s, n) for s, n in zip(layout.starts, layout.counts)]
+    begin = max(start, layout.start) - layout.start if counts[layout.index] else 0
+    # where it has no elements any units describe it
+    units, dims = (
+        (counts, ragged_dims(shape, math.gcd(*counts)))
+        if any(counts)
+        else ([1] * len(counts), ragged_dims(shape, 0))
+    )
+    placements = (RaggedShard(dims, units) if isinstance(p, RaggedShard) else p for p in tensor.placements)
+    spec = contiguous_spec(tensor.device_mesh, tuple(placements), shape, own.dtype)
+    part = own.view(-1)[begin : begin + counts[layout.index]]
+    return wrap_local(part.view(ragged_layout(spec).local_shape), spec)
+
+
+def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of a random op whose first operand is ragged."""
+    tensor = args[0]
+    if not (isinstance(tensor, DTensor) and is_ragged(spec_of(tensor))):
+        return NotImplemented
+    name = schema_of(op).name
+    if name.endswith("_"):
+        return _in_place(op, args, kwargs)
+    if name.endswith("_like"):
+        return _alike(op, args, kwargs)
+    raise refusal(op, tensor, "its random numbers do not correspond to elements")
+
+
+def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    tensor: DTensor = args[0]
+    local, layout = local_of(tensor), ragged_layout(tensor)
+    if any(p.is_partial() for p in tensor.placements):
+        raise refusal(op, tensor, "it would be written before its pending reduction")
+    if local.is_meta:
+        return tensor
+    sharded = any(isinstance(p, Shard) for p in tensor.placements)
+    if op in _CHUNKABLE and local.device.type == "cpu" and not sharded:
+        _draw_chunks(op, local, layout, args[1:], kwargs)
+    else:
+        full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        op(full, *args[1:], **kwargs)
+        local.copy_(own_piece(full, spec_of(tensor)))
+    return tensor
+
+
+def _draw_chunks(
+    op: Any, local: torch.Tensor, layout: RaggedLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Draw all numbers in order, through a scratch buffer, keeping those of the own interval."""
+    numel, flat = layout.inner_numel, local.view(-1)
+    scratch = torch.empty(min(numel, _CHUNK_NUMEL + _BLOCK_NUMEL), dtype=local.dtype)
+    begin = 0
+    while begin < numel:
+        end = begin + _CHUNK_NUMEL
+        if numel - end < _BLOCK_NUMEL:  # a last draw of fewer than a block would take another path
+            end = numel
+        drawn = op(scratch[: end - begin], *args, **kwargs)
+        lo, hi = max(begin, layout.start), min(end, layout.stop)
+        if lo < hi:
+            flat[lo - layout.start : hi - layout.start] = drawn[lo - begin : hi - begin]
+        begin = end
+
+
+def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    tensor: DTensor = args[0]
+    local = local_of(tensor)
+    if local.is_meta:
+        drawn = op(local, *args[1:], **kwargs)
+    else:
+        model = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        drawn = own_piece(op(model, *args[1:], **kwargs), spec_of(tensor))
+    return wrap_local(drawn, with_placements(spec_of(tensor), tensor.placements, dtype=drawn.dtype))
+
+
+HANDLERS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys(
+        (
+            aten.new_empty.default,
+            aten.new_zeros.default,
+            aten.new_ones.default,
+            aten.new_full.default,
+            aten.new_empty_strided.default,
+        ),
+        _new,
     ),
-    _new,
-)
+    **dict.fromkeys(
+        (
+            aten.view.default,
+            aten._unsafe_view.default,
+            aten.unsqueeze.default,
+            aten.squeeze.default,
+            aten.squeeze.dim,
+            aten.squeeze.dims,
+            aten.select.int,
+            aten.slice.Tensor,
+            aten.split.Tensor,
+            aten.split_with_sizes.default,
+            aten.unbind.int,
+        ),
+        _view,
+    ),
+}

@@ -4,6 +4,13 @@ The C++ dispatcher asks :func:`dispatch` on every sharding-cache miss. An op tha
 gets a rule, which C++ caches; every other one is run by hand, by its entry in ``HANDLERS``; what neither
 knows is refused. A few ops never reach the rules, because the dispatcher hands them to functions of its own:
 :func:`guard_handlers` lets those see no ragged operand that they would misread.
+
+**Several meshes at once**: stock refuses ops on tensors of several meshes, and so do we where nothing of ours
+takes part. The cases an optimizer step needs are element-wise on lists, where each tensor meets only those of
+its own position (see :mod:`ragged_fsdp.dtensor.pointwise`), and scalars such as norms and clip factors, which
+are the same number on every rank once they are reduced. Norms of several meshes, stacked, lie on a *number
+mesh*: one with the ranks and groups of the first mesh, but with dim names of its own. What is computed from
+them lies on it too, so the clip factor is known for ours when it meets the gradients of any other mesh.
 """
 
 from __future__ import annotations
@@ -14,11 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.dtensor import construct, pointwise, random_ops, reductions, views
-from ragged_fsdp.dtensor.errors import refusal
-from ragged_fsdp.dtensor.geometry import is_ragged
+from ragged_fsdp.dtensor import construct, pointwise, reductions
+from ragged_fsdp.dtensor.construct import whole, wrap_local
+from ragged_fsdp.dtensor.geometry import contiguous_spec, is_ragged, refusal, replicated
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
@@ -31,17 +39,18 @@ from ragged_fsdp.torch_internals import (
     schema_of,
     spec_of,
     tracing,
+    unset_fake_temporarily,
 )
 
-__all__ = ["dispatch", "guard_handlers", "look_at", "register_op"]
+__all__ = ["across_meshes", "dispatch", "guard_handlers", "is_ours", "look_at", "register_op"]
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _KINDS = (RaggedShard, StridedRaggedShard)
+_NUMBER_DIM = "ragged_fsdp_number"
 
 HANDLERS: dict[Any, Handler] = {
-    **views.HANDLERS,
     **construct.HANDLERS,
     **pointwise.HANDLERS,
     **reductions.HANDLERS,
@@ -98,12 +107,10 @@ def dispatch(
 def _rule(propagator: Any, schema: OpSchema) -> OutputSharding | None:
     """The cacheable rule of an op, or None where it must be run by hand."""
     op = schema.op
-    if torch.Tag.nondeterministic_seeded in op.tags or pointwise.runs_by_hand(schema):
+    if torch.Tag.nondeterministic_seeded in op.tags:
         return None
     if pointwise.is_elementwise(op):
-        name = pointwise.op_name(op)
-        rule = pointwise.list_rule if pointwise.is_foreach(name) else pointwise.tensor_rule
-        return rule(propagator, schema)
+        return pointwise.rule(propagator, schema)
     if reductions.is_full_reduction(schema):
         return reductions.full_rule(propagator, schema)
     return None
@@ -154,7 +161,7 @@ def _run_by_hand(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if any(after is not before for after, before in zip(settled, args)):
         return op(*settled, **kwargs)
     if torch.Tag.nondeterministic_seeded in op.tags:
-        return random_ops.run(op, args, kwargs)
+        return construct.draw(op, args, kwargs)
     if pointwise.is_elementwise(op) and op not in HANDLERS:
         return pointwise.run_spread(op, args, kwargs)
     handler = HANDLERS.get(op)
@@ -215,7 +222,7 @@ def _item(table: dict[Any, Handler]) -> Handler:
     def item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         if is_ragged(spec_of(tensor)):
-            return _run_by_hand(op, args, kwargs)
+            return whole(tensor).item()  # on every rank, though it lies on one of them
         if reductions.is_pending(spec_of(tensor)):
             why = "its reduction over the ranks is pending: call full_tensor() before item()"
             raise refusal(op, tensor, why)
@@ -255,3 +262,65 @@ def _sharded_mesh_dims(grads: list[Any]) -> list[tuple[Any, int]]:
                 if not placement.is_replicate():
                     found[grad.device_mesh, mesh_dim] = None
     return list(found)
+
+
+def is_ours(spec: Any) -> bool:
+    """Whether a tensor is ragged, what a reduction of a ragged one left, or a number of several meshes."""
+    if type(spec) is not DTensorSpec:
+        return False
+    return is_ragged(spec) or reductions.is_pending(spec) or _is_number_mesh(spec.mesh)
+
+
+def across_meshes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``op`` with the numbers of other meshes at home; NotImplemented if there are none.
+
+    A stack of scalars becomes a replicated tensor of a number mesh.
+    """
+    leaves = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    if op is aten.stack.default and all(leaf.numel() == 1 for leaf in leaves):
+        stacked = op([whole(t) if isinstance(t, DTensor) else t for t in args[0]], *args[1:], **kwargs)
+        return _replicated_on(_number_mesh(leaves[0].device_mesh), stacked)
+    home = _home(leaves)
+    at_home = [_brought_to(home, leaf) for leaf in leaves]
+    if all(after is before for after, before in zip(at_home, leaves)):
+        return NotImplemented
+    moved = iter(at_home)
+    plain = pytree.tree_map(lambda v: next(moved) if isinstance(v, DTensor) else v, (args, kwargs))
+    return op(*plain[0], **plain[1])
+
+
+def _home(leaves: list[DTensor]) -> DeviceMesh:
+    """The mesh of the first tensor that is no scalar: numbers of other meshes come to it."""
+    placed = [leaf for leaf in leaves if not _is_number_mesh(leaf.device_mesh)] or leaves
+    return next((leaf.device_mesh for leaf in placed if leaf.numel() != 1), placed[0].device_mesh)
+
+
+def _brought_to(home: DeviceMesh, value: DTensor) -> torch.Tensor:
+    """A number of another mesh as a plain one, other results of a number mesh replicated at home."""
+    if value.device_mesh == home or is_ragged(spec_of(value)):
+        return value
+    if value.numel() == 1:
+        return whole(value)
+    return _replicated_on(home, whole(value)) if _is_number_mesh(value.device_mesh) else value
+
+
+def _replicated_on(mesh: DeviceMesh, tensor: torch.Tensor) -> DTensor:
+    return wrap_local(tensor, contiguous_spec(mesh, replicated(mesh), tensor.shape, tensor.dtype))
+
+
+@functools.lru_cache(maxsize=256)
+def _number_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """``mesh`` under dim names that tell its tensors from those of ``mesh``; no group is made."""
+    if _is_number_mesh(mesh):
+        return mesh
+    names = tuple(f"{_NUMBER_DIM}_{dim}" for dim in range(mesh.ndim))
+    groups = mesh.get_all_groups()
+    with unset_fake_temporarily():
+        return DeviceMesh.from_group(
+            groups if mesh.ndim > 1 else groups[0], mesh.device_type, mesh.mesh, mesh_dim_names=names
+        )
+
+
+def _is_number_mesh(mesh: DeviceMesh) -> bool:
+    names = mesh.mesh_dim_names
+    return names is not None and names[0].startswith(_NUMBER_DIM)

@@ -1,4 +1,7 @@
-"""Where the elements of a ragged DTensor lie: the frozen description of one spec on one rank."""
+"""Where the elements of a ragged DTensor lie: the frozen description of one spec on one rank.
+
+Also the error for operations that have no meaning on such a tensor.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from ragged_fsdp.torch_internals import DTensorSpec, StridedShard, TensorMeta, s
 
 __all__ = [
     "RaggedLayout",
+    "RaggedOpError",
     "check_placements",
     "compute_layout",
     "contiguous_spec",
@@ -31,6 +35,7 @@ __all__ = [
     "ragged_layout",
     "ragged_mesh_dim",
     "ragged_spec",
+    "refusal",
     "replicated",
     "settled_placements",
     "shard_box",
@@ -88,15 +93,11 @@ class RaggedLayout:
         """Whether every rank holds as many elements."""
         return len(set(self.counts)) == 1
 
-    def shape_of(self, index: int) -> Shape:
-        """The shape of the local tensor on the rank ``index`` of the mesh dim."""
-        row = math.prod(self.rest)
-        return (self.counts[index] // row if row else 0, *self.rest)
-
     @property
     def local_shape(self) -> Shape:
         """The shape of the local tensor on this rank."""
-        return self.shape_of(self.index)
+        row = math.prod(self.rest)
+        return (self.numel // row if row else 0, *self.rest)
 
     def boxes(self) -> list[Box]:
         """This rank's elements as boxes of the *global* tensor, in the order of the local tensor."""
@@ -333,3 +334,17 @@ def _counts(ragged: RaggedShard, units: tuple[int, ...], inner_shape: Shape) -> 
             f"{inner_shape}."
         )
     return tuple(unit * (numel // total) for unit in units)
+
+
+class RaggedOpError(NotImplementedError):
+    """An operation that a ragged tensor does not support; the message names the way out."""
+
+
+def refusal(op: Any, operand: Any, why: str) -> RaggedOpError:
+    """The error for ``op`` on ``operand`` (a DTensor or a spec), raised alike on every rank."""
+    spec = spec_of(operand) if isinstance(operand, DTensor) else operand
+    return RaggedOpError(
+        f"{op} of a ragged tensor: {why}; shape {tuple(spec.shape)}, placements {spec.placements}. "
+        "Use full_tensor() for the whole tensor, redistribute(placements=...) for another layout, or "
+        "to_local() for this rank's piece."
+    )

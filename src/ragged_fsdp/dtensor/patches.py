@@ -15,14 +15,7 @@ import torch.distributed.checkpoint  # names bound there are rebound too
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.dtensor import (
-    construct,
-    dispatch,
-    meshes,
-    pointwise,
-    redistribute,
-    saving,
-)
+from ragged_fsdp.dtensor import construct, dispatch, pointwise, redistribute, saving
 from ragged_fsdp.dtensor.geometry import (
     contiguous_stride,
     is_ragged,
@@ -90,8 +83,8 @@ def _describe_list_ops() -> None:
 def _propagate(self: Any, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
     """The sharding of an op, or its finished result, where the C++ cache does not know it."""
     ragged, several_meshes = dispatch.look_at(op_info)
-    if several_meshes and (ragged or any(map(meshes.is_ours, op_info.flat_args_schema))):
-        result = meshes.across_meshes(op_call, args, kwargs)
+    if several_meshes and (ragged or any(map(dispatch.is_ours, op_info.flat_args_schema))):
+        result = dispatch.across_meshes(op_call, args, kwargs)
         if result is not NotImplemented:
             return result
     if ragged:
@@ -157,7 +150,15 @@ def _from_local(
         contiguous = contiguous_stride(spec.shape)
         if stride is not None and tuple(stride) != contiguous:
             raise ValueError(f"from_local: a ragged tensor is contiguous, got stride {tuple(stride)}.")
-        construct.check_local(input, spec)
+        if tuple(input.shape) != (local_shape := ragged_layout(spec).local_shape):
+            raise ValueError(
+                f"from_local: the local tensor of shape {tuple(spec.shape)} under {spec.placements} has "
+                f"shape {local_shape} on this rank, got {tuple(input.shape)}."
+            )
+        if not input.is_contiguous():
+            raise ValueError(
+                f"from_local: a ragged local tensor must be contiguous, got stride {input.stride()}."
+            )
         shape, stride = spec.shape, contiguous
     return _stock_from_local(ctx, input, device_mesh, placements, run_check, shape, stride, *rest)
 

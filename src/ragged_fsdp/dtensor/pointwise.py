@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.construct import whole, wrap_local
-from ragged_fsdp.dtensor.errors import refusal
 from ragged_fsdp.dtensor.geometry import (
     is_ragged,
     ragged_layout,
     ragged_mesh_dim,
+    refusal,
     replicated,
     settled_placements,
     with_placements,
@@ -48,12 +48,8 @@ __all__ = [
     "LIST_OPS",
     "add_elementwise",
     "is_elementwise",
-    "is_foreach",
-    "list_rule",
-    "op_name",
+    "rule",
     "run_spread",
-    "runs_by_hand",
-    "tensor_rule",
     "values_for",
 ]
 
@@ -109,14 +105,14 @@ _REDUCING = {"max", "min"}  # element-wise with two operands, tagged so; other o
 _REDUCING_FOREACH = {"_foreach_max", "_foreach_norm", "_foreach_powsum"}
 
 
-def op_name(op: OpOverload) -> str:
+def _name(op: OpOverload) -> str:
     """The name without namespace and overload: ``add_``."""
     return schema_of(op).name.split("::")[1]
 
 
-def is_foreach(name: str) -> bool:
+def _is_foreach(op: OpOverload) -> bool:
     """Whether the op takes lists of tensors that correspond element by element."""
-    return name.startswith(LIST_OPS)
+    return _name(op).startswith(LIST_OPS)
 
 
 @functools.cache
@@ -125,8 +121,8 @@ def is_elementwise(op: OpOverload) -> bool:
 
     Torch tags the out-of-place forms; ``abs_`` or ``gelu.out`` it does not.
     """
-    name = op_name(op)
-    if is_foreach(name):
+    name = _name(op)
+    if _is_foreach(op):
         return name not in _REDUCING_FOREACH
     if op in _UNTAGGED:
         return True
@@ -146,24 +142,23 @@ def add_elementwise(op: OpOverload) -> None:
     is_elementwise.cache_clear()
 
 
-def runs_by_hand(schema: Any) -> bool:
-    """Whether an element-wise op has an operand that the local pieces cannot meet as it is."""
-    if not is_elementwise(schema.op) or is_foreach(op_name(schema.op)):
-        return False
-    lead = _written_spec(schema) or _leading_spec(schema)
-    others = [a for a in schema.args_schema if _is_spec(a) and a.shape != lead.shape]
-    if schema.op is aten.equal.default:
-        return bool(others)  # they differ already
-    return is_ragged(lead) and any(_broadcast_placements(lead, spec) is None for spec in others)
+def rule(propagator: Any, schema: Any) -> OutputSharding | None:
+    """The cacheable rule of an element-wise op, or None where it must be run by hand."""
+    return (_list_rule if _is_foreach(schema.op) else _tensor_rule)(propagator, schema)
 
 
-def tensor_rule(propagator: Any, schema: Any) -> OutputSharding:
-    """The rule of an element-wise op on single tensors."""
+def _tensor_rule(propagator: Any, schema: Any) -> OutputSharding | None:
+    """The rule of an op on single tensors; None where the local pieces cannot meet an operand as it is."""
     op = schema.op
     written = _written_spec(schema)
-    out_meta = propagate_tensor_meta(propagator, schema)
     lead = written or _leading_spec(schema)
+    others = [a for a in schema.args_schema if _is_spec(a) and a.shape != lead.shape]
+    if op is aten.equal.default and others:
+        return None  # they differ already
+    if is_ragged(lead) and any(_broadcast_placements(lead, spec) is None for spec in others):
+        return None
     lead = _settled(schema, lead, written is not None)
+    out_meta = propagate_tensor_meta(propagator, schema)
     if op is aten.equal.default:
         output = None
     else:
@@ -177,11 +172,11 @@ def tensor_rule(propagator: Any, schema: Any) -> OutputSharding:
     return _sharding(schema, args, output)
 
 
-def list_rule(propagator: Any, schema: Any) -> OutputSharding:
+def _list_rule(propagator: Any, schema: Any) -> OutputSharding:
     """The rule of a foreach or fused op: tensor ``i`` of each list belongs together."""
     op, args = schema.op, list(schema.args_schema)
     lists = [k for k, a in enumerate(args) if isinstance(a, (list, tuple)) and a and _is_spec(a[0])]
-    in_place = op_name(op).endswith("_")
+    in_place = _name(op).endswith("_")
     leads: list[DTensorSpec] = []
     for position in range(len(args[lists[0]])):
         column = [args[k][position] for k in lists if position < len(args[k])]
@@ -191,7 +186,7 @@ def list_rule(propagator: Any, schema: Any) -> OutputSharding:
         if k in lists:
             args[k] = type(arg)(_matched(op, lead, s) if _is_spec(s) else s for lead, s in zip(leads, arg))
         elif _is_spec(arg):
-            args[k] = _replicated_spec(op, arg)
+            args[k] = with_placements(arg, replicated(arg.mesh))
     _check_written(schema, tuple(args))
     _check_keyword_tensors(schema, None)
     metas = None if in_place else propagate_tensor_meta(propagator, schema)
@@ -220,7 +215,7 @@ def _specs_of(meta: Any, lead: DTensorSpec) -> Any:
 
 def _written_spec(schema: Any) -> DTensorSpec | None:
     """The spec that the result must have because it exists already: ``self`` or ``out=``."""
-    if op_name(schema.op).endswith("_"):
+    if _name(schema.op).endswith("_"):
         return schema.args_schema[0]
     for argument in schema_of(schema.op).arguments:
         if argument.is_out and _is_spec(schema.kwargs_schema.get(argument.name)):
@@ -237,7 +232,7 @@ def _leading_spec(schema: Any) -> DTensorSpec:
 
 def _settled(schema: Any, lead: DTensorSpec, written: bool) -> DTensorSpec:
     """``lead`` without pending reductions, unless the op commutes with them."""
-    if not any(p.is_partial() for p in lead.placements) or op_name(schema.op) in _LINEAR:
+    if not any(p.is_partial() for p in lead.placements) or _name(schema.op) in _LINEAR:
         return lead
     if written:
         raise refusal(schema.op, lead, "it would be written before its pending reduction")
@@ -249,7 +244,7 @@ def _matched(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:
     if spec.shape == lead.shape:
         placements = lead.placements
     elif math.prod(spec.shape) == 1:
-        return _replicated_spec(op, spec)
+        return with_placements(spec, replicated(spec.mesh))
     else:
         follow = _broadcast_placements(lead, spec)
         if follow is None:
@@ -260,12 +255,6 @@ def _matched(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:
     if spec.mesh != lead.mesh:
         raise refusal(op, lead, f"another operand lies on another mesh with placements {spec.placements}")
     return with_placements(spec, placements)
-
-
-def _replicated_spec(op: Any, spec: DTensorSpec) -> DTensorSpec:
-    if all(p.is_replicate() for p in spec.placements):
-        return spec
-    return with_placements(spec, replicated(spec.mesh))
 
 
 def _broadcast_placements(lead: DTensorSpec, spec: DTensorSpec) -> tuple[Placement, ...] | None:

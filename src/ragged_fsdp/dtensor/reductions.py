@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Placement, Shard
 
-from ragged_fsdp.dtensor.construct import settled, whole, wrap_local
+from ragged_fsdp.dtensor.construct import settled, wrap_local
 from ragged_fsdp.dtensor.geometry import (
     contiguous_spec,
     is_ragged,
@@ -288,13 +288,7 @@ def _equal(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The one element, on every rank, though it lies on one of them."""
-    return whole(args[0]).item()
-
-
 HANDLERS: dict[Any, Handler] = {
-    aten._local_scalar_dense.default: _item,
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     aten.max.default: _extreme_of_all,

@@ -28,9 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import compare
-from ragged_fsdp.dtensor.construct import wrap_local
-from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout, ragged_spec, replicated, with_placements
-from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
+from ragged_fsdp.dtensor.construct import own_piece, wrap_local
+from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout, with_placements
 from ragged_fsdp.torch_internals import local_of, raise_if_partial, spec_of, stock
 
 __all__ = [
@@ -64,19 +63,43 @@ class BoxWriteItem(WriteItem):
     """One box of a ragged piece; the safetensors writer tells it from what others write."""
 
 
-def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
-    """``DTensor.__create_write_items__``: one item for each box of a ragged piece."""
-    return _write_items(self, fqn) if is_ragged(spec_of(self)) else _stock_write_items(self, fqn, object)
-
-
 def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
     """``DTensor.__create_chunk_list__``: the boxes of a ragged piece."""
-    return _chunks(self) if is_ragged(spec_of(self)) else _stock_chunk_list(self)
+    if not is_ragged(spec_of(self)):
+        return _stock_chunk_list(self)
+    raise_if_partial(self)
+    return [
+        ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
+        for offsets, sizes in ragged_layout(self).boxes()
+    ]
+
+
+def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
+    """``DTensor.__create_write_items__``: one item for each box of a ragged piece."""
+    if not is_ragged(spec_of(self)):
+        return _stock_write_items(self, fqn, object)
+    properties = TensorProperties.create_from_tensor(local_of(self))
+    return [
+        BoxWriteItem(
+            index=MetadataIndex(fqn, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+        )
+        for chunk in create_chunk_list(self)
+    ]
 
 
 def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """``DTensor.__get_tensor_shard__``: one box of a ragged piece, as a view."""
-    return _shard_at(self, index) if is_ragged(spec_of(self)) else _stock_tensor_shard(self, index)
+    """``DTensor.__get_tensor_shard__``: a box of a ragged piece, as a view: loading writes through."""
+    if not is_ragged(spec_of(self)):
+        return _stock_tensor_shard(self, index)
+    flat, position = local_of(self).detach().view(-1), 0
+    for offsets, sizes in ragged_layout(self).boxes():
+        numel = math.prod(sizes)
+        if index.offset is None or tuple(index.offset) == offsets:
+            return flat[position : position + numel].view(sizes)
+        position += numel
+    raise ValueError(f"{index.fqn}: no box at offset {index.offset} in this rank's piece of {spec_of(self)}.")
 
 
 def split_by_storage_plan(
@@ -92,39 +115,6 @@ def split_by_storage_plan(
             buckets.setdefault(further, []).append(item)
             boxes[item.index.fqn] += isinstance(item, BoxWriteItem)
     return buckets
-
-
-def _chunks(tensor: DTensor) -> list[ChunkStorageMetadata]:
-    raise_if_partial(tensor)
-    return [
-        ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        for offsets, sizes in ragged_layout(tensor).boxes()
-    ]
-
-
-def _write_items(tensor: DTensor, fqn: str) -> list[WriteItem]:
-    properties = TensorProperties.create_from_tensor(local_of(tensor))
-    return [
-        BoxWriteItem(
-            index=MetadataIndex(fqn, chunk.offsets),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=tensor.size()),
-        )
-        for chunk in _chunks(tensor)
-    ]
-
-
-def _shard_at(tensor: DTensor, index: MetadataIndex) -> torch.Tensor:
-    """The box at ``index.offset`` as a view of the local tensor, so that loading writes through."""
-    flat, position = local_of(tensor).detach().view(-1), 0
-    for offsets, sizes in ragged_layout(tensor).boxes():
-        numel = math.prod(sizes)
-        if index.offset is None or tuple(index.offset) == offsets:
-            return flat[position : position + numel].view(sizes)
-        position += numel
-    raise ValueError(
-        f"{index.fqn}: no box at offset {index.offset} in this rank's piece of {spec_of(tensor)}."
-    )
 
 
 def claim(storage: torch.UntypedStorage) -> None:
@@ -230,19 +220,14 @@ def distribute_tensors(
         if ragged:
             local, full = pair
             _check_shape(key, full, local)
-            local_state_dict[key] = _filled(local, full)
+            piece = own_piece(full.contiguous(), spec_of(local))
+            if local.is_meta:
+                target = with_placements(spec_of(local), local.placements, dtype=piece.dtype)
+                local_state_dict[key] = wrap_local(piece, target)
+            else:
+                local_of(local).detach().copy_(piece)
+                local_state_dict[key] = local
         else:
             others.append(key)
     if others or not keys:
         _stock_distribute_tensors(local_state_dict, others, device, pg)
-
-
-def _filled(local: DTensor, full: torch.Tensor) -> DTensor:
-    spec = spec_of(local)
-    whole = ragged_spec(spec.mesh, replicated(spec.mesh), spec.shape, full.dtype)
-    target = with_placements(whole, spec.placements)
-    piece = redistribute_local_tensor(full.contiguous(), whole, target)
-    if local.is_meta:
-        return wrap_local(piece, target)
-    local_of(local).detach().copy_(piece)
-    return local
