@@ -161,14 +161,8 @@ class RaggedShard(Placement):
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # pybind objects have no pickle of their own
+        # pybind objects have no pickle, and no copy, of their own
         return type(self), (self.dims, self.local_units)
-
-    def __copy__(self) -> RaggedShard:
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> RaggedShard:
-        return self
 
     def __repr__(self) -> str:
         # no address: it enters compile cache keys

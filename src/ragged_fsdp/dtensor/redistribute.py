@@ -124,10 +124,7 @@ def _move(
         return redistribute_local_tensor(local, middle, target, async_op=async_op, **stock_options)
     if _is_scattered_sum(current, target):
         local, current = _scattered(local, current, target)
-    source, destination = division_of(current), division_of(target)
-    if source is None or destination is None:
-        return _move_through_replicate(local, current, target, async_op, stock_options)
-    return _exchange(local, current.mesh, source, destination, async_op)
+    return _exchange(local, current.mesh, division_of(current), division_of(target), async_op)
 
 
 def _is_scattered_sum(current: DTensorSpec, target: DTensorSpec) -> bool:
@@ -207,23 +204,6 @@ def _exchange(
     return moved
 
 
-def _move_through_replicate(
-    local: torch.Tensor,
-    current: DTensorSpec,
-    target: DTensorSpec,
-    async_op: bool,
-    stock_options: dict[str, Any],
-) -> torch.Tensor:
-    """To and from what only stock can describe: Replicate on the ragged mesh dim, stock for the others."""
-    if is_ragged(current):
-        opened = with_placements(current, unragged(current.placements))
-        local = _wait(_move(local, current, opened, False, stock_options))
-        return _stock_redistribute(local, opened, target, async_op=async_op, **stock_options)
-    middle = with_placements(target, unragged(target.placements))
-    local = _stock_redistribute(local, current, middle, **stock_options)
-    return _move(local, middle, target, async_op, stock_options)
-
-
 def _replaced(spec: DTensorSpec, mesh_dim: int, placement: Placement) -> DTensorSpec:
     placements = spec.placements
     return with_placements(spec, (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :]))
@@ -281,21 +261,19 @@ class Division:
         return (box,) if math.prod(box[1]) else ()
 
 
-def division_of(spec: DTensorSpec) -> Division | None:
-    """The division of a spec; None where a rank's part is not one box (a strided shard by itself)."""
+def division_of(spec: DTensorSpec) -> Division:
+    """The division of a spec; raises where a strided shard gives a rank a part that is not one box."""
     meta: Any = spec.tensor_meta
-    shape = tuple(int(size) for size in meta.shape)
-    mesh_shape = spec.mesh.shape
-    order: Any = spec.shard_order
+    shape, mesh_shape = tuple(int(size) for size in meta.shape), spec.mesh.shape
     strided = any(isinstance(p, StridedShard) for p in spec.placements)
-    if strided:
-        order = cut_order_of(spec.placements, spec.mesh)
-    if order is None:
-        return None
-    cut_order = tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order)
-    for dim, mesh_dims in cut_order if strided else ():
-        if shape[dim] % math.prod(mesh_shape[mesh_dim] for mesh_dim in mesh_dims):
-            return None  # the chunks of an uneven strided shard are not those of its order
+    order: Any = cut_order_of(spec.placements, spec.mesh) if strided else spec.shard_order
+    cut_order = tuple((entry.tensor_dim, tuple(entry.mesh_dims)) for entry in order or ())
+    uneven = (shape[dim] % math.prod(mesh_shape[d] for d in mesh_dims) for dim, mesh_dims in cut_order)
+    if order is None or (strided and any(uneven)):
+        raise NotImplementedError(
+            f"a ragged tensor cannot move from or to {spec.placements} of shape {shape}: its parts are no "
+            "boxes; use full_tensor() and distribute_tensor."
+        )
     return Division(shape, mesh_shape, spec.placements, cut_order)
 
 
