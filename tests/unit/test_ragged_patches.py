@@ -5,9 +5,7 @@ import subprocess
 import sys
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.dtensor import patches
 from ragged_fsdp.torch_internals import REPLACED, stock
 
 
@@ -22,12 +20,6 @@ def test_every_replaced_name_is_ours_now():
     assert sum(handler.__module__.startswith("ragged_fsdp") for handler in handlers) >= 4
     info = stock("DTensor._op_dispatcher.sharding_propagator.op_to_schema_info")
     assert info[torch.ops.aten._fused_sgd_.default].needs_pytree
-
-
-def test_installing_again_changes_nothing():
-    before = DTensor.__create_chunk_list__
-    patches.install()
-    assert DTensor.__create_chunk_list__ is before
 
 
 def test_modules_that_imported_early_see_the_replacement():

@@ -150,9 +150,7 @@ def distribute_tensor(
     if src_data_rank is not None and not tensor.is_meta:
         source = source.clone()  # stock receives the source rank's values in place
     base = _stock_distribute_tensor(source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
-    target = with_placements(spec_of(base), spec.placements)
-    local = redistribute_local_tensor(local_of(base), spec_of(base), target)
-    local = local.detach().requires_grad_(tensor.requires_grad)
+    local = local_of(moved(base, spec.placements)).detach().requires_grad_(tensor.requires_grad)
     return DTensor(local, spec, requires_grad=tensor.requires_grad)
 
 
@@ -193,14 +191,9 @@ def _run(op: Any, tensor: DTensor, model: torch.Tensor) -> DTensor:
     start, shape = int(model.storage_offset()), tuple(model.shape)
     counts = [overlap(start, model.numel(), s, n) for s, n in zip(layout.starts, layout.counts)]
     begin = max(start, layout.start) - layout.start if counts[layout.index] else 0
-    # where it has no elements any units describe it
-    units, dims = (
-        (counts, ragged_dims(shape, math.gcd(*counts)))
-        if any(counts)
-        else ([1] * len(counts), ragged_dims(shape, 0))
-    )
-    placements = (RaggedShard(dims, units) if isinstance(p, RaggedShard) else p for p in tensor.placements)
-    spec = contiguous_spec(tensor.device_mesh, tuple(placements), shape, own.dtype)
+    units = counts if any(counts) else [1] * len(counts)  # without elements any units describe it
+    placement = RaggedShard(ragged_dims(shape, math.gcd(*counts)), units)
+    spec = contiguous_spec(tensor.device_mesh, unragged(tensor.placements, placement), shape, own.dtype)
     part = own.view(-1)[begin : begin + counts[layout.index]]
     return wrap_local(part.view(ragged_layout(spec).local_shape), spec)
 
@@ -208,37 +201,32 @@ def _run(op: Any, tensor: DTensor, model: torch.Tensor) -> DTensor:
 def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of a random op whose first operand is ragged."""
     tensor = args[0]
-    if not (isinstance(tensor, DTensor) and is_ragged(spec_of(tensor))):
+    if not is_ragged(tensor):
         return NotImplemented
-    name = schema_of(op).name
-    if name.endswith("_"):
-        return _in_place(op, args, kwargs)
-    if name.endswith("_like"):
-        return _alike(op, args, kwargs)
-    raise refusal(op, tensor, "its random numbers do not correspond to elements")
-
-
-def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    tensor: DTensor = args[0]
-    local, layout = local_of(tensor), ragged_layout(tensor)
-    if any(p.is_partial() for p in tensor.placements):
+    local, name = local_of(tensor), schema_of(op).name
+    in_place = name.endswith("_")
+    if not (in_place or name.endswith("_like")):
+        raise refusal(op, tensor, "its random numbers do not correspond to elements")
+    if in_place and any(p.is_partial() for p in tensor.placements):
         raise refusal(op, tensor, "it would be written before its pending reduction")
-    if local.is_meta:
-        return tensor
     sharded = any(isinstance(p, Shard) for p in tensor.placements)
-    if op in _CHUNKABLE and local.device.type == "cpu" and not sharded:
-        _draw_chunks(op, local, layout, args[1:], kwargs)
+    if local.is_meta:
+        drawn = op(local, *args[1:], **kwargs)
+    elif op in _CHUNKABLE and local.device.type == "cpu" and not sharded:
+        drawn = _draw_chunks(op, local, ragged_layout(tensor), args[1:], kwargs)
     else:
-        full = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-        op(full, *args[1:], **kwargs)
-        local.copy_(own_piece(full, spec_of(tensor)))
-    return tensor
+        model = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
+        drawn = own_piece(op(model, *args[1:], **kwargs), spec_of(tensor))
+        drawn = local.copy_(drawn) if in_place else drawn
+    if in_place:
+        return tensor
+    return wrap_local(drawn, with_placements(spec_of(tensor), tensor.placements, dtype=drawn.dtype))
 
 
 def _draw_chunks(
     op: Any, local: torch.Tensor, layout: RaggedLayout, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Draw all numbers in order, through a scratch buffer, keeping those of the own interval."""
+) -> torch.Tensor:
+    """Draw all numbers in order, through a scratch buffer, keeping those of the own interval in ``local``."""
     numel, flat = layout.inner_numel, local.view(-1)
     scratch = torch.empty(min(numel, _CHUNK_NUMEL + _BLOCK_NUMEL), dtype=local.dtype)
     begin = 0
@@ -251,17 +239,7 @@ def _draw_chunks(
         if lo < hi:
             flat[lo - layout.start : hi - layout.start] = drawn[lo - begin : hi - begin]
         begin = end
-
-
-def _alike(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    tensor: DTensor = args[0]
-    local = local_of(tensor)
-    if local.is_meta:
-        drawn = op(local, *args[1:], **kwargs)
-    else:
-        model = torch.empty(tensor.shape, dtype=local.dtype, device=local.device)
-        drawn = own_piece(op(model, *args[1:], **kwargs), spec_of(tensor))
-    return wrap_local(drawn, with_placements(spec_of(tensor), tensor.placements, dtype=drawn.dtype))
+    return local
 
 
 HANDLERS: dict[Any, Callable[..., Any]] = {

@@ -172,7 +172,7 @@ def _settled(op: Any, args: tuple[Any, ...]) -> Iterator[Any]:
     """The arguments, ragged ones that are only read without pending reductions of other mesh dims."""
     for argument, value in zip(schema_of(op).arguments, args):
         pending = isinstance(value, DTensor) and any(p.is_partial() for p in value.placements)
-        if pending and is_ragged(spec_of(value)) and argument.alias_info is None:
+        if pending and is_ragged(value) and argument.alias_info is None:
             yield construct.settled(value)
         else:
             yield value
@@ -181,7 +181,7 @@ def _settled(op: Any, args: tuple[Any, ...]) -> Iterator[Any]:
 def _ragged_operands(args: Any, kwargs: Any) -> list[DTensor]:
     """The ragged tensors among the arguments of a call, in order."""
     leaves = pytree.tree_leaves((args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, DTensor) and is_ragged(spec_of(leaf))]
+    return [leaf for leaf in leaves if is_ragged(leaf)]
 
 
 # These handlers of torch look at sizes or run on the local tensors: right for ragged ones as they are.
@@ -221,7 +221,7 @@ def _item(table: dict[Any, Handler]) -> Handler:
 
     def item(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
-        if is_ragged(spec_of(tensor)):
+        if is_ragged(tensor):
             return whole(tensor).item()  # on every rank, though it lies on one of them
         if reductions.is_pending(spec_of(tensor)):
             why = "its reduction over the ranks is pending: call full_tensor() before item()"
@@ -246,22 +246,18 @@ def _unscaling(handler: Handler) -> Handler:
         flag = local_of(found_inf) if isinstance(found_inf, DTensor) else found_inf
         scale = local_of(inv_scale) if isinstance(inv_scale, DTensor) else inv_scale
         op([local_of(g) if isinstance(g, DTensor) else g for g in grads], flag, scale, **kwargs)
-        for mesh, mesh_dim in _sharded_mesh_dims(grads):
+        cut = {
+            (grad.device_mesh, mesh_dim): None  # each once, in list order, which is alike on every rank
+            for grad in grads
+            if isinstance(grad, DTensor)
+            for mesh_dim, placement in enumerate(grad.placements)
+            if not placement.is_replicate()
+        }
+        for mesh, mesh_dim in cut:
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, mesh.get_group(mesh_dim))
         return None
 
     return unscale
-
-
-def _sharded_mesh_dims(grads: list[Any]) -> list[tuple[Any, int]]:
-    """The distinct (mesh, mesh dim) over which some gradient is not replicated, in list order."""
-    found: dict[tuple[Any, int], None] = {}
-    for grad in grads:
-        if isinstance(grad, DTensor):
-            for mesh_dim, placement in enumerate(grad.placements):
-                if not placement.is_replicate():
-                    found[grad.device_mesh, mesh_dim] = None
-    return list(found)
 
 
 def is_ours(spec: Any) -> bool:
@@ -297,7 +293,7 @@ def _home(leaves: list[DTensor]) -> DeviceMesh:
 
 def _brought_to(home: DeviceMesh, value: DTensor) -> torch.Tensor:
     """A number of another mesh as a plain one, other results of a number mesh replicated at home."""
-    if value.device_mesh == home or is_ragged(spec_of(value)):
+    if value.device_mesh == home or is_ragged(value):
         return value
     if value.numel() == 1:
         return whole(value)

@@ -31,7 +31,6 @@ from ragged_fsdp.torch_internals import (
     op_overloads,
     register_constant_class,
     replace,
-    spec_of,
     stock,
 )
 
@@ -49,15 +48,9 @@ _stock_init_helper: Any = stock("_dtensor_init_helper")
 _stock_from_local: Any = stock("_FromTorchTensor.forward")
 _stock_to_local_backward: Any = stock("_ToTorchTensor.backward")
 
-_installed = False
-
 
 def install() -> None:
-    """Apply all patches, once."""
-    global _installed
-    if _installed:
-        return
-    _installed = True
+    """Apply all patches; the package does, when it is imported."""
     for name, ours in REPLACEMENTS.items():
         replace(name, ours)
     dispatch.guard_handlers(stock("DTensor._op_dispatcher._custom_op_handlers"))
@@ -94,7 +87,7 @@ def _propagate(self: Any, op_call: Any, args: Any, kwargs: Any, op_info: Any, tr
 
 
 def _redistribute_backward(ctx: Any, grad_output: DTensor) -> Any:
-    if is_ragged(spec_of(grad_output)):
+    if is_ragged(grad_output):
         settled = settled_placements(ctx.current_spec.placements)
         ctx.current_spec = with_placements(ctx.current_spec, settled)
     return _stock_redistribute_backward(ctx, grad_output)

@@ -309,7 +309,7 @@ def _check_keyword_tensors(schema: Any, lead: DTensorSpec | None) -> None:
 
 def run_spread(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``op`` with every operand laid out like the largest ragged one; NotImplemented if they are."""
-    ragged = [v for v in (*args, *kwargs.values()) if isinstance(v, DTensor) and is_ragged(spec_of(v))]
+    ragged = [v for v in (*args, *kwargs.values()) if is_ragged(v)]
     lead = max(ragged, key=lambda tensor: (tensor.ndim, tensor.numel()))
     smaller = [isinstance(a, torch.Tensor) and a.ndim > 0 and a.shape != lead.shape for a in args]
     for operand, to_spread in zip(args, smaller):

@@ -185,7 +185,7 @@ def _dims_of(call: dict[str, Any]) -> list[int]:
 
 def _beside(tensor: DTensor, reduced: DTensor) -> torch.Tensor:
     """A reduction of ``tensor`` that kept its dims, for each element of the local piece of ``tensor``."""
-    if is_ragged(spec_of(reduced)):
+    if is_ragged(reduced):
         return local_of(reduced)  # rows are whole: it broadcasts
     return values_for(tensor, local_of(reduced), ragged_layout(tensor).inner_offset)
 

@@ -65,7 +65,7 @@ class BoxWriteItem(WriteItem):
 
 def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
     """``DTensor.__create_chunk_list__``: the boxes of a ragged piece."""
-    if not is_ragged(spec_of(self)):
+    if not is_ragged(self):
         return _stock_chunk_list(self)
     raise_if_partial(self)
     return [
@@ -76,7 +76,7 @@ def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
 
 def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
     """``DTensor.__create_write_items__``: one item for each box of a ragged piece."""
-    if not is_ragged(spec_of(self)):
+    if not is_ragged(self):
         return _stock_write_items(self, fqn, object)
     properties = TensorProperties.create_from_tensor(local_of(self))
     return [
@@ -91,7 +91,7 @@ def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
 
 def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
     """``DTensor.__get_tensor_shard__``: a box of a ragged piece, as a view: loading writes through."""
-    if not is_ragged(spec_of(self)):
+    if not is_ragged(self):
         return _stock_tensor_shard(self, index)
     flat, position = local_of(self).detach().view(-1), 0
     for offsets, sizes in ragged_layout(self).boxes():
@@ -152,7 +152,7 @@ def offload_tensor(self: Any, x: Any, memo: dict[int, Any], non_blocking: bool =
 def _lies_inside(tensor: DTensor) -> bool:
     """Whether torch would misread it; ragged tensors are always compacted, for the size of the file."""
     local = local_of(tensor)
-    if is_ragged(spec_of(tensor)):
+    if is_ragged(tensor):
         return local.untyped_storage().nbytes() != local.nbytes
     return bool(local.storage_offset()) and getattr(local.untyped_storage(), "_of_ragged_fsdp", False)
 
@@ -177,16 +177,16 @@ def distribute_state_dict(
     """
     said: dict[DeviceMesh, list[str]] = {}
     for target in local_state_dict.values():
-        if isinstance(target, DTensor) and is_ragged(spec_of(target)):
+        if is_ragged(target):
             said.setdefault(target.device_mesh, [])
-    pairs = [(key, value, local_state_dict.get(key)) for key, value in full_state_dict.items()]
+    pairs: list[Any] = [(key, value, local_state_dict.get(key)) for key, value in full_state_dict.items()]
     for key, value, target in pairs:
         if isinstance(target, DTensor) and target.device_mesh in said and torch.is_tensor(value):
             said[target.device_mesh].append(f"{key} {tuple(value.shape)} {value.dtype}")
     for mesh, lines in said.items():
         _check_same(mesh, lines)
     for key, value, target in pairs:
-        if isinstance(target, DTensor) and is_ragged(spec_of(target)) and torch.is_tensor(value):
+        if is_ragged(target) and torch.is_tensor(value):
             _check_shape(key, value, target)
     _stock_distribute_state_dict(full_state_dict, local_state_dict, device, pg)
 
@@ -216,8 +216,7 @@ def distribute_tensors(
     others = []
     for key in keys:
         pair: Any = local_state_dict.get(key)
-        ragged = isinstance(pair, tuple) and isinstance(pair[0], DTensor) and is_ragged(spec_of(pair[0]))
-        if ragged:
+        if isinstance(pair, tuple) and is_ragged(pair[0]):
             local, full = pair
             _check_shape(key, full, local)
             piece = own_piece(full.contiguous(), spec_of(local))
