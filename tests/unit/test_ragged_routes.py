@@ -96,7 +96,6 @@ def test_every_element_arrives(shape, data):
             assert received[rank] == len(set(wanted.tolist()) - set(held(source, rank, full).tolist()))
         expected = wanted * reduced
         assert flat.tolist() == expected.tolist(), rank
-        assert math.prod(target.local_shape(rank)) == flat.numel()
 
 
 def test_elements_received():

@@ -1,9 +1,9 @@
 """``redistribute_local_tensor`` for specs with a ragged side, each move with the cheapest collectives.
 
 The plan is a function of the two specs alone, hence the same on every rank of the mesh; the table is in
-:mod:`ragged_fsdp.placement`. A pending sum that becomes ragged is reduce-scattered. For everything else the
-two specs become :class:`Division` s: what every rank holds, as boxes of the global tensor, and a route of
-all-to-alls and gathers leads from one to the other.
+:mod:`ragged_fsdp.placement`. Where only the intervals change, their lengths are the plan; a pending sum that
+becomes ragged is reduce-scattered. For everything else the two specs become :class:`Division` s: what every
+rank holds, as boxes of the global tensor, and a route of all-to-alls and gathers leads from one to the other.
 
 A result may be an ``AsyncCollectiveTensor`` where no work is left after the last collective.
 """
@@ -30,7 +30,7 @@ from ragged_fsdp.dtensor.geometry import (
     with_placements,
 )
 from ragged_fsdp.placement import RaggedShard
-from ragged_fsdp.routes import HopKind, Part, Region, Route, chunk_of_chunks, plan_route
+from ragged_fsdp.routes import HopKind, Part, Region, Route, chunk_of_chunks, overlap, plan_route
 from ragged_fsdp.torch_internals import (
     AsyncCollectiveTensor,
     DTensorSpec,
@@ -122,9 +122,43 @@ def _move(
         local = _partial_from_ragged(local, pending, ragged_layout(current))
         middle = _replaced(current, ragged_dim, pending)
         return redistribute_local_tensor(local, middle, target, async_op=async_op, **stock_options)
+    mesh_dim: Any = ragged_mesh_dim(target.placements) if ragged_dim is None else ragged_dim
+    if _only_intervals(current, target, mesh_dim):
+        return _between_intervals(local, current, target, mesh_dim, async_op)
     if _is_scattered_sum(current, target):
         local, current = _scattered(local, current, target)
-    return _exchange(local, current.mesh, division_of(current), division_of(target), async_op)
+    return _exchange(local, current, target, async_op)
+
+
+def _only_intervals(current: DTensorSpec, target: DTensorSpec, mesh_dim: int) -> bool:
+    """Whether nothing but ``mesh_dim`` changes, and there the inner tensor is whole or ragged."""
+    before, after = current.placements[mesh_dim], target.placements[mesh_dim]
+    if not all(p.is_replicate() or isinstance(p, RaggedShard) for p in (before, after)):
+        return False
+    return target.placements == _replaced(current, mesh_dim, after).placements
+
+
+def _between_intervals(
+    local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, mesh_dim: int, async_op: bool
+) -> torch.Tensor:
+    """Between intervals of the inner tensor, or an interval and the whole.
+
+    Their lengths say all: a route, which intersects the boxes of all ranks, would take a tenth of a second to
+    plan for a thousand of them, for each layout of a model.
+    """
+    if not is_ragged(current):  # a copy: who writes into a piece never writes into what it was cut from
+        goal = ragged_layout(target)
+        return local.reshape(-1)[goal.start : goal.stop].clone().view(goal.local_shape)
+    source, group = ragged_layout(current), (current.mesh, mesh_dim)
+    if not is_ragged(target):
+        return _gathered(local.reshape(-1), source.counts, group, async_op).view(source.inner_shape)
+    goal = ragged_layout(target)
+    if source.counts == goal.counts:
+        return local.reshape(goal.local_shape)
+    send = [overlap(source.start, source.numel, *there) for there in zip(goal.starts, goal.counts)]
+    receive = [overlap(goal.start, goal.numel, *there) for there in zip(source.starts, source.counts)]
+    out = functional.all_to_all_single(local.reshape(-1).contiguous(), receive, send, group)
+    return out.view(goal.local_shape)
 
 
 def _is_scattered_sum(current: DTensorSpec, target: DTensorSpec) -> bool:
@@ -177,14 +211,15 @@ def _partial_from_ragged(local: torch.Tensor, partial: Partial, layout: RaggedLa
     return flat.view(layout.inner_shape)
 
 
-def _exchange(
-    local: torch.Tensor, mesh: Any, source: Division, target: Division, async_op: bool
-) -> torch.Tensor:
+def _exchange(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
     """Reduce what is pending, send each element to who wants it, make pending what the target has so."""
-    pending, made_pending = [], []
-    for mesh_dim, (before, after) in enumerate(zip(source.placements, target.placements)):
+    mesh: Any = current.mesh
+    source, destination = division_of(current), division_of(target)
+    pending, made_pending, cut = [], [], False
+    for mesh_dim, (before, after) in enumerate(zip(current.placements, target.placements)):
         if before == after:
             continue
+        cut |= before.is_replicate() and is_cut(after)
         if type(before) is Partial:
             pending.append((mesh_dim, before))
         elif before.is_partial():  # its reduction needs the tensor as it is
@@ -192,13 +227,13 @@ def _exchange(
             source = source.with_placement(mesh_dim, Replicate())
         if after.is_partial():
             made_pending.append((mesh_dim, after))
-            target = target.with_placement(mesh_dim, Replicate())
+            destination = destination.with_placement(mesh_dim, Replicate())
     here = tuple(mesh.get_coordinate())
-    route = route_between(here, source, target)
-    cut = any(b.is_replicate() and is_cut(a) for b, a in zip(source.placements, target.placements))
+    route = route_between(here, source, destination)
     if cut and route.packing is None and not route.hops:
         local = local.clone()  # who writes into a piece never writes into what it was cut from
-    moved = _follow(local, route, mesh, pending, async_op).view(target.local_shape(here))
+    shape = ragged_layout(target).local_shape if is_ragged(target) else destination.box_at(here)[1]
+    moved = _follow(local, route, mesh, pending, async_op).view(shape)
     for mesh_dim, partial in made_pending:
         moved = partition_value(partial, _wait(moved), mesh, mesh_dim)
     return moved
@@ -232,17 +267,11 @@ class Division:
         cuts = ((dim, d) for dim, mesh_dims in self.cut_order for d in mesh_dims)
         return chunk_of_chunks(self.shape, ((dim, self.mesh_shape[d], coordinate[d]) for dim, d in cuts))
 
-    def local_shape(self, coordinate: Shape) -> Shape:
-        """The shape of the local tensor of the rank at ``coordinate``."""
-        if ragged_mesh_dim(self.placements) is None:
-            return self.box_at(coordinate)[1]
-        return compute_layout(self.shape, self.mesh_shape, coordinate, self.placements).local_shape
-
     def regions(self) -> Callable[[Shape], Region]:
         """A function from the coordinate of a rank to its region."""
         ragged_dim = ragged_mesh_dim(self.placements)
         if ragged_dim is None:
-            return cache(self._box_region)
+            return lambda coordinate: (self.box_at(coordinate),)
 
         @cache
         def layout_of(coordinate: Shape) -> Any:
@@ -255,10 +284,6 @@ class Division:
             return tuple(layout_of(first).boxes_of(coordinate[ragged_dim]))
 
         return region
-
-    def _box_region(self, coordinate: Shape) -> Region:
-        box = self.box_at(coordinate)
-        return (box,) if math.prod(box[1]) else ()
 
 
 def division_of(spec: DTensorSpec) -> Division:
