@@ -123,10 +123,7 @@ def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
 def is_ragged(tensor_or_spec: Any) -> bool:
     """Whether a DTensor or a DTensorSpec has a ragged placement; anything else has none."""
     spec = spec_of(tensor_or_spec) if isinstance(tensor_or_spec, DTensor) else tensor_or_spec
-    for placement in getattr(spec, "placements", ()):  # noqa: SIM110 - hot: no generator
-        if isinstance(placement, RaggedShard):
-            return True
-    return False
+    return ragged_mesh_dim(getattr(spec, "placements", ())) is not None
 
 
 def unragged(placements: Sequence[Placement], instead: Placement | None = None) -> tuple[Placement, ...]:

@@ -229,18 +229,16 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
         tensor = tensor.to(call["dtype"])
     if call.get("dim") and len(dims) == tensor.ndim and not keepdim:
         return aten.linalg_vector_norm.default(tensor, order)
+
+    def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
+        return aten.linalg_vector_norm.default(local, order, local_dims, keep)
+
     if math.isinf(order):
-        reduce = aten.amax.default if order > 0 else aten.amin.default
         combine = _MIN if order < 0 else Combine("max", lambda dtype: 0)
-        return _along_dims(aten.abs.default(tensor), dims, keepdim, reduce, combine)
-    prefix = ragged_layout(tensor).cut_dims
-    if all(d % tensor.ndim >= prefix for d in dims) and tensor.ndim > prefix:
-
-        def reduce_rows(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
-            return aten.linalg_vector_norm.default(local, order, local_dims, keep)
-
-        if not any(p.is_shard() for p in tensor.placements):
-            return _along_dims(tensor, dims, keepdim, reduce_rows, _SUM)
+        return _along_dims(tensor, dims, keepdim, reduce, combine)
+    prefix, sharded = ragged_layout(tensor).cut_dims, any(p.is_shard() for p in tensor.placements)
+    if not sharded and tensor.ndim > prefix and all(d % tensor.ndim >= prefix for d in dims):
+        return _along_dims(tensor, dims, keepdim, reduce, _SUM)  # rows are whole: nothing to combine
     powers = aten.sum.dim_IntList(aten.pow.Tensor_Scalar(aten.abs.default(tensor), order), dims, keepdim)
     return aten.pow.Tensor_Scalar(powers, 1.0 / order)
 
