@@ -16,14 +16,25 @@ however they were built, so a layout that exists is a layout that can be used.
 """
 
 import hashlib
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-__all__ = ["INT64_MAX", "GroupLayout", "LocalRange", "TensorSpec"]
+__all__ = ["INT64_MAX", "GroupLayout", "LocalRange", "TensorSpec", "as_integer"]
 
 INT64_MAX = 2**63 - 1
+
+
+def as_integer(what: str, value: object) -> int:
+    """``value`` as a plain int; numpy integers are welcome, floats and booleans are not."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        pass
+    raise TypeError(f"{what} must be an integer, got {value!r}.")
 
 
 def _integer(owner: str, what: str, value: object, least: int) -> None:

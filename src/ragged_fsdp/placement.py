@@ -60,16 +60,13 @@ An element travels once along each mesh dim on which its place changes: once if 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
+from ragged_fsdp.layout import GroupLayout, as_integer
 from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
-
-if TYPE_CHECKING:
-    from ragged_fsdp.layout import GroupLayout
 
 __all__ = [
     "RaggedShard",
@@ -150,7 +147,7 @@ class RaggedShard(Placement):
     def on_one_rank(cls, shape: Sequence[int], ranks: int, root: int) -> RaggedShard:
         """The whole tensor on rank ``root`` of the mesh dim, in its own shape; nothing elsewhere."""
         shape, ranks = checked_shape(shape), _checked_ranks(cls.__name__, ranks)
-        if not 0 <= _integer(f"{cls.__name__}: root", root) < ranks:
+        if not 0 <= as_integer(f"{cls.__name__}: root", root) < ranks:
             raise ValueError(f"{cls.__name__}: root must be in [0, {ranks}), got {root}.")
         return cls(ragged_dims(shape, math.prod(shape)), [int(r == root) for r in range(ranks)])
 
@@ -276,7 +273,7 @@ def placement_from_layout(
         shape: of the inner tensor.
         strided: for a tensor that a ``Shard`` placement to the right of the ragged one cuts first.
     """
-    if not 0 <= _integer("index", index) < len(layout.specs):
+    if not 0 <= as_integer("index", index) < len(layout.specs):
         raise ValueError(f"index must be in [0, {len(layout.specs)}), the tensors of the group, got {index}.")
     spec, shape = layout.specs[index], checked_shape(shape)
     if math.prod(shape) != spec.numel:
@@ -340,9 +337,10 @@ def _reduced(units: Units) -> Units:
 
 
 def _checked_ranks(kind: str, ranks: Any) -> int:
-    if _integer(f"{kind}: ranks", ranks) < 1:
-        raise ValueError(f"{kind}: ranks must be at least 1, got {ranks}.")
-    return operator.index(ranks)
+    count = as_integer(f"{kind}: ranks", ranks)
+    if count < 1:
+        raise ValueError(f"{kind}: ranks must be at least 1, got {count}.")
+    return count
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
@@ -358,15 +356,6 @@ def _integers(what: str, given: Any) -> tuple[int, ...]:
         raise TypeError(f"{what} must be integers, got {given!r}.")
     values = tuple(given)
     try:
-        return tuple(_integer(what, value) for value in values)
+        return tuple(as_integer(what, value) for value in values)
     except TypeError:
         raise TypeError(f"{what} must be integers, got {values!r}.") from None
-
-
-def _integer(what: str, value: Any) -> int:
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise TypeError(f"{what} must be an integer, got {value!r}.")

@@ -5,14 +5,13 @@ Apart, each buffer needs only its own. The price is one more collective per buff
 is taken only if it saves more than ``threshold`` of the group's elements per extra buffer.
 """
 
-import operator
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from typing import NamedTuple
 
-from ragged_fsdp.layout import GroupLayout, TensorSpec
+from ragged_fsdp.layout import GroupLayout, TensorSpec, as_integer
 from ragged_fsdp.planner.problem import Kind, Order, Problem, ordered, place_in_order
 from ragged_fsdp.planner.search import best_layout, order_layout, quick_bound, settle
 
@@ -38,8 +37,9 @@ def plan(
     specs = []
     for position, (numel, block) in enumerate(zip(sizes, blocks)):
         name = f"tensor {position}"
-        specs.append(TensorSpec(name, _index(name, "size", numel), _index(name, "block", block)))
-    layout = plan_group(specs, _index("plan", "m", m), unit=_index("plan", "unit", unit), align=align)
+        size = as_integer(f"{name}: size", numel)
+        specs.append(TensorSpec(name, size, as_integer(f"{name}: block", block)))
+    layout = plan_group(specs, as_integer("plan: m", m), unit=as_integer("plan: unit", unit), align=align)
     return layout.shard_numel, list(layout.offsets)
 
 
@@ -113,16 +113,6 @@ def _checked(
         if not isinstance(spec, TensorSpec):
             raise TypeError(f"{function}: specs must hold TensorSpecs, got {spec!r} in it.")
     return tuple((spec.numel, spec.block_numel) for spec in specs)
-
-
-def _index(owner: str, what: str, value: object) -> int:
-    """``value`` as a plain int; numpy integers are welcome, floats and booleans are not."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{owner}: {what} must be an integer, got {value!r}.") from None
 
 
 class _Planned(NamedTuple):
