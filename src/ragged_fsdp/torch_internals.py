@@ -77,6 +77,7 @@ __all__ = [
     "functional",
     "get_registry",
     "get_root_modules",
+    "has_expandable_segments",
     "is_traceable_wrapper_subclass",
     "local_of",
     "op_overloads",
@@ -343,6 +344,9 @@ until storages that compare and hash by identity:
 until torch.accelerator.current_stream in C++:
     torch._C:_accelerator_getStream [optional]
         the current stream without two frames of Python
+until a public way to read the settings of the allocator:
+    torch.cuda.memory:_snapshot
+        memory that may grow in place is not kept between steps
 until a public context manager of FakeTensorMode:
     torch._subclasses.fake_tensor:unset_fake_temporarily
         ranks compare real values also while memory is estimated with fake tensors
@@ -521,6 +525,11 @@ def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
 def timeout_of(backend: Any) -> Any:
     """The ``timedelta`` after which a collective of ``backend`` fails; None if it does not tell."""
     return getattr(backend.options, "_timeout", None)
+
+
+def has_expandable_segments() -> bool:
+    """Whether CUDA's allocator may grow a segment, so that no block need be kept whole for later."""
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 
 def disable_compile(function: Callable) -> Callable:

@@ -20,6 +20,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from ragged_fsdp.agreement import compare
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.dbuffer.storage import stream_getter
 from ragged_fsdp.fsdp.watch import CollectiveWatch
-from ragged_fsdp.torch_internals import peek_interpreter_stack
+from ragged_fsdp.torch_internals import has_expandable_segments, peek_interpreter_stack
 
 __all__ = [
     "Arena",
@@ -134,11 +135,27 @@ class CommContext:
             return None
         return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
 
+    @cached_property
+    def _keeps_arena(self) -> bool:
+        """Whether gradient buffers are allocated before a step and stay: else they would divide memory.
+
+        Segments that can grow are not divided: there a buffer lives from its first gradient to the end of the
+        backward, and the peak before it is without it.
+        """
+        return self.device.type != "cuda" or not has_expandable_segments()
+
+    def empty_arena(self) -> None:
+        """The backward is over: free what :meth:`lease` has lent, unless it stays for the next step."""
+        if not self._keeps_arena:
+            self.arena.release()
+
     def fill_arena(self) -> None:
-        """Allocate what :meth:`lease` will lend, before the step's other memory.
+        """Allocate what :meth:`lease` will lend, before the step's other memory, if it stays between steps.
 
         Not inside a transform of ``torch.func``, whose tensors have no storage.
         """
+        if not self._keeps_arena:
+            return
         capturing = self.device_module is torch.cuda and torch.cuda.is_current_stream_capturing()
         if not capturing and peek_interpreter_stack() is None:
             self.arena.fill(self.device, self.max_grad_buffers)
@@ -224,10 +241,10 @@ def arena_bytes(needs: Sequence[int]) -> int:
 class Arena:
     """A few storages of one size, lent to one gradient buffer at a time.
 
-    A gradient buffer lives in backward only, where the peak of a step is, so keeping it costs nothing. It is
-    allocated when a forward that will have a backward starts: one that came between the gradients of the
-    first backward would divide the memory in which later gradients must find room. A forward without
-    gradients (evaluation, generation) does not need it and frees it.
+    It is filled when a forward that will have a backward starts: a buffer that came between the gradients of
+    the first backward would divide the memory in which later gradients must find room. A forward without
+    gradients (evaluation, generation) does not need it and frees it. Where memory is not divided it is filled
+    by the first lease of a backward and freed at its end.
     """
 
     def __init__(self) -> None:

@@ -235,6 +235,8 @@ class Exchange:
             where theirs has too small a range for sums.
     """
 
+    buffers = False
+
     def __init__(
         self, members: Members, levels: LevelGroups | None = None, between: torch.dtype | None = None
     ) -> None:
@@ -256,11 +258,6 @@ class Exchange:
         self._memories: dict[FlatStorage, _Memory] = {}
         self._sum_kind: DBuffer | None = None
         self._partial = (Partial(),) * mesh.mesh.ndim
-
-    @property
-    def leases(self) -> bool:
-        """Whether its memory has a place in the arena: it is taken for the reduction alone."""
-        return not self.companion
 
     @property
     def between(self) -> torch.dtype:

@@ -84,7 +84,8 @@ class GradReducer:
         """Before the first gradient: wait for the last reduction of this group, and for room."""
         context = self.members.context
         context.finish_of(self)
-        context.make_room(self.transport.companion)
+        if self.transport.buffers:
+            context.make_room(self.transport.companion)
         self.transport.begin(self._choose_layout(), self.members.reduce_dtype or dtype)
 
     def _check_place(self, layout: GradLayout, index: int) -> None:
@@ -150,6 +151,8 @@ class GradReducer:
             return
         members, transport = self.members, self.transport
         context, settings, mesh = members.context, members.settings, members.mesh
+        if not transport.buffers:
+            context.make_room(transport.companion)
         transport.ready(self._missing() if len(self.written) < len(members.params) else set())
         if unused:
             self.written |= unused

@@ -46,9 +46,9 @@ class GradTransport(Protocol):
     """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
     place in the arena."""
 
-    @property
-    def leases(self) -> bool:
-        """Whether its memory has a place in the arena."""
+    buffers: bool
+    """Whether it takes memory when the first gradient comes; else when they are reduced. Before that the
+    reductions that have such memory are waited for."""
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -89,6 +89,8 @@ class ReduceScatter:
     of a later one).
     """
 
+    buffers = True
+
     def __init__(self, members: Members) -> None:
         self.members = members
         self.companion = False
@@ -103,7 +105,7 @@ class ReduceScatter:
         self._scattered = scattered(members)
 
     @property
-    def leases(self) -> bool:
+    def _leases(self) -> bool:
         """Whether the buffer has a place in the arena.
 
         Without sync the gradients of every group stay, and memory of the user's communication is not ours.
@@ -125,7 +127,7 @@ class ReduceScatter:
             storage = FlatStorage.over(given)
             self.full = make_buffer(members, layout, dtype, self._partial, storage=storage)
             return
-        self._leased = members.context.lease(numel * dtype.itemsize) if self.leases else None
+        self._leased = members.context.lease(numel * dtype.itemsize) if self._leases else None
         full = self._fulls.get(self._leased)
         if full is None or full.dtype != dtype or full.layout is not layout.layout:
             options = {"allocate": False, "storage": self._leased}

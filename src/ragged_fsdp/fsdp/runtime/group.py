@@ -285,15 +285,23 @@ class ParamGroup(Members):
 
     # -- backward --------------------------------------------------------------------------------
 
-    @on_parameters
     def post_backward(self) -> None:
         """Reshard and reduce; safe to call for a group that took no part in the backward."""
+        self.collect()
+        self.reduce()
+
+    @on_parameters
+    def collect(self) -> None:
+        """Take over the gradients and reshard."""
         grads = self._take_gradients()
         if self.settings.reshard_after_backward:
             self.reshard()  # before the gradient buffer is allocated: it may take the same memory
         if grads:
             self.reducer.store_many(grads)
-            grads.clear()
+
+    @on_parameters
+    def reduce(self) -> None:
+        """Reduce what was collected, unless gradients are not synchronised now."""
         if self.settings.reduce_grads:
             self.reducer.reduce()
 

@@ -79,6 +79,8 @@ class Turn:
         """Modules of a list whose forward has not run in this pass."""
         self.positions: list[int] = []
         """Its places in the order of ended forwards, one for each since the last backward."""
+        self.following: Turn | None = None
+        """Whose backward comes after its own, while that runs."""
 
 
 class ForwardOrder:
@@ -369,22 +371,28 @@ class Schedule:
                     group.unshard()
                 group.wait_for_unshard()
         if turn.backward_prefetch is not None:
-            following: Sequence[Turn] = turn.backward_prefetch
-        else:
-            following = self._before_in_forward(turn) if begins else []
-        for other in following:
-            for group in reversed(other.groups):
-                if group.settings.unshard_in_backward:
-                    group.unshard()
+            for other in turn.backward_prefetch:
+                self._gather_ahead(other)
+        elif begins:
+            turn.following = self._before_in_forward(turn)
+            if turn.positions:
+                turn.positions.pop()
+            if turn.following is not None:
+                self._gather_ahead(turn.following)
 
-    def _before_in_forward(self, turn: Turn) -> list[Turn]:
-        """The turn whose forward ended before that of ``turn``: its backward is next."""
-        if not turn.positions:
-            return []
-        for position in range(turn.positions.pop() - 1, -1, -1):
+    @staticmethod
+    def _gather_ahead(turn: Turn) -> None:
+        for group in reversed(turn.groups):
+            if group.settings.unshard_in_backward:
+                group.unshard()
+
+    def _before_in_forward(self, turn: Turn) -> Turn | None:
+        """The turn whose forward ended before the last one of ``turn``: its backward is next."""
+        last = turn.positions[-1] if turn.positions else 0
+        for position in range(last - 1, -1, -1):
             if self._ended[position] is not turn:
-                return [self._ended[position]]
-        return []
+                return self._ended[position]
+        return None
 
     def _begin_backward(self) -> None:
         """Once per backward: run :meth:`end_backward` when it is over."""
@@ -404,7 +412,16 @@ class Schedule:
             self._begin_backward()
         self._enter(turn, Phase.DONE)
         for group in reversed(turn.groups):
-            group.post_backward()
+            group.collect()
+        # what the next backward would gather ahead when it starts: the weights are needed before these
+        # gradients are, and would wait for the network behind them
+        following, turn.following = turn.following, None
+        if following is not None and following.backward_prefetch is None:
+            beyond = self._before_in_forward(following)
+            if beyond is not None:
+                self._gather_ahead(beyond)
+        for group in reversed(turn.groups):
+            group.reduce()
 
     @outside_compile
     def end_backward(self) -> None:
@@ -434,10 +451,12 @@ class Schedule:
         if self.comm is None:
             return
         self.comm.finish_all()
+        self.comm.empty_arena()
         for turn in self.turns:
             for group in turn.groups:
                 group.finish_backward()
             turn.positions.clear()
+            turn.following = None
         self._ended.clear()
 
     @property
@@ -465,6 +484,7 @@ class Schedule:
         for turn in self.turns:
             turn.still_to_run.clear()
             turn.positions.clear()
+            turn.following = None
             self._enter(turn, Phase.IDLE)
             for group in turn.groups:
                 group.reset_iteration()
