@@ -413,15 +413,24 @@ class Schedule:
         self._enter(turn, Phase.DONE)
         for group in reversed(turn.groups):
             group.collect()
-        # what the next backward would gather ahead when it starts: the weights are needed before these
-        # gradients are, and would wait for the network behind them
         following, turn.following = turn.following, None
-        if following is not None and following.backward_prefetch is None:
-            beyond = self._before_in_forward(following)
-            if beyond is not None:
-                self._gather_ahead(beyond)
+        if following is not None and not any(group.reducer.transport.buffers for group in turn.groups):
+            self._gather_beyond(following)
         for group in reversed(turn.groups):
             group.reduce()
+
+    def _gather_beyond(self, following: Turn) -> None:
+        """Gather what the backward of ``following`` would gather ahead when it starts.
+
+        Weights are needed before gradients are. Behind this module's reduction they would wait for the
+        network, and behind the one that it waits for. Where gradients have a buffer that is not yet free,
+        they wait for that one anyway, and the network would be idle while the buffer is filled.
+        """
+        beyond = None
+        if following.backward_prefetch is None:
+            beyond = self._before_in_forward(following)
+        if beyond is not None:
+            self._gather_ahead(beyond)
 
     @outside_compile
     def end_backward(self) -> None:
