@@ -3,7 +3,7 @@
 import torch
 from safetensors.torch import load_file
 
-from ragged_fsdp.trainer.metrics import losses_by_step
+from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
 from rank_pool import spmd
 from train_cases import tensors, train_on_pool
 
@@ -48,6 +48,43 @@ def test_a_split_run_has_the_curve_of_a_plain_one(rank):
             plain[key] = losses_by_step(folder)
         train_on_pool(rank.shared_dir / case, **{**common, **changes})
         _assert_close(losses_by_step(rank.shared_dir / case), plain[key], 2e-5, case)
+
+
+@spmd(4, timeout=400)
+def test_auto_reduces_as_the_nodes_ask_and_says_so(rank):
+    all_ranks, half = {"ranks_per_node": 4}, {"ranks_per_node": 2}
+    runs = {
+        "one": (all_ranks, ["gradients: all_to_all (auto), 4 ranks on one node"]),
+        "two": (half, ["gradients: two_level (auto), 4 ranks on 2 nodes of 2"]),
+        "two again": (
+            {**half, "reduction": "two_level"},
+            ["gradients: two_level, 4 ranks on 2 nodes of 2"],
+        ),
+        "fp32 between": (
+            {**half, "internode_dtype": "fp32"},
+            ["gradients: two_level (auto), 4 ranks on 2 nodes of 2"],
+        ),
+        "not wider": (
+            {**half, "precision": "bf16-reduce"},
+            ["gradients: reduce_scatter (auto), 4 ranks on 2 nodes of 2"],
+        ),
+        "ep": (
+            {**half, "ep": 2},
+            [
+                "gradients: two_level (auto), 4 ranks on 2 nodes of 2",
+                "gradients of what ep splits: reduce_scatter (auto), 2 ranks on 2 nodes of 1",
+            ],
+        ),
+    }
+    losses = {}
+    for name, (changes, expected) in runs.items():
+        folder = rank.shared_dir / name
+        train_on_pool(folder, **{"precision": "bf16", "steps": 3, "save_at_end": False, **changes})
+        start = next(row for row in read_metrics(folder) if row["kind"] == "start")
+        assert start["reductions"] == expected, name
+        losses[name] = losses_by_step(folder)
+    assert losses["two"] == losses["two again"] != losses["fp32 between"]
+    _assert_close(losses["fp32 between"], losses["one"], 1e-2, "fp32 between")
 
 
 @spmd(4, timeout=400)

@@ -72,6 +72,13 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"sharding": "ddp", "replicas": 2}, 2, "replicas = 2 needs sharding"),
         ({"replicas": 3}, 4, "does not divide the 4 processes"),
         ({"sharding": "fsdp2", "reduction": "all_to_all"}, 2, "reduction = all_to_all needs sharding"),
+        ({"sharding": "ddp", "ranks_per_node": 8}, 2, "ranks_per_node = 8 needs sharding = ragged, not ddp"),
+        ({"sharding": "fsdp2", "internode_dtype": "fp32"}, 2, "internode_dtype = fp32 needs sharding"),
+        (
+            {"reduction": "all_to_all", "internode_dtype": "fp32"},
+            2,
+            "internode_dtype = fp32 needs reduction = two_level or auto, not all_to_all",
+        ),
         ({"sharding": "fsdp2", "granularity": {"*": "rows"}}, 2, "granularity needs sharding = ragged"),
         ({"granularity": {"*": "colums:2"}}, 2, "'colums:2': expected 32rows or rows:32"),
         ({"granularity": {"*.experts.*": "rows:7"}}, 2, "gate_up_proj: granularity Rows(count=7) of"),
@@ -106,6 +113,13 @@ def test_impossible_combinations_are_refused_before_a_start(values, processes, m
     with pytest.raises(ConfigError) as caught:
         check(from_values(values), processes)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("sharding", ["ragged", "fsdp2", "ddp"])
+def test_the_default_reduction_fits_every_sharding(sharding):
+    config = from_values({"sharding": sharding})
+    assert config.sharding.reduction == "auto"
+    check(config, 2)
 
 
 def test_codes_texts():

@@ -140,10 +140,22 @@ class ShardingConfig:
         "--gather-codes '*.experts.*=int8:32x32' (or float8_e4m3fn)",
     )
     reduction: str = _option(
-        "reduce_scatter",
+        "auto",
         "reduce_scatter: gradients are added on the wire; all_to_all: they travel as they were computed (in "
-        "bf16 half the bytes) and are added in fp32 on arrival",
-        choices=("reduce_scatter", "all_to_all"),
+        "bf16 half the bytes) and are added in fp32 on arrival; two_level: so inside each node, then the "
+        "nodes' sums between them; auto: what fits the network, reduce_scatter with fsdp2",
+        choices=("auto", "reduce_scatter", "all_to_all", "two_level"),
+    )
+    ranks_per_node: int = _option(
+        0,
+        "processes that share a fast link, neighbours in rank, for two_level and auto (0: "
+        "RAGGED_FSDP_RANKS_PER_NODE, else they find out)",
+        at_least=0,
+    )
+    internode_dtype: str = _option(
+        "auto",
+        "dtype of the sums that two_level sends between nodes; auto: that of the gradients",
+        choices=("auto", "bf16", "fp32"),
     )
     reshard_after_forward: bool = _option(True, "free the gathered parameters between forward and backward")
     precision: str = _option(

@@ -34,9 +34,20 @@ def check(config: TrainConfig, world_size: int) -> None:
 
 
 def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
-    """What only our ``fully_shard`` knows: rules by parameter name, and another reduction."""
-    if config.reduction != "reduce_scatter" and config.sharding != "ragged":
-        raise ConfigError(f"reduction = {config.reduction} needs sharding = ragged, not {config.sharding}")
+    """What only our ``fully_shard`` knows: rules by parameter name, other reductions, nodes."""
+    for setting, everywhere in (
+        ("reduction", ("auto", "reduce_scatter")),
+        ("ranks_per_node", (0,)),
+        ("internode_dtype", ("auto",)),
+    ):
+        value = getattr(config, setting)
+        if value not in everywhere and config.sharding != "ragged":
+            raise ConfigError(f"{setting} = {value} needs sharding = ragged, not {config.sharding}")
+    if config.internode_dtype != "auto" and config.reduction not in ("auto", "two_level"):
+        raise ConfigError(
+            f"internode_dtype = {config.internode_dtype} needs reduction = two_level or auto, not "
+            f"{config.reduction}"
+        )
     for setting in ("granularity", "gather_codes"):
         rules = getattr(config, setting)
         if rules and config.sharding != "ragged":

@@ -26,7 +26,7 @@ from ragged_fsdp.trainer.ranks import Ranks, on_first_rank, seed_everything
 from ragged_fsdp.trainer.run_folder import RunLock, starting_point
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
-from ragged_fsdp.trainer.sharding import ShardedModel, prepare_layers, shard
+from ragged_fsdp.trainer.sharding import ShardedModel, prepare_layers, reductions, shard
 from ragged_fsdp.trainer.state import Counters, restore, state_to_save
 from ragged_fsdp.trainer.step import StepResult, evaluate, train_step
 from ragged_fsdp.trainer.stop import StopRequest
@@ -115,6 +115,7 @@ class TrainingJob:
             split.apply(model, ranks.split.inner)
         prepare_layers(model, config.sharding)
         shard(model, config.sharding, ranks, granularity_for(config.optimizer))
+        self._reductions = reductions(config.sharding, ranks)
         materialize(
             model,
             twin,
@@ -159,6 +160,7 @@ class TrainingJob:
                 flops_per_token=self._flops_per_token,
                 padding=padding_ratio(groups),
                 shard_bytes=sum(group.shard_bytes for group in groups) or None,
+                reductions=self._reductions,
                 data=self._tokens.description,
             )
         self._view = open_view(ranks.rank, config.run.steps, config.log.log_every, step)
@@ -176,7 +178,7 @@ class TrainingJob:
             f"{self._parameters:,} parameters, {config.sharding.sharding} over {ranks.world_size} "
             f"{ranks.device.type} processes{split}; {self._tokens.description}"
         )
-        for line in group_table(groups) if groups else []:
+        for line in (*self._reductions, *(group_table(groups) if groups else ())):
             self._view.say(line)
 
     def _resume(self) -> list[str]:

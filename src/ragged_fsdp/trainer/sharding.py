@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ragged_fsdp.fsdp.reduce.choice import pick_reduction
+from ragged_fsdp.topology import find_levels, given_ranks_per_node
 from ragged_fsdp.torch_internals import checkpoint_wrapper
 from ragged_fsdp.trainer.config import ShardingConfig
 from ragged_fsdp.trainer.config_file import ConfigError
@@ -23,7 +25,9 @@ from ragged_fsdp.trainer.optimizers import GranularityRule
 from ragged_fsdp.trainer.ranks import Ranks
 from ragged_fsdp.trainer.rules import match_rules
 
-__all__ = ["ShardedModel", "prepare_layers", "shard", "transformer_layers"]
+__all__ = ["ShardedModel", "prepare_layers", "reductions", "shard", "transformer_layers"]
+
+_INTERNODE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class ShardedModel:
@@ -106,6 +110,8 @@ def shard(
         extra["orig_param_policy"] = _policy(model, "granularity", config.granularity, default)
         extra["gather_policy"] = _policy(model, "gather_codes", config.gather_codes)
         extra["reduction"] = config.reduction
+        extra["ranks_per_node"] = config.ranks_per_node or None
+        extra["internode_dtype"] = _INTERNODE_DTYPES[config.internode_dtype]
     else:
         from torch.distributed.fsdp import fully_shard  # type: ignore[assignment]
     if ranks.split is not None:
@@ -121,6 +127,30 @@ def shard(
             if ranks.split.name == "ep":
                 _divide_by_parts(parts, ranks)
         _apply(fully_shard, inside, mesh=ranks.mesh, **options)
+
+
+def reductions(config: ShardingConfig, ranks: Ranks) -> list[str]:
+    """How gradients are reduced and over which levels, for each mesh that ``shard`` used; all ranks call it.
+
+    Only our sharding has a choice to tell of, and only where there is more than one rank.
+    """
+    if config.sharding != "ragged":
+        return []
+    policy = _mixed_precision(resolved_precision(config, ranks.device))
+    widens = policy.param_dtype is not None and policy.param_dtype != policy.reduce_dtype
+    meshes = {"gradients": ranks.mesh}
+    if ranks.split is not None:
+        meshes[f"gradients of what {ranks.split.name} splits"] = ranks.split.outer
+    lines = []
+    for what, mesh in meshes.items():
+        group = mesh.get_group("shard")
+        if group.size() == 1:
+            continue
+        levels = find_levels(group, ranks.device, given_ranks_per_node(config.ranks_per_node or None))
+        picked = pick_reduction(config.reduction, levels, widens=widens)
+        why = " (auto)" if config.reduction == "auto" else ""
+        lines.append(f"{what}: {picked}{why}, {levels}")
+    return lines
 
 
 def _apply(fully_shard: Callable[..., Any], *args: Any, **options: Any) -> None:
