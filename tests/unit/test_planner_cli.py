@@ -156,6 +156,74 @@ def test_json_equals_the_planner(tensors):
     assert [size["ranks"] for size in content["plans"][0]["sizes"]] == [4, 6]
 
 
+def _network(tmp_path, ranks, per_node, *options):
+    """Levels and traffic of shards of 128 elements: bytes inside a node and over a card, by collective."""
+    path = tmp_path / "tensors.json"
+    path.write_text(json.dumps([{"name": "w", "shape": [128 * ranks]}]))
+    result = run(path, "-n", ranks, "--ranks-per-node", per_node, "--json", *options)
+    network = json.loads(result.stdout)["plans"][0]["sizes"][0]["network"]
+    traffic = {}
+    for entry in network.pop("traffic"):
+        kind = f"{entry['collective']}: {entry['detail']}"
+        traffic[kind] = (entry["inside_bytes"], entry["card_bytes"])
+    return network, traffic
+
+
+def test_the_bytes_of_each_level_of_equal_nodes(tmp_path):
+    """16 ranks on 4 nodes: a bf16 buffer of B = 4096 bytes, 3/4 of which come from other nodes."""
+    levels, traffic = _network(tmp_path, 16, 4)
+    assert levels == {"nodes": 4, "ranks_per_node": 4, "largest_node": 4, "auto": "two_level"}
+    assert traffic == {
+        "gather: bf16, before forward and before backward": (2 * 3072, 2 * 768),  # B 3/4; B 3/4 / 4 cards
+        "reduce_scatter: fp32 sums": (6144, 1536),
+        "reduce_scatter: bf16 sums": (3072, 768),
+        "all_to_all: bf16 gradients": (768, 3072),  # to 3 and to 12 ranks, 256 bytes each
+        "two_level: bf16 gradients, bf16 between nodes": (3072, 768),  # B/4 to 3 ranks; 256 bytes to 3 nodes
+        "two_level: bf16 gradients, fp32 between nodes": (3072, 1536),
+    }
+
+
+def test_the_bytes_of_each_level_of_nodes_that_differ(tmp_path):
+    """A rank on the smaller of two nodes; slots are 256 bytes."""
+    levels, traffic = _network(tmp_path, 12, 8)
+    assert levels == {"nodes": 3, "ranks_per_node": 4, "largest_node": 8, "auto": "two_level"}
+    assert traffic["reduce_scatter: bf16 sums"] == (9 * 256, 2 * 256)  # 8 slots over 4 cards
+    assert traffic["all_to_all: bf16 gradients"] == (3 * 256, 8 * 256)
+    assert traffic["two_level: bf16 gradients, bf16 between nodes"] == (9 * 256, 2 * 256)
+    levels, traffic = _network(tmp_path, 14, 8)
+    assert levels == {"nodes": 7, "ranks_per_node": 2, "largest_node": 8, "auto": "two_level"}
+    assert traffic["reduce_scatter: bf16 sums"] == (13 * 256 - 342, 342)  # 8 slots over 6 cards
+    # 7 slots to its neighbour; of 6 other parts, 2 are on its own node
+    assert traffic["two_level: bf16 gradients, bf16 between nodes"] == ((7 + 2) * 256, 4 * 256)
+    assert traffic["two_level: bf16 gradients, fp32 between nodes"] == ((7 + 4) * 256, 8 * 256)
+
+
+def test_where_there_are_no_two_levels(tmp_path):
+    levels, traffic = _network(tmp_path, 4, 8)
+    assert levels["auto"] == "all_to_all" and not any("two_level" in kind for kind in traffic)
+    assert all(card == 0 for _, card in traffic.values())
+    levels, traffic = _network(tmp_path, 4, 1)
+    assert levels["auto"] == "reduce_scatter" and traffic["reduce_scatter: bf16 sums"] == (0, 3 * 256)
+    assert _network(tmp_path, 4, 2, "--dtype", "fp32")[0]["auto"] == "reduce_scatter"
+    half = _network(tmp_path, 4, 2, "--dtype", "fp16")[1]
+    assert [kind for kind in half if "two_level" in kind] == ["two_level: fp16 gradients, fp32 between nodes"]
+    codes = _network(tmp_path, 4, 2, "--dtype", "fp8")[1]
+    assert codes["gather: fp8, before forward and before backward"] == (2 * 2 * 128, 2 * 1 * 128)
+    assert codes["all_to_all: bf16 gradients"] == (256, 2 * 256)
+
+
+def test_the_table_of_levels_marks_what_auto_picks(tensors):
+    result = run(tensors, "-n", "4,16", "--ranks-per-node", "8")
+    assert re.search(r"4 ranks on one node +gather: bf16", result.output)
+    assert re.search(r"16 ranks on 2 nodes of 8 +gather: bf16", result.output)
+    marked = [line.split(":")[0].split()[-1] for line in result.output.splitlines() if line.endswith("auto ")]
+    assert marked == ["all_to_all", "two_level"]
+    assert "--ranks-per-node N shows" not in result.output
+    plain = run(tensors, "-n", "4,16")
+    assert "--ranks-per-node N shows" in plain.output and "all_to_all" not in plain.output
+    assert "network" not in run(tensors, "-n", "4", "--json").output
+
+
 def test_plot_draws_one_line_per_granularity(tensors, tmp_path):
     target = tmp_path / "padding.svg"
     result = run(tensors, "-n", "2:8:2", "-g", "*.up.*=1rows|16rows|64rows", "--plot", target)

@@ -31,6 +31,7 @@ from ragged_fsdp.cli.plan_display import (
     advice_table,
     ascii_picture,
     group_table,
+    network_table,
     plot,
     summary_table,
     svg_picture,
@@ -43,11 +44,13 @@ from ragged_fsdp.cli.plan_inputs import (
     parse_sizes,
     wrap_groups,
 )
+from ragged_fsdp.cli.plan_network import Network, network_of
 
 __all__ = ["command"]
 
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _DETAILED_SIZES = 3
+_USUAL_NODE = 8
 _PATIENCE_SECONDS = 1.0  # before a progress bar appears
 _Item = TypeVar("_Item")
 _FILE = click.Path(path_type=Path)
@@ -62,6 +65,8 @@ ragged-fsdp plan deepseek-v3 -g '*.mlp.*=128rows' -n 512,1024
 ragged-fsdp plan gpt-oss-120b -g '*.experts.*_proj=1rows|16rows|128rows' -n 8:1024:8 --plot padding.svg
 
 ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.*=32rows' -n 16 --show model.layers.0
+
+ragged-fsdp plan gpt-oss-120b -n 64,256 --ranks-per-node 8
 
 ragged-fsdp plan llama3-70b -g '*=whole' --advise --gpus 512 --memory 60
 """
@@ -101,7 +106,11 @@ ragged-fsdp plan llama3-70b -g '*=whole' --advise --gpus 512 --memory 60
 )
 @click.option("--threshold", type=_FROM_ZERO, default=3.0, help="warn above this padding, in percent.")
 @click.option(
-    "--node", type=_FROM_ONE, default=8, help="ranks per node: sizes named in advice are multiples."
+    "--ranks-per-node",
+    "--node",
+    type=_FROM_ONE,
+    help="show what a step sends inside nodes and between them; sizes named in advice are multiples of it, "
+    f"or of {_USUAL_NODE}.",
 )
 @click.option("--json", "as_json", is_flag=True, help="print JSON and nothing else.")
 @click.option("--plot", "plot_file", type=_FILE, help="padding against ranks, svg or png.")
@@ -126,7 +135,7 @@ def command(
     ep: int,
     dtype: str,
     threshold: float,
-    node: int,
+    ranks_per_node: int | None,
     as_json: bool,
     plot_file: Path | None,
     show: str | None,
@@ -143,7 +152,7 @@ def command(
     with _errors_in_one_line(status):
         base = PlanSettings(element_bytes=_element_bytes(dtype), **planner)
         compared = [replace(base, rules=rules) for rules in expand_rules(granularity)]
-        sizes = _sizes_for(gpus, node) if advising else parse_sizes(fsdp)
+        sizes = _sizes_for(gpus, ranks_per_node or _USUAL_NODE) if advising else parse_sizes(fsdp)
         if show is not None and (len(sizes) > 1 or len(compared) > 1):
             raise ValueError("--show draws one layout: give one --fsdp size and one granularity.")
         if svg is not None and show is None:
@@ -160,7 +169,9 @@ def command(
             plot(plot_file, f"{shapes.title}: padding of the sharded buffers", curves)
             status.print(f"wrote {plot_file}")
         held = None if memory is None else int(memory * 2**30)
-        report = _Report(shapes.title, status, threshold / 100, node, gpus, state_bytes, held, advising)
+        report = _Report(
+            shapes.title, status, threshold / 100, ranks_per_node, dtype, gpus, state_bytes, held, advising
+        )
         if as_json:
             print(json.dumps(report.as_json(results), indent=1))
         else:
@@ -263,7 +274,8 @@ class _Report:
     title: str
     status: Console
     threshold: float
-    node: int
+    ranks_per_node: int | None
+    dtype: str
     gpus: int
     state_bytes: float
     memory_bytes: int | None
@@ -272,12 +284,20 @@ class _Report:
     def _candidates(self, plans: list[PlannedModel]) -> list[Candidate]:
         return advise(plans, self.gpus, self.state_bytes, self.memory_bytes)
 
+    def _networks(self, plans: list[PlannedModel]) -> list[Network]:
+        """What each size sends over which link; nothing unless the user says what a node is."""
+        if self.ranks_per_node is None:
+            return []
+        return [network_of(plan, self.ranks_per_node, self.dtype) for plan in plans]
+
     def as_json(self, results: list[_Compared]) -> dict[str, Any]:
         planned = []
         for settings, _, plans in results:
             entry: dict[str, Any] = {"granularity": [rule.text for rule in settings.rules]}
             entry |= {"unit": settings.unit, "align": settings.align, "max_buffers": settings.max_buffers}
             entry["sizes"] = [plan.as_json() for plan in plans]
+            for size, network in zip(entry["sizes"], self._networks(plans)):
+                size["network"] = network.as_json()
             if self.advising:
                 entry["advice"] = [candidate.as_json() for candidate in self._candidates(plans)]
             else:
@@ -297,11 +317,18 @@ class _Report:
                 console.print(group_table(plan, self.threshold))
             if len(plans) > 1:
                 console.print(summary_table(plans, self.threshold))
+            if networks := self._networks(plans):
+                console.print(network_table(networks))
             for warning in self._warnings(settings, plans):
                 console.print(f"[yellow]warning:[/] {escape(warning.text)}", highlight=False)
+        if self.ranks_per_node is None and not self.advising:
+            console.print(
+                "--ranks-per-node N shows what a step sends inside nodes and between them.", style="dim"
+            )
 
     def _warnings(self, settings: PlanSettings, plans: list[PlannedModel]) -> list[PaddingWarning]:
         """Warnings for the sizes shown in detail, or for the worst one of a range."""
         worst = plans if len(plans) <= _DETAILED_SIZES else [max(plans, key=lambda plan: plan.padding_ratio)]
+        node = self.ranks_per_node or _USUAL_NODE
         with self.status.status("looking for sizes with less padding"):
-            return [w for plan in worst for w in warnings_for(plan, settings, self.threshold, self.node)]
+            return [w for plan in worst for w in warnings_for(plan, settings, self.threshold, node)]

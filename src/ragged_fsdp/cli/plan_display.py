@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragged_fsdp.cli.plan_costs import Candidate, PlannedGroup, PlannedModel, short_name
+from ragged_fsdp.cli.plan_network import Network
 from ragged_fsdp.layout import GroupLayout
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "bytes_text",
     "draw_curves",
     "group_table",
+    "network_table",
     "plot",
     "summary_table",
     "svg_picture",
@@ -115,6 +117,30 @@ def summary_table(plans: Sequence[PlannedModel], threshold: float) -> Table:
             _optimal(plan),
             named,
         )
+    return table
+
+
+def network_table(networks: Sequence[Network]) -> Table:
+    """What one GPU sends in a step over either link, by FSDP size; what ``auto`` picks is marked."""
+    title = "bytes a GPU sends in a step, nothing kept between forward and backward"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("levels")
+    table.add_column("collective")
+    for column in ("inside its node", "over its card"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("")
+    for network in networks:
+        picked = next(entry for entry in network.traffic if entry.collective == network.auto)
+        for number, entry in enumerate(network.traffic):
+            table.add_row(
+                "" if number else str(network.levels),
+                f"{entry.collective}: {entry.detail}",
+                bytes_text(entry.inside_bytes),
+                bytes_text(entry.card_bytes),
+                "auto" if entry is picked else "",
+                style="bold green" if entry is picked else None,
+            )
+        table.add_section()
     return table
 
 
