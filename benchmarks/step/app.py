@@ -348,23 +348,41 @@ def weight_gradients(model: str, tokens: int, out: Path | None) -> None:
 
 
 @app.command()
-@click.option("--ranks", default="4,64,256,1024", help="Emulated ranks, separated by commas.")
-@click.option("--noise", default="1,4,16", help="Noise of each rank over the common signal.")
-@click.option("--real-ranks", default=4, help="Ranks to run for real over gloo.")
+@click.option("--ranks", default="64,256,1024", help="Emulated ranks, separated by commas.")
+@click.option("--ranks-per-node", default=8, help="Of the emulated ranks.")
+@click.option("--gradients", default="drawn,real", help="Random ones, those of a small model, or both.")
+@click.option("--noise", default="1,4,16", help="Of drawn gradients: of each rank over the common signal.")
+@click.option("--after-steps", default="0,200", help="Of real gradients: steps the model was trained for.")
+@click.option(
+    "--real-ranks", default=4, help="Ranks that run over gloo too, with drawn gradients, on two nodes."
+)
 @_OUT
-def reduction_error(ranks: str, noise: str, real_ranks: int, out: Path | None) -> None:
+def reduction_error(
+    ranks: str,
+    ranks_per_node: int,
+    gradients: str,
+    noise: str,
+    after_steps: str,
+    real_ranks: int,
+    out: Path | None,
+) -> None:
     """Error of the reductions of bf16 gradients.
 
-    In fp32, in bf16, and by all-to-all with a local fp32 sum.
+    In fp32, in bf16, by all-to-all with a local fp32 sum, and in two levels; beside what rounding each
+    gradient to bf16 brings.
     """
-    from . import reduction_error as study
+    from .reduction_error import study
     from .report import error_table
     from .runner import save
 
-    rows = []
-    for level in (float(text) for text in noise.split(",")):
-        rows.append({"ranks": real_ranks, "noise": level, "real": True, **study.real(real_ranks, level)})
-        rows += [{"ranks": int(n), "noise": level, **study.emulated(int(n), level)} for n in ranks.split(",")]
+    kinds, sizes = gradients.split(","), [int(text) for text in ranks.split(",")]
+    if unknown := sorted({*kinds} - {"drawn", "real"}):
+        raise click.BadParameter(f"gradients: got {unknown}, expected drawn, real or both")
+    if wrong := [size for size in sizes if size % ranks_per_node]:
+        raise click.BadParameter(f"ranks: expected multiples of {ranks_per_node}, got {wrong}")
+    levels = [float(text) for text in noise.split(",")] if "drawn" in kinds else []
+    steps = [int(text) for text in after_steps.split(",")] if "real" in kinds else []
+    rows = study(sizes, ranks_per_node, levels, steps, real_ranks)
     _CONSOLE.print(error_table(rows))
     if out is not None:
         save(out, rows)

@@ -402,14 +402,15 @@ def real_table(result: dict[str, Any]) -> Table:
 
 def error_table(rows: Iterable[dict[str, Any]]) -> Table:
     """Relative errors of the reductions."""
-    from .reduction_error import METHODS
+    from .reduction_error import COLUMNS
 
     cells = (
         (
-            f"{r['ranks']}{' (real)' if r.get('real') else ''}",
-            f"{r['noise']:g}",
-            *(f"{r[m]:.1e}" for m in METHODS),
+            f"{r['gradients']}, step {r['after_steps']}" if "after_steps" in r else r["gradients"],
+            f"{r['ranks']}{' (gloo)' if r.get('over_gloo') else ''}",
+            f"{r['noise']:.3g}",
+            *(f"{r[name]:.1e}" if name in r else "" for name in COLUMNS),
         )
         for r in rows
     )
-    return _table("error against the fp64 mean", ("ranks", "noise", *METHODS), cells)
+    return _table("error against the fp64 mean", ("gradients", "ranks", "noise", *COLUMNS), cells)

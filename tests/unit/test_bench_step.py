@@ -17,7 +17,15 @@ from benchmarks.step.case import Case  # noqa: E402
 from benchmarks.step.implementations import IMPLEMENTATIONS, SETTINGS, build, missing  # noqa: E402
 from benchmarks.step.layers import Layer, Stack, draw_routing  # noqa: E402
 from benchmarks.step.network import network_of  # noqa: E402
-from benchmarks.step.reduction_error import emulated  # noqa: E402
+from benchmarks.step.reduction_error import (  # noqa: E402
+    COLUMNS,
+    Gradients,
+    autograd_error,
+    draw_gradients,
+    errors,
+    real_gradients,
+    study,
+)
 from benchmarks.step.runner import run_case  # noqa: E402
 from benchmarks.step.shapes import MODELS, layer_numel  # noqa: E402
 from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
@@ -311,9 +319,42 @@ def test_figures_are_drawn(tmp_path):
 
 @pytest.mark.parametrize("ranks", [4, 64])
 def test_local_fp32_sums_are_as_exact_as_fp32_reductions(ranks):
-    errors = emulated(ranks, noise=4.0, numel=4096)
-    assert errors["bf16 all-to-all, fp32 sum"] < 1e-7 > errors["fp32 reduce-scatter"]
-    assert errors["bf16 reduce-scatter"] > 1e-3
+    found = errors(draw_gradients(ranks, 4096, noise=4.0), ranks_per_node=4)
+    for exact in ("bf16 all-to-all, fp32 sum", "fp32 reduce-scatter", "two-level, fp32 between"):
+        assert found[exact] < 1e-7
+    assert found["bf16 reduce-scatter"] > 1e-3
+    if ranks == 64:
+        assert found["rounding to bf16"] < found["two-level, bf16 between"] < 3 * found["rounding to bf16"]
+        assert found["two-level, bf16 between"] < found["bf16 reduce-scatter"] / 3
+    with pytest.raises(ValueError, match="expected a multiple of 3"):
+        errors(draw_gradients(4, 8, noise=1.0), ranks_per_node=3)
+
+
+def test_one_rounding_of_a_nodes_sum_by_hand():
+    """Two nodes of two: their sums 257 and 3 take nine and two bits; bf16 has eight, so 257 becomes 256."""
+    sent = torch.tensor([[256.0], [1.0], [1.0], [2.0]]).bfloat16()
+    gradients = Gradients(torch.tensor([[257.0], [1.0], [1.0], [1.0]]), sent)
+    assert gradients.of_first(2).sent.tolist() == [[256.0], [1.0]]
+    found = errors(gradients, ranks_per_node=2)
+    assert found["two-level, fp32 between"] == found["bf16 all-to-all, fp32 sum"] == 0
+    assert found["two-level, bf16 between"] == pytest.approx(1 / 260)
+    assert found["bf16 reduce-scatter"] == pytest.approx(2 / 260)  # 256, 256, 258 of which is 256 + 2
+    assert found["rounding to bf16"] == pytest.approx(1 / 260)  # 257 is handed over as 256
+    assert autograd_error(gradients) == pytest.approx(0)  # 256 + 1 + 1 + 2 is 257 + 1 + 1 + 1
+
+
+def test_noise_is_measured_in_units_of_what_ranks_have_in_common():
+    assert draw_gradients(64, 4096, noise=4.0).noise == pytest.approx(4.0, rel=0.1)
+
+
+def test_real_gradients_of_both_precisions_and_their_table():
+    (gradients,) = real_gradients(4, [1])
+    assert gradients.exact.dtype == torch.float32 and gradients.sent.dtype == torch.bfloat16
+    assert gradients.exact.shape == gradients.sent.shape and len(gradients.exact) == 4
+    assert 0 < autograd_error(gradients) < 0.1 and 0 < gradients.noise < 10
+    rows = study([4], 2, [1.0], [0], gloo_ranks=0)
+    assert [(row["gradients"], row["ranks"]) for row in rows] == [("drawn", 4), ("real", 4)]
+    assert report.error_table(rows).row_count == 2 and {*COLUMNS} - {*rows[0]} == {"bf16 autograd"}
 
 
 def test_a_timeline_has_a_lane_per_stream(tmp_path):
