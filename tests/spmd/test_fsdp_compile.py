@@ -13,6 +13,7 @@ from fsdp_cases import (
     build,
     fsdp,
     fully_shard,
+    relative_error,
     shard_blocks,
     tokens,
 )
@@ -39,24 +40,30 @@ def test_blocks_compiled(rank, order):
     elif order != "before":
         for layer in model.layers:
             layer.compile(**options)
-    assert_steps_agree(model, reference, rank, wrapper="_orig_mod.", tolerance=1e-5)
+    assert_steps_agree(model, reference, rank, wrapper="_orig_mod.")
 
 
 @spmd(2, timeout=170)
 def test_whole_model_compiled_with_mixed_precision(rank):
+    """The compiler's backend runs the operations of the eager model in their order: on CPUs every bit agrees.
+
+    CUDA's kernels may add in another order; there the bound is one unit in the last place of bf16.
+    """
     model, _ = build(Transformer, rank.device)
     eager, _ = build(Transformer, rank.device)
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for module in (model, eager):
         shard_blocks(module, mp_policy=policy)
     compiled = torch.compile(model, backend="aot_eager")
+    tolerance = 0.0 if rank.device == "cpu" else 2**-7
     for step in range(2):
         loss, expected = compiled(tokens(rank, step)), eager(tokens(rank, step))
-        torch.testing.assert_close(loss, expected, rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0.0)
         loss.backward()
         expected.backward()
     for (name, p), q in zip(model.named_parameters(), eager.parameters()):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad.full_tensor(), rtol=5e-2, atol=5e-2, msg=name)
+        error = relative_error(p.grad.full_tensor(), q.grad.full_tensor())
+        assert error <= tolerance, f"{name}: {error:.2e}"
 
 
 @spmd(2, timeout=170)
@@ -70,7 +77,7 @@ def test_a_submodule_compiled_inside_a_sharded_block(rank):
     fully_shard(model)
     for step in range(2):
         backward_both(model, reference, tokens(rank, step))
-        assert_same(model, reference, tolerance=1e-5, grads=True, wrapper="_orig_mod.")
+        assert_same(model, reference, tolerance=1e-6, grads=True, wrapper="_orig_mod.")
 
 
 @spmd(2, timeout=170)
