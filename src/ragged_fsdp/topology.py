@@ -94,7 +94,7 @@ class Levels:
     def __str__(self) -> str:
         ranks = len(self.nodes) * self.ranks_per_node
         if not self.spans_nodes:
-            return f"{ranks} ranks on one node"
+            return f"{ranks} ranks on one node" if ranks > 1 else "one rank"
         if self.largest_node > self.ranks_per_node:
             return (
                 f"{ranks} ranks on nodes of up to {self.largest_node}, as {len(self.nodes)} parts of "
