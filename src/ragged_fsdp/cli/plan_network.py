@@ -65,7 +65,7 @@ class Network:
 
 def network_of(plan: PlannedModel, ranks_per_node: int, dtype: str) -> Network:
     """The network of ``plan`` if so many consecutive ranks are a node; ``dtype`` is that of its buffers."""
-    from ragged_fsdp.fsdp.reduce.choice import pick_reduction  # needs torch, which most plans do without
+    from ragged_fsdp.fsdp.construct.network import pick_reduction  # needs torch, which most plans do without
     from ragged_fsdp.topology import Levels
 
     ranks, slot_numel = plan.ranks, plan.bytes_per_rank // plan.element_bytes

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ragged_fsdp.fsdp.reduce.choice import pick_reduction
+from ragged_fsdp.fsdp.construct.network import pick_reduction
 from ragged_fsdp.topology import find_levels, given_ranks_per_node
 from ragged_fsdp.torch_internals import checkpoint_wrapper
 from ragged_fsdp.trainer.config import ShardingConfig
