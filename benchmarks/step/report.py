@@ -210,20 +210,18 @@ def markdown(result: dict[str, Any]) -> str:
 def headline(result: dict[str, Any]) -> str:
     """One case in a few columns for a document, one row per implementation.
 
-    Those that gather in bf16 and reduce in fp32, as all peers do, come first. Reserved memory is the larger
-    of the wires'.
+    Those that gather in bf16 and reduce in fp32, as all peers do, come first; on networks with nodes those in
+    the peers' setting, compared with FSDP2 in the same one. Memory is the larger of the wires'.
     """
     wires = dict.fromkeys(row["wire"] for row in result["rows"] if "forward_backward_ms" in row)
     head = ["implementation"]
     for wire in wires:
-        head += [
-            f"ms, {wire_name(wire)}",
-            "/ floor" if wire is None else "/ bound",
-        ]
-    head += ["reserved GiB", "moved GiB"]
+        compared = "/ floor" if wire is None else "/ FSDP2" if isinstance(wire, str) else "/ bound"
+        head += [f"ms, {wire_name(wire)}", compared]
+    head += ["allocated GiB", "reserved GiB", "moved GiB"]
     names = dict.fromkeys(row["implementation"] for row in result["rows"])
     lines: list[list[str]] = [head]
-    for name in sorted(names, key=lambda name: "all-to-all" in name or "bf16" in name):
+    for name in sorted(names, key=_moves_less):
         rows = {row.get("wire"): row for row in result["rows"] if row["implementation"] == name}
         done = [row for row in rows.values() if "forward_backward_ms" in row]
         if not done:
@@ -231,12 +229,24 @@ def headline(result: dict[str, Any]) -> str:
             continue
         cells = [LABELS[name]]
         for wire in wires:
-            time, bound = rows[wire]["forward_backward_ms"] if wire in rows else None, bound_ms(result, wire)
-            cells += [f"{time:.1f}", f"{time / bound:.2f}"] if time and bound else ["", ""]
-        reserved = max(row["peak_reserved_gib"] for row in done)
+            cells += _time_cells(result, rows[wire], wire) if wire in rows else ["", ""]
+        memory = [max(row[key] for row in done) for key in ("peak_allocated_gib", "peak_reserved_gib")]
         moved = max(sum(row["moved_gib"].values()) for row in done)
-        lines.append([*cells, f"{reserved:.1f}", f"{moved:.1f}"])
+        lines.append([*cells, *[f"{gib:.1f}" for gib in (*memory, moved)]])
     return f"**{title(result)}**\n\n{markdown_table(lines)}"
+
+
+def _moves_less(name: str) -> tuple[bool, bool]:
+    less = any(word in name for word in ("all-to-all", "bf16", "two-level"))
+    return less, less and SETTINGS[name] != SETTINGS["fsdp2"]
+
+
+def _time_cells(result: dict[str, Any], row: dict[str, Any], wire: WireName) -> list[str]:
+    """The time of a row, and what it is compared with on its wire."""
+    if isinstance(wire, str):
+        return [f"{row['forward_backward_ms']:.1f}", _over_fsdp2(result, row)[0]]
+    time, bound = row["forward_backward_ms"], bound_ms(result, wire)
+    return [f"{time:.1f}", f"{time / bound:.2f}"] if bound else ["", ""]
 
 
 def markdown_table(rows: Iterable[Iterable[str]]) -> str:
