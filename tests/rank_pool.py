@@ -76,9 +76,16 @@ class Rank:
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> Any:
         """A device mesh over all ranks; 1-D without ``sizes``."""
-        from torch.distributed.device_mesh import init_device_mesh
+        return _mesh(sizes or (self.world_size,), names)
 
-        return init_device_mesh(DEVICE, sizes or (self.world_size,), mesh_dim_names=names)
+
+@functools.cache
+def _mesh(sizes: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
+    """One for all tests: a process group over gloo has a thread that wakes a hundred times a second, and a
+    hundred idle groups per rank, left by the tests before, took more than one of two cores."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(DEVICE, sizes, mesh_dim_names=names)
 
 
 def spmd(*world_sizes: int, timeout: float = _DEFAULT_TIMEOUT_S) -> Callable[[Callable], Callable]:
