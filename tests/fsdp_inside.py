@@ -50,6 +50,7 @@ __all__ = [
     "phase_after",
     "pool_memory",
     "quantize_dequantize",
+    "refuse_levels",
     "remembered_of_a_step",
     "say_again",
     "stream_is",
@@ -255,6 +256,16 @@ def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int) -> None:
     plan = exchange.plan_sends
     patch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
     patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
+
+
+def refuse_levels(patch: pytest.MonkeyPatch, *, on: bool) -> None:
+    """Let the choice of a reduction raise on this rank, as it does where a group's nodes do not allow it."""
+
+    def refuse(*args: Any, **kwargs: Any) -> str:
+        raise ValueError("no levels here")
+
+    if on:
+        patch.setattr(network, "pick_reduction", refuse)
 
 
 def say_again(patch: pytest.MonkeyPatch) -> None:

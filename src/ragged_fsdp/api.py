@@ -6,6 +6,7 @@ It validates, groups, plans, cuts, compares with the other ranks and attaches, w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -189,8 +190,10 @@ def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement
     drafts = builder.draft()
     moved = moved_buffers(managed, device)
     agreement.reach(builder.statements(drafts), managed.params[0].name if managed.params else "")
+    pick = functools.partial(builder.pick, drafts)
+    picked = agreement.together(pick) if options.asks_the_network else pick()
     replace_buffers(moved)
-    groups = builder.build(tuple(modules), drafts)
+    groups = builder.build(tuple(modules), drafts, picked)
     _APPLY.state(modules[0]).init(
         modules,
         groups,
@@ -198,6 +201,7 @@ def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement
         options.mp_policy,
         auto_reshard=options.reshard_after_forward in (None, "auto"),
         gathered_budget_bytes=options.gathered_budget_bytes or 0,
+        gathers_first=builder.gathers_first,
     )
     for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
         owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)

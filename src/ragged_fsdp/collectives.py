@@ -232,7 +232,7 @@ class LevelComm(Comm):
     ) -> Any:
         """Gather along the rail and inside the node, step by step; another group has no levels here."""
         over = self._over
-        if group is not over.group or over.rail is None:
+        if over.rail is None or not over.are_of(group):
             return super().gather(full, slot, group, async_op=async_op)
         if full.dtype not in _WIRE_DTYPES:
             full, slot = full.view(torch.uint8), slot.view(torch.uint8)

@@ -15,6 +15,7 @@ that many consecutive ranks of the world are then a node.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import os
@@ -29,9 +30,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ragged_fsdp.torch_internals import backend_of, timeout_of, unset_fake_temporarily
+from ragged_fsdp.torch_internals import (
+    backend_of,
+    new_group_named,
+    timeout_of,
+    unset_fake_temporarily,
+)
 
-__all__ = ["LevelGroups", "Levels", "find_levels", "given_ranks_per_node", "level_groups"]
+__all__ = ["LevelGroups", "Levels", "find_levels", "given_ranks_per_node", "level_groups", "subgroup"]
 
 _ENVIRONMENT = "RAGGED_FSDP_RANKS_PER_NODE"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -146,15 +152,36 @@ def _told(domain: str, group: dist.ProcessGroup, device: torch.device) -> list[i
 
 
 def _own_domain(device: torch.device) -> str:
-    """The name of this rank's node: the NVLink domain if it is known, else the host as NCCL names it."""
+    """The name of this rank's node: the NVLink domain if it is known, else the host as NCCL names it.
+
+    It must not raise: the other ranks are about to ask.
+    """
     host = os.environ.get("NCCL_HOSTID")
     if host:
         return host
     domain = _nvlink_domain(device) if device.type == "cuda" else None
     if domain is not None:
         return domain
-    boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+    boot = ""
+    with suppress(OSError):
+        boot = _BOOT_ID.read_text().strip()
     return f"{socket.gethostname()} {boot}"
+
+
+class _FabricInfo(ctypes.Structure):
+    """``nvmlGpuFabricInfo_v2_t`` of NVIDIA's management library."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint),
+        ("cluster_uuid", ctypes.c_ubyte * 16),
+        ("status", ctypes.c_int),
+        ("clique_id", ctypes.c_uint),
+        ("state", ctypes.c_ubyte),
+        ("health_mask", ctypes.c_uint),
+    )
+
+
+_FABRIC_COMPLETED = 3  # NVML_GPU_FABRIC_STATE_COMPLETED
 
 
 def _nvlink_domain(device: torch.device) -> str | None:
@@ -163,56 +190,56 @@ def _nvlink_domain(device: torch.device) -> str | None:
     Without NVIDIA's management library, or with one that does not know, hosts are what there is to know.
     """
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        info = pynvml.c_nvmlGpuFabricInfoV_t()
-        pynvml.nvmlDeviceGetGpuFabricInfoV(pynvml.nvmlDeviceGetHandleByUUID(uuid), info)
-        cluster = bytes(info.clusterUuid)
-    except (ImportError, AttributeError, OSError, RuntimeError, _nvml_error()):
+        library = _management_library()
+        ask = library.nvmlDeviceGetGpuFabricInfoV
+        find = library.nvmlDeviceGetHandleByUUID
+        find.argtypes, ask.argtypes = (
+            (ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p)),
+            (ctypes.c_void_p, ctypes.POINTER(_FabricInfo)),
+        )
+        handle = ctypes.c_void_p()
+        info = _FabricInfo(version=ctypes.sizeof(_FabricInfo) | 2 << 24)
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
+        refused = library.nvmlInit_v2() or find(uuid, ctypes.byref(handle)) or ask(handle, ctypes.byref(info))
+    except (OSError, AttributeError, RuntimeError):  # no library, an old one, no such device
         return None
-    if info.state != pynvml.NVML_GPU_FABRIC_STATE_COMPLETED or not any(cluster):
+    cluster = bytes(info.cluster_uuid)
+    if refused or info.status or info.state != _FABRIC_COMPLETED or not any(cluster):
         return None
-    return f"{cluster.hex()} {info.cliqueId}"
+    return f"{cluster.hex()} {info.clique_id}"
 
 
-def _nvml_error() -> type[BaseException]:
-    try:
-        from pynvml import NVMLError
-    except ImportError:
-        return ImportError
-    return NVMLError
+def _management_library() -> ctypes.CDLL:
+    return ctypes.CDLL("libnvidia-ml.so.1")
 
 
-@dataclass(frozen=True, eq=False)
 class LevelGroups:
     """The process groups of a rank inside its node and along its rail."""
 
-    levels: Levels
-    group: dist.ProcessGroup
-    """The group that has the levels."""
-    local: dist.ProcessGroup
-    rail: dist.ProcessGroup | None
-    """None where there is one node."""
-
-    @cached_property
-    def rank(self) -> int:
+    def __init__(
+        self,
+        levels: Levels,
+        group: dist.ProcessGroup,
+        local: dist.ProcessGroup,
+        rail: dist.ProcessGroup | None,
+    ) -> None:
+        self.levels = levels
+        self._group = weakref.ref(group)  # the groups of a process group must not keep it alive
+        self.rank = group.rank()
         """This rank, within the group that has the levels."""
-        return self.group.rank()
+        self.local = local
+        self.rail = rail
+        """None where there is one node."""
+        self.node, self.place = levels.find(self.rank)
+        """This rank's node, and where it is there: the number of its rail."""
 
-    @cached_property
-    def node(self) -> int:
-        """This rank's node."""
-        return self.levels.find(self.rank)[0]
-
-    @cached_property
-    def place(self) -> int:
-        """Where in its node this rank is: the number of its rail."""
-        return self.levels.find(self.rank)[1]
+    def are_of(self, group: dist.ProcessGroup) -> bool:
+        """Whether ``group`` is the one that has the levels."""
+        return self._group() is group
 
 
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Levels, LevelGroups]] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def level_groups(group: dist.ProcessGroup, levels: Levels, device: torch.device) -> LevelGroups:
@@ -226,18 +253,26 @@ def level_groups(group: dist.ProcessGroup, levels: Levels, device: torch.device)
         local, rail = group, None
         if levels.spans_nodes:
             node, place = levels.find(group.rank())
-            local = _new_group(group, levels.nodes[node], device, "node")
-            rail = _new_group(group, levels.rails[place], device, "rail")
+            local = subgroup(group, levels.nodes[node], device)
+            rail = subgroup(group, levels.rails[place], device)
         known[levels] = LevelGroups(levels, group, local, rail)
     return known[levels]
 
 
-def _new_group(
-    group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device, name: str
-) -> dist.ProcessGroup:
+def subgroup(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
+    """A process group of some ranks of ``group``, made by these ranks alone.
+
+    All ranks of ``group`` make equally many, each those it is in: the number is part of the name under which
+    they meet. Torch's own name counts what else a rank is in, and ranks that differ in that would wait for
+    ever.
+    """
     timeout = None
     with suppress(RuntimeError):  # a backend in Python may have none
         timeout = timeout_of(backend_of(group, device))
+    made = _MADE[group] = _MADE.get(group, 0) + 1
     members = [dist.get_global_rank(group, rank) for rank in ranks]
-    desc = f"ragged_fsdp_{name}"
-    return dist.new_group(members, timeout=timeout, use_local_synchronization=True, group_desc=desc)
+    name = hashlib.sha256(f"ragged_fsdp {group.group_name} {made} {members}".encode()).hexdigest()[:40]
+    with new_group_named(name):
+        return dist.new_group(
+            members, timeout=timeout, use_local_synchronization=True, group_desc="ragged_fsdp"
+        )

@@ -31,8 +31,8 @@ import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,7 @@ __all__ = [
     "has_expandable_segments",
     "is_traceable_wrapper_subclass",
     "local_of",
+    "new_group_named",
     "op_overloads",
     "parameters_of",
     "partition_value",
@@ -347,6 +348,9 @@ until torch.accelerator.current_stream in C++:
 until a public way to read the settings of the allocator:
     torch.cuda.memory:_snapshot
         memory that may grow in place is not kept between steps
+until new_group taking a name:
+    torch.distributed.distributed_c10d:_hash_ranks_to_str
+        it counts the groups that a rank is in: one that is in more would wait under another name
 until a public context manager of FakeTensorMode:
     torch._subclasses.fake_tensor:unset_fake_temporarily
         ranks compare real values also while memory is estimated with fake tensors
@@ -527,8 +531,22 @@ def timeout_of(backend: Any) -> Any:
     return getattr(backend.options, "_timeout", None)
 
 
+@contextmanager
+def new_group_named(name: str) -> Iterator[None]:
+    """Within it a group made of its own ranks alone (``use_local_synchronization``) meets under ``name``."""
+    named = torch.distributed.distributed_c10d
+    stock = named._hash_ranks_to_str
+    named._hash_ranks_to_str = lambda ranks: name
+    try:
+        yield
+    finally:
+        named._hash_ranks_to_str = stock
+
+
 def has_expandable_segments() -> bool:
     """Whether CUDA's allocator may grow a segment, so that no block need be kept whole for later."""
+    if torch.cuda.get_allocator_backend() != "native":  # others do not tell
+        return False
     return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
 
 

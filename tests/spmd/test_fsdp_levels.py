@@ -10,6 +10,7 @@ import torch.distributed as dist
 from test_fsdp_exchange import Net
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_inside
@@ -85,26 +86,28 @@ def test_sums_are_rounded_once_between_nodes(rank: Rank, views: bool, kind: str)
 
 
 @spmd(4)
-@pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize(
     ("hosts", "nodes"), [("aabb", ((0, 1), (2, 3))), ("abab", ((0, 2), (1, 3))), ("abba", ((0, 3), (1, 2)))]
 )
-def test_ranks_find_their_nodes(rank: Rank, hosts: str, nodes: tuple, views: bool) -> None:
+def test_ranks_find_their_nodes(rank: Rank, hosts: str, nodes: tuple) -> None:
     """However the ranks lie on the hosts, also where a rail does not count its ranks as the nodes do."""
-    with pytest.MonkeyPatch.context() as patch, on_host(rank, hosts):
-        if views:
-            fsdp_inside.exchange_in_rounds(patch, rounds=3)
-        _check(rank, nodes, "bf16", mesh=_new_mesh(rank))
+    mesh = _new_mesh(rank)
+    for views in (False, True):
+        with pytest.MonkeyPatch.context() as patch, on_host(rank, hosts):
+            if views:
+                fsdp_inside.exchange_in_rounds(patch, rounds=3)
+            _check(rank, nodes, "bf16", mesh=mesh)
 
 
 @spmd(6, timeout=170)
 def test_nodes_of_different_size(rank: Rank) -> None:
     """Four ranks and two are three nodes of two; five and one have no common part."""
+    mesh = _new_mesh(rank)
     for views in (False, True):
         with pytest.MonkeyPatch.context() as patch, on_host(rank, "aaaabb"):
             if views:
                 fsdp_inside.exchange_in_rounds(patch, rounds=3)
-            _check(rank, ((0, 1), (2, 3), (4, 5)), "bf16", mesh=_new_mesh(rank))
+            _check(rank, ((0, 1), (2, 3), (4, 5)), "bf16", mesh=mesh)
     with on_host(rank, "aaaaab"):
         mesh = _new_mesh(rank)
         net, _ = build(lambda: Net(5), rank.device)
@@ -178,7 +181,7 @@ def test_auto_says_what_it_picked_and_the_flat_exchange_is_warned_about(rank: Ra
         "fully_shard: reduction='auto' is 'two_level' here: 4 ranks on 2 nodes of 2",
         "fully_shard: reduction='auto' is 'all_to_all' here: 4 ranks on one node",
         "fully_shard: reduction='all_to_all' over 4 ranks on 2 nodes of 2: every rank sends its whole "
-        "gradients over its own link to other nodes, 2 times what two levels send. Use "
+        "gradients over its own link to other nodes, up to 2 times what two levels send. Use "
         "reduction='two_level' or 'auto'.",
     ]
 
@@ -269,7 +272,7 @@ def test_a_gather_in_two_levels_brings_the_same_bits(rank: Rank, case: str, asyn
 def test_a_gather_over_three_nodes(rank: Rank) -> None:
     """Slots that come from nodes before and behind, also in steps of more than one node."""
     flat, levels = Comm(), LevelComm(_over(rank, ranks_per_node=2))
-    group = _over(rank, ranks_per_node=2).group
+    group = rank.mesh().get_group()
     for dtype in (torch.float32, torch.uint8, torch.float8_e4m3fn):
         for steps in (1, 2, 8):
             with pytest.MonkeyPatch.context() as patch:
@@ -287,3 +290,69 @@ def test_a_gather_over_three_nodes(rank: Rank) -> None:
 def _over(rank: Rank, ranks_per_node: int) -> LevelGroups:
     group, device = rank.mesh().get_group(), torch.device(rank.device)
     return level_groups(group, find_levels(group, device, ranks_per_node), device)
+
+
+@spmd(4)
+def test_groups_of_other_ranks_do_not_matter(rank: Rank) -> None:
+    """The first ranks of all nodes often have a group of their own: torch's names for groups count those."""
+    dist.new_group([0, 2])
+    _check(rank, ((0, 1), (2, 3)), "bf16", mesh=_new_mesh(rank), ranks_per_node=2)
+
+
+@spmd(4)
+def test_a_group_in_another_order_is_refused(rank: Rank) -> None:
+    """Its parts would count otherwise, and gradients would be those of another rank."""
+    group = dist.new_group([3, 2, 1, 0], sort_ranks=False)
+    net, _ = build(lambda: Net(5), rank.device)
+    mesh = DeviceMesh.from_group(group, torch.device(rank.device).type)
+    with pytest.raises(ValueError, match=r"counts its ranks in another order .* got \[3, 2, 1, 0\]"):
+        fully_shard(net, mesh=mesh, reduction="auto", ranks_per_node=2)
+    assert not any(isinstance(p, DTensor) for p in net.parameters())
+
+
+class _Block(nn.Module):
+    """A dense part and experts, which are sharded over other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.randn(6, 8) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.dense(x)) + x @ self.experts.T @ self.experts
+
+
+@spmd(6, timeout=170)
+def test_groups_of_one_module_that_pick_differently(rank: Rank) -> None:
+    """Experts over ranks of one node and of two: the order of gathers and reductions is the same on all."""
+    own = next(pair for pair in ((0, 3), (1, 4), (2, 5)) if rank.rank in pair)
+    groups = {pair: dist.new_group(list(pair)) for pair in ((0, 3), (1, 4), (2, 5))}
+    experts = FSDPMeshInfo(
+        DeviceMesh.from_group(groups[own], torch.device(rank.device).type), shard_mesh_dim=0
+    )
+
+    def place(p: nn.Parameter) -> ShardPlacementResult | None:
+        return ShardPlacementResult(Shard(0), experts) if p.shape == (6, 8) else None
+
+    with on_host(rank, "aaaabb"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[_Block() for _ in range(4)])
+        mesh = _new_mesh(rank)
+        for block in model:
+            fully_shard(block, mesh=mesh, reduction="auto", mp_policy=BF16, shard_placement_fn=place)
+        fully_shard(model, mesh=mesh, reduction="auto", mp_policy=BF16)
+    for step in range(3):
+        model(rows(rank, step, dim=8)).float().square().mean().backward()
+    assert all(p.grad.to_local().isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@spmd(4)
+def test_replicas_that_pick_differently_raise_together(rank: Rank) -> None:
+    """The shard group of one replica lies on nodes without a common part; the other's ranks learn of it."""
+    mesh = DeviceMesh(rank.device, torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard"))
+    net, _ = build(lambda: Net(5), rank.device)
+    with pytest.MonkeyPatch.context() as patch:
+        fsdp_inside.refuse_levels(patch, on=rank.rank < 2)
+        with pytest.raises((ValueError, RuntimeError), match="no levels here"):
+            fully_shard(net, mesh=mesh, reduction="two_level", ranks_per_node=2)
+    assert not any(isinstance(p, DTensor) for p in net.parameters())

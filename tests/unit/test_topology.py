@@ -1,8 +1,8 @@
 """Nodes and rails, from what each rank says its node is."""
 
 import ctypes
-import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,47 +61,62 @@ def test_a_wrong_number_of_ranks_is_named(value: object) -> None:
         given_ranks_per_node(value)  # type: ignore[arg-type]
 
 
-class _Fabric(ctypes.Structure):
-    """What NVIDIA's library fills in."""
+class _Library:
+    """NVIDIA's library, as functions in C that get what ctypes passes."""
 
-    _fields_ = (("clusterUuid", ctypes.c_ubyte * 16), ("cliqueId", ctypes.c_uint), ("state", ctypes.c_ubyte))
+    def __init__(self, cluster: bytes, state: int, *, status: int = 0, refuses: bool = False) -> None:
+        text, pointer = ctypes.c_char_p, ctypes.c_void_p
 
+        def find(uuid: bytes, handle: int) -> int:
+            assert uuid == b"GPU-7"
+            ctypes.c_void_p.from_address(handle).value = 42
+            return 0
 
-def _library(cluster: bytes, state: int) -> types.ModuleType:
-    made = types.ModuleType("pynvml")
+        def fill(handle: int, at: int) -> int:
+            assert handle == 42
+            info = topology._FabricInfo.from_address(at)
+            assert info.version == 36 | 2 << 24, "the size of the structure, and its version"
+            info.cluster_uuid[:] = cluster.ljust(16, b"\0")
+            info.clique_id, info.state, info.status = 3, state, status
+            return int(refuses)
 
-    def fill(handle: str, info: _Fabric) -> None:
-        assert handle == "handle of GPU-7"
-        info.clusterUuid[:] = cluster.ljust(16, b"\0")
-        info.cliqueId, info.state = 3, state
-
-    made.NVMLError = type("NVMLError", (Exception,), {})
-    made.nvmlInit = lambda: None
-    made.c_nvmlGpuFabricInfoV_t = _Fabric
-    made.NVML_GPU_FABRIC_STATE_COMPLETED = 3
-    made.nvmlDeviceGetHandleByUUID = lambda uuid: f"handle of {uuid}"
-    made.nvmlDeviceGetGpuFabricInfoV = fill
-    return made
+        self.nvmlInit_v2 = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+        self.nvmlDeviceGetHandleByUUID = ctypes.CFUNCTYPE(ctypes.c_int, text, pointer)(find)
+        self.nvmlDeviceGetGpuFabricInfoV = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer)(fill)
 
 
 @pytest.mark.parametrize(
-    ("cluster", "state", "found"), [(b"rack", 3, True), (b"rack", 1, False), (b"", 3, False)]
+    ("cluster", "state", "options", "found"),
+    [
+        (b"rack", 3, {}, True),
+        (b"rack", 1, {}, False),
+        (b"", 3, {}, False),
+        (b"rack", 3, {"status": 1}, False),
+        (b"rack", 3, {"refuses": True}, False),
+    ],
 )
 def test_the_nvlink_domain_of_a_rack(
-    monkeypatch: pytest.MonkeyPatch, cluster: bytes, state: int, found: bool
+    monkeypatch: pytest.MonkeyPatch, cluster: bytes, state: int, options: dict, found: bool
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", _library(cluster, state))
+    monkeypatch.setattr(topology, "_management_library", lambda: _Library(cluster, state, **options))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=7))
     domain = topology._nvlink_domain(torch.device("cuda"))
     assert (domain == f"{cluster.ljust(16, bytes(1)).hex()} 3") if found else domain is None
 
 
-def test_a_library_that_does_not_know_of_domains(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = _library(b"rack", 3)
+def test_no_library_and_one_that_does_not_know_of_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=7))
 
-    def fails() -> None:
-        raise library.NVMLError
+    def absent() -> None:
+        raise OSError
 
-    library.nvmlInit = fails
-    monkeypatch.setitem(sys.modules, "pynvml", library)
-    assert topology._nvlink_domain(torch.device("cuda")) is None
+    for library in (absent, lambda: object()):
+        monkeypatch.setattr(topology, "_management_library", library)
+        assert topology._nvlink_domain(torch.device("cuda")) is None
+
+
+def test_a_host_that_cannot_be_read_has_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A rank that raised here would be alone: the others are in a collective."""
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
+    monkeypatch.setattr(topology, "_BOOT_ID", tmp_path)
+    assert topology._own_domain(torch.device("cpu"))

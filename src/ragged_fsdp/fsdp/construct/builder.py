@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -14,13 +14,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from ragged_fsdp.collectives import Comm
 from ragged_fsdp.fsdp.construct.call import Managed, Options
-from ragged_fsdp.fsdp.construct.network import Network
+from ragged_fsdp.fsdp.construct.network import Network, Route
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
-from ragged_fsdp.fsdp.parts.members import MainShard, ManagedParam, Members, RowPieces, pins_memory
+from ragged_fsdp.fsdp.parts.members import MainShard, ManagedParam, RowPieces, pins_memory
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.parts.plan import (
     ChunkPlan,
@@ -36,7 +35,6 @@ from ragged_fsdp.fsdp.parts.plan import (
     shrink_to,
     split_by_blocks,
 )
-from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
@@ -44,7 +42,6 @@ from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
 __all__ = ["Draft", "GroupBuilder"]
 
 logger = logging.getLogger("ragged_fsdp")
-Route = tuple[Callable[[Members], GradTransport], Comm | None]  # how a group's data goes over the network
 
 
 @dataclass
@@ -99,10 +96,12 @@ class GroupBuilder:
             alike.setdefault((choice.mesh.key(), choice.transport, dtype), []).append(choice)
         return [self._draft(part) for choices in alike.values() for part in self._split(choices)]
 
-    def build(self, modules: tuple[nn.Module, ...], drafts: Sequence[Draft]) -> list[ParamGroup]:
-        """Register the shards and make the groups."""
-        routes = self._routes(drafts)  # may raise: nothing is registered yet
-        groups = [self._make_group(modules, draft, *route) for draft, route in zip(drafts, routes)]
+    def build(
+        self, modules: tuple[nn.Module, ...], drafts: Sequence[Draft], picked: Sequence[tuple[str, str]]
+    ) -> list[ParamGroup]:
+        """Register the shards and make the groups, with what was picked for each."""
+        routes = [self._network.route(draft.choices[0].mesh, *names) for draft, names in zip(drafts, picked)]
+        groups = [self._make_group(modules, draft, route) for draft, route in zip(drafts, routes)]
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
@@ -346,32 +345,53 @@ class GroupBuilder:
                 piece.copy_(plan.local_part(index, mesh.shard_rank, inner.detach()))
         return main
 
-    def _routes(self, drafts: Sequence[Draft]) -> list[Route]:
-        """How the gradients of each group are reduced, and what gathers its weights."""
-        options, policy = self.options, self.options.mp_policy
-        network = Network(
+    def pick(self, drafts: Sequence[Draft]) -> list[tuple[str, str]]:
+        """How the data of each group goes over the network: its reduction and its gather, by name.
+
+        The ranks of each mesh take part, and may raise without those of another.
+        """
+        for draft in drafts if self._network.is_asked else ():
+            self._network.find(draft.choices[0].mesh)
+        return [
+            self._network.pick(draft.choices[0].mesh, widens=self._widens(draft.choices)) for draft in drafts
+        ]
+
+    @cached_property
+    def _network(self) -> Network:
+        options = self.options
+        return Network(
             self.device,
             reduction=options.reduction,
             gather=options.gather,
             ranks_per_node=options.node_size,
             between=options.internode_dtype,
         )
-        routes: list[Route] = []
-        for draft in drafts:
-            mesh = draft.choices[0].mesh
-            made = {gathered_dtype(choice.param.dtype, policy.param_dtype) for choice in draft.choices}
-            widens = any((policy.reduce_dtype or dtype).itemsize > dtype.itemsize for dtype in made)
-            routes.append((network.reduction(mesh, widens=widens), network.gather_comm(mesh)))
-        return routes
+
+    @property
+    def gathers_first(self) -> bool:
+        """Whether backward issues its next gather before a reduction: if gradients may be exchanged.
+
+        From what the ranks of the call agree on, not from what was picked: groups of one module may have
+        other meshes, whose ranks pick something else, and the order must be that of all.
+        """
+        return self.options.reduction in ("all_to_all", "two_level") or (
+            self.options.reduction == "auto" and self._widens(self.managed.params)
+        )
+
+    def _widens(self, params: Sequence[Any]) -> bool:
+        """Whether the gradients of parameters, or of choices of them, are added in a wider dtype."""
+        policy = self.options.mp_policy
+        made = {gathered_dtype(getattr(p, "param", p).dtype, policy.param_dtype) for p in params}
+        return any((policy.reduce_dtype or dtype).itemsize > dtype.itemsize for dtype in made)
 
     def _make_group(
         self,
         modules: tuple[nn.Module, ...],
         draft: Draft,
-        reduce: Callable[[Members], GradTransport],
-        gather_comm: Comm | None,
+        route: Route,
     ) -> ParamGroup:
         options, first = self.options, draft.choices[0]
+        reduce, gather_comm = route
         params = [choice.param for choice in draft.choices]
         for param in params:
             param.register(param.sharded)
@@ -391,7 +411,7 @@ class GroupBuilder:
             reduce=reduce,
         )
         if gather_comm is not None:
-            group.settings.gather_comm = gather_comm
+            group.planned_comm = group.settings.gather_comm = gather_comm
         self._set_reshard(group)
         if first.transport is Chunks:
             logger.info(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from ragged_fsdp.torch_internals import get_registry, is_traceable_wrapper_subcl
 __all__ = ["Agreement", "Managed", "Options", "collect", "moved_buffers", "replace_buffers"]
 
 logger = logging.getLogger("ragged_fsdp")
+T = TypeVar("T")
 _INTERNODE_DTYPES = (None, torch.bfloat16, torch.float32)
 _MOST_CHARACTERS = 2000  # of an error that is told; some print a whole module
 _SAME_ON_ALL_RANKS = (
@@ -81,6 +82,11 @@ class Options:
         for name in ("shard_placement_fn", "orig_param_policy", "gather_policy"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
+
+    @property
+    def asks_the_network(self) -> bool:
+        """Whether ranks must find out where they are before groups can be made."""
+        return (self.reduction, self.gather) != ("reduce_scatter", "flat")
 
     @property
     def description(self) -> str:
@@ -261,6 +267,22 @@ class Agreement:
             rank, failure = found.failures[0]
             raise RuntimeError(f"fully_shard: nothing was changed, because rank {rank} raised {failure}")
         raise ValueError(f"fully_shard: the ranks disagree; {found.difference}.")
+
+    def together(self, action: Callable[[], T]) -> T:
+        """What ``action`` returns, which ranks of the mesh may fail in alone: then all of them raise."""
+        result, failure = None, None
+        try:
+            result = action()
+        except ValueError as error:
+            failure = error
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        found = self._compare(self.mesh, "", "", failure=told)
+        if failure is not None:
+            raise failure
+        if found is not None:
+            rank, reason = found.failures[0]
+            raise RuntimeError(f"fully_shard: nothing was changed, because rank {rank} raised {reason}")
+        return cast(T, result)
 
     def _compare(
         self,

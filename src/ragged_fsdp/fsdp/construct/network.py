@@ -22,15 +22,16 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
-from ragged_fsdp.collectives import Comm, LevelComm
+from ragged_fsdp.collectives import Comm, LevelComm, explain_failure
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.reduce.exchange import Exchange
 from ragged_fsdp.fsdp.reduce.transport import GradTransport, ReduceScatter
 from ragged_fsdp.topology import Levels, find_levels, level_groups
 
-__all__ = ["GATHERS", "REDUCTIONS", "Network", "pick_gather", "pick_reduction"]
+__all__ = ["GATHERS", "REDUCTIONS", "Network", "Route", "pick_gather", "pick_reduction"]
 
 REDUCTIONS = ("reduce_scatter", "all_to_all", "two_level", "auto")
 GATHERS = ("flat", "two_level", "auto")
@@ -43,6 +44,8 @@ def pick_reduction(asked: str, levels: Levels, *, widens: bool) -> str:
     """What ``asked`` means on a network with these levels; ``widens``: sums are wider than gradients."""
     if asked == "auto":
         if not widens or (levels.spans_nodes and not levels.has_two):
+            return "reduce_scatter"
+        if levels.largest_node > 2 * levels.ranks_per_node:  # small parts send what they save, and more
             return "reduce_scatter"
         return "two_level" if levels.has_two else "all_to_all"
     if asked == "two_level" and levels.spans_nodes and not levels.has_two and levels.largest_node > 1:
@@ -66,8 +69,17 @@ def pick_gather(asked: str, levels: Levels) -> str:
     return asked
 
 
+Route = tuple[Callable[[Members], GradTransport], Comm | None]
+"""What reduces the gradients of a group, and what gathers its weights; None is what gathers everywhere."""
+
+
 class Network:
-    """The choices of one ``fully_shard`` call; the ranks of a mesh ask each other once where they are."""
+    """The choices of one ``fully_shard`` call, in three steps, each for all its meshes before the next.
+
+    :meth:`find` and :meth:`route` are collectives of a mesh's ranks and fail together or not at all.
+    :meth:`pick` may raise, on the ranks of one mesh and not on those of another: between the two the call
+    compares what became of it.
+    """
 
     def __init__(
         self,
@@ -79,46 +91,98 @@ class Network:
         between: torch.dtype | None,
     ) -> None:
         self._device, self._ranks_per_node, self._between = device, ranks_per_node, between
-        self._asked_reduction, self._asked_gather = reduction, gather
+        self._reduction, self._gather = reduction, gather
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything depends on where the ranks are."""
+        return (self._reduction, self._gather) != ("reduce_scatter", "flat")
+
+    def find(self, mesh: ParallelMesh) -> None:
+        """Let the ranks of ``mesh`` tell each other where they are."""
+        with explain_failure("search for nodes", "", mesh.shard_group):
+            self._levels(mesh)
 
     def _levels(self, mesh: ParallelMesh) -> Levels:
         return find_levels(mesh.shard_group, self._device, self._ranks_per_node)
 
-    def reduction(self, mesh: ParallelMesh, *, widens: bool) -> Callable[[Members], GradTransport]:
-        """The transport of the gradients of a group on ``mesh``."""
-        asked = self._asked_reduction
-        if asked == "reduce_scatter":
-            return ReduceScatter
-        levels = self._levels(mesh)
-        picked = pick_reduction(asked, levels, widens=widens)
-        if asked != picked or asked == "two_level":
-            _say_once(logging.INFO, f"fully_shard: reduction={asked!r} is {picked!r} here: {levels}")
-        if picked == "reduce_scatter":
-            return ReduceScatter
-        if picked == "two_level" and levels.has_two:
-            over = level_groups(mesh.shard_group, levels, self._device)
-            return partial(Exchange, levels=over, between=self._between)
-        if picked == "all_to_all" and levels.has_two:
+    def pick(self, mesh: ParallelMesh, *, widens: bool) -> tuple[str, str]:
+        """How gradients are reduced and weights are gathered on ``mesh``; the log has what ``auto`` is."""
+        if not self.is_asked:
+            return self._reduction, self._gather
+        _check_order(mesh)
+        levels, may_split = self._levels(mesh), _may_split()
+        reduction = pick_reduction(self._reduction, levels, widens=widens)
+        gather = pick_gather(self._gather, levels)
+        if levels.has_two and not may_split:
+            reduction = _without_levels("reduction", self._reduction, reduction, "reduce_scatter")
+            gather = _without_levels("gather", self._gather, gather, "flat")
+        for name, asked, picked in (
+            ("reduction", self._reduction, reduction),
+            ("gather", self._gather, gather),
+        ):
+            if asked != picked or (asked == "two_level" and not levels.has_two):
+                what = picked if levels.has_two or picked != "two_level" else "one level"
+                _say_once(logging.INFO, f"fully_shard: {name}={asked!r} is {what!r} here: {levels}")
+        if reduction == "all_to_all" and levels.spans_nodes and levels.largest_node > 1:
             _say_once(
                 logging.WARNING,
                 f"fully_shard: reduction='all_to_all' over {levels}: every rank sends its whole gradients "
-                f"over its own link to other nodes, {levels.ranks_per_node} times what two levels send. Use "
-                "reduction='two_level' or 'auto'.",
+                f"over its own link to other nodes, up to {levels.largest_node} times what two levels send. "
+                "Use reduction='two_level' or 'auto'.",
             )
-        return Exchange
+        return reduction, gather
 
-    def gather_comm(self, mesh: ParallelMesh) -> Comm | None:
-        """What gathers the weights of a group on ``mesh``; None is what gathers everywhere."""
-        asked = self._asked_gather
-        if asked == "flat":
-            return None
-        levels = self._levels(mesh)
-        picked = pick_gather(asked, levels)
-        if asked != picked:
-            _say_once(logging.INFO, f"fully_shard: gather={asked!r} is {picked!r} here: {levels}")
-        if picked == "flat" or not levels.has_two:
-            return None
-        return LevelComm(level_groups(mesh.shard_group, levels, self._device))
+    def route(self, mesh: ParallelMesh, reduction: str, gather: str) -> Route:
+        """What was picked, with the process groups it needs."""
+        if reduction == "reduce_scatter" and gather == "flat":
+            return ReduceScatter, None
+        levels, over = self._levels(mesh), None
+        if levels.has_two and "two_level" in (reduction, gather):
+            with explain_failure("making of groups for nodes", "", mesh.shard_group):
+                over = level_groups(mesh.shard_group, levels, self._device)
+        comm = LevelComm(over) if over is not None and gather == "two_level" else None
+        if reduction == "reduce_scatter":
+            return ReduceScatter, comm
+        return partial(
+            Exchange, levels=over if reduction == "two_level" else None, between=self._between
+        ), comm
+
+
+def _check_order(mesh: ParallelMesh) -> None:
+    """Raise on a group whose parts, which count in ascending order, would not be where its ranks think."""
+    ranks = dist.get_process_group_ranks(mesh.shard_group)
+    if ranks != sorted(ranks):
+        raise ValueError(
+            "fully_shard: a process group that counts its ranks in another order than the world has no nodes "
+            f"to find, got {ranks}; use reduction='reduce_scatter' and gather='flat'."
+        )
+
+
+def _may_split() -> bool:
+    """Whether some ranks can make a process group alone.
+
+    With a device given to ``init_process_group`` torch splits new groups off the communicator of all ranks,
+    which all ranks must do together.
+    """
+    return dist.group.WORLD is None or dist.group.WORLD.bound_device_id is None
+
+
+def _without_levels(name: str, asked: str, picked: str, instead: str) -> str:
+    """What is done where no groups can be made; raise where the user insists on them."""
+    if picked != "two_level":
+        return picked
+    if asked == "two_level":
+        raise ValueError(
+            f"fully_shard: {name}='two_level' makes process groups of some ranks, which after "
+            "init_process_group(device_id=...) only all ranks can make; leave device_id out, or use 'auto'."
+        )
+    _say_once(
+        logging.WARNING,
+        f"fully_shard: {name}='auto' does without two levels, since init_process_group was given a "
+        "device_id; leave it out for them.",
+    )
+    return instead
 
 
 def _say_once(level: int, text: str) -> None:

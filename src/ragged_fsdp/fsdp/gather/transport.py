@@ -22,6 +22,7 @@ owns the memory in between:
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 from torch import nn
@@ -208,9 +209,18 @@ class InPlace:
             param.point_at(piece)
 
 
+_PARKING: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
 def parking_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Groups of ``size`` consecutive ranks; all dims before the last are copies."""
-    return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+    """Groups of ``size`` consecutive ranks; all dims before the last are copies.
+
+    One for all layers over ``mesh``: each would have communicators of its own.
+    """
+    known = _PARKING.setdefault(mesh, {})
+    if size not in known:
+        known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+    return known[size]
 
 
 class Parking:

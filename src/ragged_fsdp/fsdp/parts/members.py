@@ -339,6 +339,8 @@ class Members:
         self.offload = isinstance(offload_policy, CPUOffloadPolicy)
         self.pin_memory = pins_memory(offload_policy, device)
         self.settings = GroupSettings()
+        self.planned_comm = _TORCH
+        """What gathers where the user says nothing else."""
         self.context: CommContext = None  # type: ignore[assignment]  # the schedule's, once there is one
         self.fqn: str | None = None
         self.label_suffix = ""

@@ -41,6 +41,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -215,8 +216,6 @@ class _Memory(NamedTuple):
     """What is sent, if it is packed as a whole."""
     by_place: torch.Tensor
     """Its slots with those of each rail side by side; empty where there is one node."""
-    order: torch.Tensor
-    """Which slots these are."""
     received: list[torch.Tensor]
     """Rows from the ranks of the node, for one step each; steps take turns."""
     sums: torch.Tensor
@@ -231,8 +230,8 @@ class Exchange:
     Args:
         members: the group.
         levels: nodes and rails to go through; None is one node.
-        between: dtype of the sums that travel between nodes; None is that of the gradients, or of the sum
-            where theirs has too small a range for sums.
+        between: dtype of the sums that travel between nodes; None is that of the gradients, or fp32 for fp16,
+            whose range is too small for sums.
     """
 
     buffers = False
@@ -259,11 +258,17 @@ class Exchange:
         self._sum_kind: DBuffer | None = None
         self._partial = (Partial(),) * mesh.mesh.ndim
 
+    @cached_property
+    def _by_place(self) -> torch.Tensor:
+        """The slots, those of each rail side by side; made in the first step, since a capture could not."""
+        order = [slot for rail in self._over.levels.rails for slot in rail]
+        return torch.tensor(order, dtype=torch.int64, device=self.members.device)
+
     @property
     def between(self) -> torch.dtype:
         """The dtype of sums that travel between nodes."""
         wire = self.members.wire_dtype
-        return self._asked_between or (self.sum_dtype if wire == torch.float16 else wire)
+        return self._asked_between or (torch.float32 if wire == torch.float16 else wire)
 
     # -- collecting ------------------------------------------------------------------------------
 
@@ -353,15 +358,13 @@ class Exchange:
             if plan.sends is None
             else None
         )
-        order = [slot for rail in self._over.levels.rails for slot in rail] if plan.sums[0] else []
-        shape = (len(order) if plan.sends is None else 0, plan.layout.layout.shard_numel)
+        slots = self.members.mesh.shard_size if plan.sends is None and plan.sums[0] else 0
         memory = _Memory(
             plan,
             wire,
             between,
             packed,
-            by_place=storage.tensor(starts[1], shape, wire),
-            order=torch.tensor(order, dtype=torch.int64, device=self.members.device),
+            by_place=storage.tensor(starts[1], (slots, plan.layout.layout.shard_numel), wire),
             received=list(storage.tensor(starts[2], plan.rows, wire).unbind()),
             sums=storage.tensor(starts[3], plan.sums, between),
             arrivals=storage.tensor(starts[4], plan.arrivals, between),
@@ -459,7 +462,7 @@ class Exchange:
         rail, sent, rows = self._over.rail, memory.packed.flat, memory.received[0]
         if rail is not None:
             slots = sent.view(memory.by_place.shape)
-            sent = torch.index_select(slots, 0, memory.order, out=memory.by_place).view(-1)
+            sent = torch.index_select(slots, 0, self._by_place, out=memory.by_place).view(-1)
         if rows.shape[0] == 1:
             rows = sent.view(1, -1)
         else:

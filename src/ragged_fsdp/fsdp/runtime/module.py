@@ -22,6 +22,7 @@ from ragged_fsdp.fsdp.autograd import leave_frame
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import Schedule
 from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
+from ragged_fsdp.topology import subgroup
 from ragged_fsdp.torch_internals import STATE_KEY
 
 __all__ = [
@@ -269,7 +270,8 @@ class FSDPModule(TorchFSDPModule):
             ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
             if settings.reduce_group is None:
                 if ranks not in made:
-                    made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+                    whole = group.mesh.shard_group
+                    made[ranks] = subgroup(whole, range(whole.size()), group.device)
                 settings.reduce_group = made[ranks]
             made.setdefault(ranks, settings.reduce_group)
 
@@ -292,7 +294,7 @@ class FSDPModule(TorchFSDPModule):
         """
         _check_callable("set_custom_all_gather: comm", comm)
         for group in self._groups_of_one_mesh("set_custom_all_gather"):
-            group.settings.gather_comm = Comm() if comm is None else UserComm(comm)
+            group.settings.gather_comm = group.planned_comm if comm is None else UserComm(comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Call ``comm(output_tensor=, input_tensor=, group=, op=, async_op=)`` for reductions.
@@ -319,7 +321,8 @@ class FSDPModule(TorchFSDPModule):
                     )
         for group in groups:
             own = process_group_comm(group.mesh.shard_group, group.device) if enable else None
-            group.settings.gather_comm = group.settings.reduce_comm = own or Comm()
+            group.settings.gather_comm = own or group.planned_comm
+            group.settings.reduce_comm = own or Comm()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Not supported: symmetric memory would need a rendezvous of the ranks for each gathered buffer."""

@@ -73,6 +73,8 @@ class Turn:
         """Whether the library chose ``reshard_after_forward``: the root then stays gathered."""
         self.gathered_budget_bytes = 0
         """Bytes of gathered parameters that may stay between forward and backward."""
+        self.gathers_first = False
+        """Whether its backward issues the next gather before its reduction; the same on all its ranks."""
         self.forward_prefetch: Sequence[Turn] | None = None
         self.backward_prefetch: Sequence[Turn] | None = None
         self.still_to_run: set[nn.Module] = set()
@@ -414,13 +416,13 @@ class Schedule:
         for group in reversed(turn.groups):
             group.collect()
         following, turn.following = turn.following, None
-        if following is not None and not any(group.reducer.transport.buffers for group in turn.groups):
+        if following is not None and turn.gathers_first:
             self._gather_beyond(following)
         for group in reversed(turn.groups):
             group.reduce()
 
     def _gather_beyond(self, following: Turn) -> None:
-        """Gather what the backward of ``following`` would gather ahead when it starts.
+        """Gather what the backward of ``following`` will gather ahead when it starts, if the order decides.
 
         Weights are needed before gradients are. Behind this module's reduction they would wait for the
         network, and behind the one that it waits for. Where gradients have a buffer that is not yet free,

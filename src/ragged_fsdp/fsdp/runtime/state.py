@@ -58,6 +58,7 @@ class ModuleState(Turn, State):
         *,
         auto_reshard: bool,
         gathered_budget_bytes: int,
+        gathers_first: bool,
     ) -> None:
         """Attach to ``modules``."""
         self.modules = tuple(modules)
@@ -66,6 +67,7 @@ class ModuleState(Turn, State):
         self.groups = list(groups)
         self.auto_reshard = auto_reshard
         self.gathered_budget_bytes = gathered_budget_bytes
+        self.gathers_first = gathers_first
         for module in self.modules:
             module.__dict__[_STATE_ATTRIBUTE] = self
             pre = self.pre_forward if len(self.modules) == 1 else self._list_pre_forward
