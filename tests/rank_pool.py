@@ -76,11 +76,13 @@ class Rank:
 
     def mesh(self, *sizes: int, names: tuple[str, ...] | None = None) -> Any:
         """A device mesh over all ranks; 1-D without ``sizes``."""
-        return _mesh(sizes or (self.world_size,), names)
+        from torch.distributed import group
+
+        return _mesh(sizes or (self.world_size,), names, group.WORLD)
 
 
 @functools.cache
-def _mesh(sizes: tuple[int, ...], names: tuple[str, ...] | None) -> Any:
+def _mesh(sizes: tuple[int, ...], names: tuple[str, ...] | None, world: Any) -> Any:
     """One for all tests: a process group over gloo has a thread that wakes a hundred times a second, and a
     hundred idle groups per rank, left by the tests before, took more than one of two cores."""
     from torch.distributed.device_mesh import init_device_mesh

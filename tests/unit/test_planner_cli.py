@@ -191,7 +191,7 @@ def test_the_bytes_of_each_level_of_nodes_that_differ(tmp_path):
     assert traffic["all_to_all: bf16 gradients"] == (3 * 256, 8 * 256)
     assert traffic["two_level: bf16 gradients, bf16 between nodes"] == (9 * 256, 2 * 256)
     levels, traffic = _network(tmp_path, 14, 8)
-    assert levels == {"nodes": 7, "ranks_per_node": 2, "largest_node": 8, "auto": "two_level"}
+    assert levels == {"nodes": 7, "ranks_per_node": 2, "largest_node": 8, "auto": "reduce_scatter"}
     assert traffic["reduce_scatter: bf16 sums"] == (13 * 256 - 342, 342)  # 8 slots over 6 cards
     # 7 slots to its neighbour; of 6 other parts, 2 are on its own node
     assert traffic["two_level: bf16 gradients, bf16 between nodes"] == ((7 + 2) * 256, 4 * 256)

@@ -26,6 +26,7 @@ import weakref
 from typing import Any, Protocol
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
@@ -209,7 +210,9 @@ class InPlace:
             param.point_at(piece)
 
 
-_PARKING: weakref.WeakKeyDictionary[DeviceMesh, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
+# By process group, which lives until it is destroyed. An entry of a mesh would go when a rank's garbage is
+# collected, and that rank alone would make new groups.
+_PARKING: weakref.WeakKeyDictionary[ProcessGroup, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 def parking_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
@@ -217,7 +220,7 @@ def parking_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
 
     One for all layers over ``mesh``: each would have communicators of its own.
     """
-    known = _PARKING.setdefault(mesh, {})
+    known = _PARKING.setdefault(mesh.get_group(mesh.ndim - 1), {})
     if size not in known:
         known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
     return known[size]
