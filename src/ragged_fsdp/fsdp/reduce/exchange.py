@@ -175,6 +175,10 @@ class _Plan:
     """All of an exchange that follows from the layout of its gradients."""
 
     layout: GradLayout
+    wire: torch.dtype
+    """Of the gradients."""
+    between: torch.dtype
+    """Of the sums that travel between nodes."""
     sends: SendPlan | None
     """How the gradients are cut; None if they are packed as a whole."""
     extent: tuple[int, int]
@@ -189,16 +193,13 @@ class _Plan:
     """Nodes and elements of those that come in return."""
     steps: tuple[Step, ...] = ()
 
-    def nbytes(self, wire: torch.dtype, between: torch.dtype) -> int:
-        """Bytes of its memory."""
-        return self.places(wire, between)[-1]
-
-    def places(self, wire: torch.dtype, between: torch.dtype) -> tuple[int, ...]:
+    @cached_property
+    def places(self) -> tuple[int, ...]:
         """Where packed gradients, those sorted by place, rows, sums and arrivals start, and the end."""
-        packed = self.packed_numel * wire.itemsize
-        rail = [math.prod(shape) * between.itemsize for shape in (self.sums, self.arrivals)]
+        packed = self.packed_numel * self.wire.itemsize
+        rail = [math.prod(shape) * self.between.itemsize for shape in (self.sums, self.arrivals)]
         by_place = packed if rail[0] else 0
-        sizes = (packed, by_place, math.prod(self.rows) * wire.itemsize, *rail)
+        sizes = (packed, by_place, math.prod(self.rows) * self.wire.itemsize, *rail)
         return tuple(accumulate((_aligned(size) for size in sizes), initial=0))
 
 
@@ -210,8 +211,6 @@ class _Memory(NamedTuple):
     """Where an exchange lies; made once for each storage it is in."""
 
     plan: _Plan
-    wire: torch.dtype
-    between: torch.dtype
     packed: DBuffer | None
     """What is sent, if it is packed as a whole."""
     by_place: torch.Tensor
@@ -264,18 +263,11 @@ class Exchange:
         order = [slot for rail in self._over.levels.rails for slot in rail]
         return torch.tensor(order, dtype=torch.int64, device=self.members.device)
 
-    @property
-    def between(self) -> torch.dtype:
-        """The dtype of sums that travel between nodes."""
-        wire = self.members.wire_dtype
-        return self._asked_between or (torch.float32 if wire == torch.float16 else wire)
-
     # -- collecting ------------------------------------------------------------------------------
 
     def begin(self, layout: GradLayout, dtype: torch.dtype) -> None:
         """Nothing but the plan: gradients stay where autograd put them."""
         self._layout = layout
-        self._plan_for(layout)
 
     def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
         """Keep the gradients; those that come again are added in the reduction dtype."""
@@ -287,31 +279,43 @@ class Exchange:
 
     def nbytes(self, layout: GradLayout) -> int:
         """Bytes of what is packed as a whole, of rows that arrive in the steps under way, and of sums."""
-        return self._plan_for(layout).nbytes(self.members.wire_dtype, self.between)
+        return self._plan_for(layout).places[-1]
 
     def _plan_for(self, layout: GradLayout) -> _Plan:
-        if self._plan is None or self._plan.layout is not layout:
-            self._plan = self._make_plan(layout)
-        return self._plan
+        plan = self._plan
+        if plan is None or plan.layout is not layout or plan.wire != self.members.wire_dtype:
+            plan = self._plan = self._make_plan(layout)
+        return plan
 
     def _make_plan(self, layout: GradLayout) -> _Plan:
         mesh, shard_numel = self.members.mesh, layout.layout.shard_numel
         levels = self._over.levels
         nodes, places = len(levels.nodes), levels.ranks_per_node
+        wire = self.members.wire_dtype
+        dtypes = wire, self._asked_between or (torch.float32 if wire == torch.float16 else wire)
         if packs_all(self.members.device, shard_numel):
             rail = (nodes, shard_numel) if nodes > 1 else (0, 0)
             rows = (1, places, nodes * shard_numel)
-            return _Plan(layout, None, (0, shard_numel), rows, layout.layout.buffer_numel, rail, rail)
+            return _Plan(
+                layout, *dtypes, None, (0, shard_numel), rows, layout.layout.buffer_numel, rail, rail
+            )
         sends = plan_sends(layout, mesh.shard_size, rounds=self._rounds(shard_numel))
         steps = tuple(plan_steps(sends, levels, mesh.shard_rank))
         numel = max(step.numel for step in steps)
         rows = (min(2, len(steps)), places, -(-numel // _ALIGN_NUMEL) * _ALIGN_NUMEL)
         extent = sends.extents[mesh.shard_rank]
         if nodes == 1:
-            return _Plan(layout, sends, extent, rows, steps=steps)
+            return _Plan(layout, *dtypes, sends, extent, rows, steps=steps)
         longest = max(sends.extents[slot][1] for slot in levels.rails[self._over.place])
         return _Plan(
-            layout, sends, extent, rows, sums=(nodes, longest), arrivals=(nodes, extent[1]), steps=steps
+            layout,
+            *dtypes,
+            sends,
+            extent,
+            rows,
+            sums=(nodes, longest),
+            arrivals=(nodes, extent[1]),
+            steps=steps,
         )
 
     def _rounds(self, shard_numel: int) -> int:
@@ -345,12 +349,12 @@ class Exchange:
 
     def _find_memory(self) -> _Memory:
         """Memory for this exchange: in the arena, where it was laid out before, or new."""
-        plan, wire, between = self._plan, self.members.wire_dtype, self.between
-        assert plan is not None
-        *starts, nbytes = plan.places(wire, between)
+        assert self._layout is not None
+        plan = self._plan_for(self._layout)
+        wire, between, starts, nbytes = plan.wire, plan.between, plan.places, plan.places[-1]
         leased = self._leased = None if self.companion else self.members.context.lease(nbytes)
         memory = None if leased is None else self._memories.get(leased)
-        if memory is not None and (memory.plan, memory.wire, memory.between) == (plan, wire, between):
+        if memory is not None and memory.plan is plan:
             return memory
         storage = leased or FlatStorage(nbytes, self.members.device)
         packed = (
@@ -361,8 +365,6 @@ class Exchange:
         slots = self.members.mesh.shard_size if plan.sends is None and plan.sums[0] else 0
         memory = _Memory(
             plan,
-            wire,
-            between,
             packed,
             by_place=storage.tensor(starts[1], (slots, plan.layout.layout.shard_numel), wire),
             received=list(storage.tensor(starts[2], plan.rows, wire).unbind()),
