@@ -430,17 +430,20 @@ def assert_steps_agree(
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
-    """What this package logs within it."""
+def logged(level: int | None = None) -> Iterator[list[str]]:
+    """What this package logs within it, from ``level`` on; by default what it always logs."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("ragged_fsdp")
+    before = logger.level
     logger.addHandler(handler)
+    logger.setLevel(before if level is None else level)
     try:
         yield lines
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 class GatheredMemory:

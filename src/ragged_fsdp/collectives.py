@@ -21,7 +21,7 @@ travel as bytes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -44,6 +44,7 @@ __all__ = [
     "explain_failure",
     "process_group_comm",
     "reduce_op",
+    "send_and_receive",
     "wait_all",
 ]
 
@@ -104,6 +105,17 @@ def all_to_all_pieces(
     if not async_op:
         wait_all(works)
     return works
+
+
+def send_and_receive(
+    sent: Mapping[int, torch.Tensor], received: Mapping[int, torch.Tensor], group: dist.ProcessGroup
+) -> Any:
+    """Start to send parts to some ranks and to receive some from others; the works to wait for."""
+    nothing = next(iter(sent.values()))[:0]
+    outputs, inputs = (
+        [parts.get(rank, nothing) for rank in range(group.size())] for parts in (received, sent)
+    )
+    return all_to_all_pieces(outputs, inputs, group, async_op=True)
 
 
 def wait_all(works: Any) -> None:
@@ -251,13 +263,10 @@ class LevelComm(Comm):
         """Send this rank's slot to the nodes so far ahead, and receive from those so far behind."""
         over, rail = self._over, self._over.rail
         assert rail is not None
-        nodes, nothing = len(slots), slot[:0]
-        sent, received = [nothing] * nodes, [nothing] * nodes
-        for ahead in step:
-            behind = (over.node - ahead) % nodes
-            sent[(over.node + ahead) % nodes] = slot
-            received[behind] = slots[behind, over.place]
-        return all_to_all_pieces(received, sent, rail, async_op=True)
+        nodes = len(slots)
+        sent = {(over.node + ahead) % nodes: slot for ahead in step}
+        sources = [(over.node - ahead) % nodes for ahead in step]
+        return send_and_receive(sent, {node: slots[node, over.place] for node in sources}, rail)
 
     def _share(self, slots: torch.Tensor, node: int, async_op: bool) -> dist.Work | None:
         """Gather the slots of one node from the ranks of this one."""

@@ -31,7 +31,6 @@ import torch
 import torch.distributed as dist
 
 from ragged_fsdp.torch_internals import (
-    backend_of,
     new_group_named,
     timeout_of,
     unset_fake_temporarily,
@@ -250,11 +249,9 @@ def level_groups(group: dist.ProcessGroup, levels: Levels, device: torch.device)
     """
     known = _GROUPS.setdefault(group, {})
     if levels not in known:
-        local, rail = group, None
-        if levels.spans_nodes:
-            node, place = levels.find(group.rank())
-            local = subgroup(group, levels.nodes[node], device)
-            rail = subgroup(group, levels.rails[place], device)
+        node, place = levels.find(group.rank())
+        local = subgroup(group, levels.nodes[node], device)
+        rail = subgroup(group, levels.rails[place], device)
         known[levels] = LevelGroups(levels, group, local, rail)
     return known[levels]
 
@@ -266,13 +263,13 @@ def subgroup(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.devic
     they meet. Torch's own name counts what else a rank is in, and ranks that differ in that would wait for
     ever.
     """
-    timeout = None
-    with suppress(RuntimeError):  # a backend in Python may have none
-        timeout = timeout_of(backend_of(group, device))
     made = _MADE[group] = _MADE.get(group, 0) + 1
     members = [dist.get_global_rank(group, rank) for rank in ranks]
     name = hashlib.sha256(f"ragged_fsdp {group.group_name} {made} {members}".encode()).hexdigest()[:40]
     with new_group_named(name):
         return dist.new_group(
-            members, timeout=timeout, use_local_synchronization=True, group_desc="ragged_fsdp"
+            members,
+            timeout=timeout_of(group, device),
+            use_local_synchronization=True,
+            group_desc="ragged_fsdp",
         )

@@ -526,9 +526,12 @@ def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
     return pg._get_backend(device)
 
 
-def timeout_of(backend: Any) -> Any:
-    """The ``timedelta`` after which a collective of ``backend`` fails; None if it does not tell."""
-    return getattr(backend.options, "_timeout", None)
+def timeout_of(pg: ProcessGroup, device: torch.device) -> Any:
+    """The ``timedelta`` after which a collective of ``pg`` on ``device`` fails; None if nobody tells."""
+    try:
+        return getattr(backend_of(pg, device).options, "_timeout", None)
+    except RuntimeError:  # a backend in Python may have no options
+        return None
 
 
 @contextmanager

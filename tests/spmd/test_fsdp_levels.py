@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_inside
 from collective_calls import noted
-from fsdp_cases import Stack, build, fully_shard, ragged_only, rows, shard_blocks
+from fsdp_cases import Stack, build, fully_shard, logged, ragged_only, rows, shard_blocks
 from ragged_fsdp import BlockCodes, CPUOffloadPolicy, MixedPrecisionPolicy, collectives
 from ragged_fsdp.collectives import Comm, LevelComm
 from ragged_fsdp.topology import LevelGroups, find_levels, level_groups
@@ -172,7 +172,8 @@ def test_one_collective_per_level(rank: Rank) -> None:
 
 @spmd(4)
 def test_auto_says_what_it_picked_and_the_flat_exchange_is_warned_about(rank: Rank) -> None:
-    with _logged() as lines:
+    with pytest.MonkeyPatch.context() as patch, logged(logging.INFO) as lines:
+        fsdp_inside.say_again(patch)
         for reduction, nodes in (("auto", 2), ("auto", 2), ("auto", 4), ("all_to_all", 2), ("all_to_all", 4)):
             net, _ = build(lambda: Net(5), rank.device)
             options = {"reduction": reduction, "ranks_per_node": nodes, "mp_policy": BF16}
@@ -184,24 +185,6 @@ def test_auto_says_what_it_picked_and_the_flat_exchange_is_warned_about(rank: Ra
         "gradients over its own link to other nodes, up to 2 times what two levels send. Use "
         "reduction='two_level' or 'auto'.",
     ]
-
-
-@contextmanager
-def _logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ragged_fsdp")
-    level = logger.level
-    with pytest.MonkeyPatch.context() as patch:
-        fsdp_inside.say_again(patch)
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        try:
-            yield lines
-        finally:
-            logger.removeHandler(handler)
-            logger.setLevel(level)
 
 
 @spmd(4)

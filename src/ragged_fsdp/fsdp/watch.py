@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ragged_fsdp.torch_internals import backend_of, timeout_of
+from ragged_fsdp.torch_internals import timeout_of
 
 __all__ = ["CollectiveWatch", "Launch"]
 
@@ -146,10 +146,7 @@ def _runs(launch: Launch) -> bool:
 
 def _timeout_s(pg: dist.ProcessGroup, device: torch.device) -> float:
     """How long a collective of the group may take; for ever if its backend, like one in Python, is silent."""
-    try:
-        timeout = timeout_of(backend_of(pg, device))
-    except RuntimeError:
-        return math.inf
+    timeout = timeout_of(pg, device)
     return math.inf if timeout is None else timeout.total_seconds()
 
 

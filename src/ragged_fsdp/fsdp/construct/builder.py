@@ -350,7 +350,9 @@ class GroupBuilder:
 
         The ranks of each mesh take part, and may raise without those of another.
         """
-        for draft in drafts if self._network.is_asked else ():
+        if not self.options.asks_the_network:
+            return [(self.options.reduction, self.options.gather)] * len(drafts)
+        for draft in drafts:
             self._network.find(draft.choices[0].mesh)
         return [
             self._network.pick(draft.choices[0].mesh, widens=self._widens(draft.choices)) for draft in drafts

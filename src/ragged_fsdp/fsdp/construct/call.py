@@ -261,12 +261,7 @@ class Agreement:
         if found is None:
             for mesh, text in others:
                 found = self._compare(mesh, name, text, known=found)
-        if found is None:
-            return
-        if found.failures:
-            rank, failure = found.failures[0]
-            raise RuntimeError(f"fully_shard: nothing was changed, because rank {rank} raised {failure}")
-        raise ValueError(f"fully_shard: the ranks disagree; {found.difference}.")
+        _raise(found)
 
     def together(self, action: Callable[[], T]) -> T:
         """What ``action`` returns, which ranks of the mesh may fail in alone: then all of them raise."""
@@ -279,9 +274,7 @@ class Agreement:
         found = self._compare(self.mesh, "", "", failure=told)
         if failure is not None:
             raise failure
-        if found is not None:
-            rank, reason = found.failures[0]
-            raise RuntimeError(f"fully_shard: nothing was changed, because rank {rank} raised {reason}")
+        _raise(found)
         return cast(T, result)
 
     def _compare(
@@ -296,3 +289,13 @@ class Agreement:
         groups = (mesh.shard_group, mesh.replicate_group)
         with explain_failure("comparison of the plans", name, mesh.shard_group):
             return compare(text, groups, self.device, failure=failure, known=known)
+
+
+def _raise(found: Disagreement | None) -> None:
+    """What every rank of the mesh raises of a difference or a failure, if there is one."""
+    if found is None:
+        return
+    if found.failures:
+        rank, failure = found.failures[0]
+        raise RuntimeError(f"fully_shard: nothing was changed, because rank {rank} raised {failure}")
+    raise ValueError(f"fully_shard: the ranks disagree; {found.difference}.")

@@ -93,11 +93,6 @@ class Network:
         self._device, self._ranks_per_node, self._between = device, ranks_per_node, between
         self._reduction, self._gather = reduction, gather
 
-    @property
-    def is_asked(self) -> bool:
-        """Whether anything depends on where the ranks are."""
-        return (self._reduction, self._gather) != ("reduce_scatter", "flat")
-
     def find(self, mesh: ParallelMesh) -> None:
         """Let the ranks of ``mesh`` tell each other where they are."""
         with explain_failure("search for nodes", "", mesh.shard_group):
@@ -108,13 +103,11 @@ class Network:
 
     def pick(self, mesh: ParallelMesh, *, widens: bool) -> tuple[str, str]:
         """How gradients are reduced and weights are gathered on ``mesh``; the log has what ``auto`` is."""
-        if not self.is_asked:
-            return self._reduction, self._gather
         _check_order(mesh)
-        levels, may_split = self._levels(mesh), _may_split()
+        levels = self._levels(mesh)
         reduction = pick_reduction(self._reduction, levels, widens=widens)
         gather = pick_gather(self._gather, levels)
-        if levels.has_two and not may_split:
+        if levels.has_two and not _may_split():
             reduction = _without_levels("reduction", self._reduction, reduction, "reduce_scatter")
             gather = _without_levels("gather", self._gather, gather, "flat")
         for name, asked, picked in (

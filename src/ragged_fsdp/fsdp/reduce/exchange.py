@@ -266,7 +266,7 @@ class Exchange:
     # -- collecting ------------------------------------------------------------------------------
 
     def begin(self, layout: GradLayout, dtype: torch.dtype) -> None:
-        """Nothing but the plan: gradients stay where autograd put them."""
+        """Note the layout: gradients stay where autograd put them."""
         self._layout = layout
 
     def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
@@ -519,11 +519,8 @@ class Exchange:
             return None
         total = memory.sums[step.position, step.start : step.start + step.numel]
         _sum_rows(rows, total)
-        nothing = total[:0]
-        sent, received = [nothing] * rail.size(), [nothing] * rail.size()
-        sent[step.position] = total
-        received[step.source] = memory.arrivals[step.source, start : start + numel]
-        return collectives.all_to_all_pieces(received, sent, rail, async_op=True)
+        arrives = memory.arrivals[step.source, start : start + numel]
+        return collectives.send_and_receive({step.position: total}, {step.source: arrives}, rail)
 
     def hand_over(self) -> Callable[[], None]:
         """Gradients, packed rows and received rows are held until the function is called."""
