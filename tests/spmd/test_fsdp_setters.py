@@ -235,6 +235,16 @@ def test_replaced_communication_objects(rank):
         model.set_allocate_memory_from_process_group_for_comm(True)
 
 
+@pytest.mark.skipif(not RAGGED, reason="stock has one way to reduce")
+@spmd(2)
+def test_a_custom_reduce_scatter_is_refused_where_none_would_be_called(rank):
+    model = fully_shard(FeedForward(), reduction="all_to_all")
+    with pytest.raises(ValueError, match=r"set_custom_reduce_scatter: the gradients of .* are exchanged"):
+        model.set_custom_reduce_scatter(lambda **_: None)
+    model.set_custom_reduce_scatter(None)
+    model(rows(rank, 0)).square().sum().backward()  # nothing was changed
+
+
 @spmd(2)
 def test_every_public_method_of_torch_exists(rank):
     from torch.distributed.fsdp import FSDPModule as Stock

@@ -271,8 +271,9 @@ class Exchange:
 
     def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
         """Keep the gradients; those that come again are added in the reduction dtype."""
-        for index, grad in again.items():
-            self._grads[index] = self._grads[index].to(self.sum_dtype).add_(grad)
+        if again:
+            for index, grad in again.items():
+                self._grads[index] = self._grads[index].to(self.sum_dtype).add_(grad)
         self._grads.update(fresh)
 
     # -- planning --------------------------------------------------------------------------------
@@ -340,7 +341,7 @@ class Exchange:
         sends = memory.plan.sends
         if sends is None:
             assert memory.packed is not None
-            self._pack_all(memory.packed)
+            self._pack_all(memory.packed, missing)
             return
         pieces = [self._cut(index, sizes) for index, sizes in enumerate(sends.cuts)]
         rows = self._pack(sends, pieces)
@@ -375,15 +376,13 @@ class Exchange:
             self._memories[leased] = memory
         return memory
 
-    def _pack_all(self, packed: DBuffer) -> None:
+    def _pack_all(self, packed: DBuffer, missing: set[int]) -> None:
         """All shards as rows of one tensor, in one pass; the gradients are not needed after it."""
-        layout, grads = self._layout, self._grads
+        layout = self._layout
         assert layout is not None
-        if len(grads) < len(layout.runs):
-            absent = [s.index for i, own in enumerate(layout.runs) if i not in grads for s in own]
-            if absent:
-                torch._foreach_zero_([packed.tensors[i] for i in absent])
-        targets, sources = layout.pairs(packed.tensors, grads)
+        if missing:
+            torch._foreach_zero_([packed.tensors[run.index] for i in missing for run in layout.runs[i]])
+        targets, sources = layout.pairs(packed.tensors, self._grads)
         if targets:
             torch._foreach_copy_(targets, sources)
         self._grads = {}
@@ -441,11 +440,6 @@ class Exchange:
         """Send every rank its pieces and add what arrives, on the reduce stream."""
         members, memory = self.members, self._memory
         assert memory is not None
-        if isinstance(members.settings.reduce_comm, collectives.UserComm):
-            raise ValueError(
-                f"{members.label}: a custom reduce-scatter has no use where gradients are exchanged; "
-                "it needs reduction='reduce_scatter'."
-            )
         divisor = (members.mesh.shard_size if how.average else 1) * (how.before or 1.0)
         group = members.settings.reduce_group or members.mesh.shard_group
         exchange = self._exchange_pieces if memory.packed is None else self._exchange_packed
@@ -473,7 +467,7 @@ class Exchange:
             _sum_rows(rows, reduced, divisor)
             return
         _sum_rows(rows, memory.sums.view(-1))
-        collectives.all_to_all(memory.arrivals.view(-1), memory.sums.view(-1), rail)
+        collectives.all_to_all(memory.arrivals, memory.sums, rail)
         _sum_rows(memory.arrivals, reduced, divisor)
 
     def _exchange_pieces(self, memory: _Memory, reduced: torch.Tensor, divisor: float) -> None:

@@ -246,9 +246,11 @@ class ParamGroup(Members):
     @on_parameters
     def reshard(self) -> None:
         """Register the sharded parameters and free the gathered ones."""
+        if self.residence is not Residence.SHARDED:
+            self._release()
+
+    def _release(self) -> None:
         residence = self.residence
-        if residence is Residence.SHARDED:
-            return
         if residence is Residence.UNSHARDED and self.context.owners is not None:
             self.context.owners.check(self, "released")
         if residence is Residence.GATHERING:
@@ -285,21 +287,20 @@ class ParamGroup(Members):
 
     # -- backward --------------------------------------------------------------------------------
 
+    @on_parameters
     def post_backward(self) -> None:
         """Reshard and reduce; safe to call for a group that took no part in the backward."""
         self.collect()
         self.reduce()
 
-    @on_parameters
     def collect(self) -> None:
-        """Take over the gradients and reshard."""
+        """Take over the gradients and reshard; with ``reduce``, by a caller that is ``on_parameters``."""
         grads = self._take_gradients()
-        if self.settings.reshard_after_backward:
-            self.reshard()  # before the gradient buffer is allocated: it may take the same memory
+        if self.settings.reshard_after_backward and self.residence is not Residence.SHARDED:
+            self._release()  # before the gradient buffer is allocated: it may take the same memory
         if grads:
             self.reducer.store_many(grads)
 
-    @on_parameters
     def reduce(self) -> None:
         """Reduce what was collected, unless gradients are not synchronised now."""
         if self.settings.reduce_grads:

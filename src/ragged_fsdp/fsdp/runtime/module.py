@@ -19,6 +19,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
 from ragged_fsdp.collectives import Comm, UserComm, process_group_comm
 from ragged_fsdp.fsdp.autograd import leave_frame
+from ragged_fsdp.fsdp.reduce.transport import ReduceScatter
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import Schedule
 from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
@@ -302,7 +303,14 @@ class FSDPModule(TorchFSDPModule):
         If it has an ``allocate(size, *, dtype, device)`` gradients are collected in a tensor from there.
         """
         _check_callable("set_custom_reduce_scatter: comm", comm)
-        for group in self._groups_of_one_mesh("set_custom_reduce_scatter"):
+        groups = list(self._groups_of_one_mesh("set_custom_reduce_scatter"))
+        for group in groups:
+            if comm is not None and not isinstance(group.reducer.transport, ReduceScatter):
+                raise ValueError(
+                    f"set_custom_reduce_scatter: the gradients of {group.label} are exchanged, and no "
+                    "reduce-scatter would be called; it needs reduction='reduce_scatter'."
+                )
+        for group in groups:
             group.settings.reduce_comm = Comm() if comm is None else UserComm(comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:

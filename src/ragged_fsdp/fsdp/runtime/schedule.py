@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ragged_fsdp.fsdp.autograd import in_backward, outside_compile
+from ragged_fsdp.fsdp.autograd import in_backward, on_parameters, outside_compile
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.streams import CommContext, arena_bytes, pooled_bytes
 from ragged_fsdp.torch_internals import queue_callback
@@ -379,12 +379,11 @@ class Schedule:
             turn.following = self._before_in_forward(turn)
             if turn.positions:
                 turn.positions.pop()
-            if turn.following is not None:
-                self._gather_ahead(turn.following)
+            self._gather_ahead(turn.following)
 
     @staticmethod
-    def _gather_ahead(turn: Turn) -> None:
-        for group in reversed(turn.groups):
+    def _gather_ahead(turn: Turn | None) -> None:
+        for group in reversed(turn.groups) if turn is not None else ():
             if group.settings.unshard_in_backward:
                 group.unshard()
 
@@ -406,6 +405,7 @@ class Schedule:
             self._backward = weakref.ref(end)
             queue_callback(end)
 
+    @on_parameters
     def post_backward(self, turn: Turn) -> None:
         """The gradients of the inputs of ``turn`` are there: reshard and reduce."""
         if self._backward is None:
@@ -416,23 +416,13 @@ class Schedule:
         for group in reversed(turn.groups):
             group.collect()
         following, turn.following = turn.following, None
-        if following is not None and turn.gathers_first:
-            self._gather_beyond(following)
+        if turn.gathers_first and following is not None and following.backward_prefetch is None:
+            # what ``following`` will gather ahead when it starts: weights are needed before gradients are,
+            # and behind this module's reduction they would wait for the network, and for the reduction
+            # that it waits for
+            self._gather_ahead(self._before_in_forward(following))
         for group in reversed(turn.groups):
             group.reduce()
-
-    def _gather_beyond(self, following: Turn) -> None:
-        """Gather what the backward of ``following`` will gather ahead when it starts, if the order decides.
-
-        Weights are needed before gradients are. Behind this module's reduction they would wait for the
-        network, and behind the one that it waits for. Where gradients have a buffer that is not yet free,
-        they wait for that one anyway, and the network would be idle while the buffer is filled.
-        """
-        beyond = None
-        if following.backward_prefetch is None:
-            beyond = self._before_in_forward(following)
-        if beyond is not None:
-            self._gather_ahead(beyond)
 
     @outside_compile
     def end_backward(self) -> None:
