@@ -8,10 +8,13 @@ encodes this rank's shard, moves bytes, and decodes them into the buffer that th
     gathered       a a a a a a b b b b . .     in the compute dtype
 
 A parameter lies on a run of ranks: part of the first one's shard, whole shards, part of the last one's. The
-whole shards are decoded together, so the number of kernels does not grow with the number of ranks. Encoding
-and decoding are on the gather's stream, beside the computation; on CUDA by the kernels of
-``codes_triton``. One rank alone encodes and decodes too: the numbers do not depend on how many there
-are.
+whole shards are decoded together, so the number of kernels does not grow with the number of ranks. On CUDA
+the kernels of ``codes_triton`` encode and decode. One rank alone does so too: the numbers do not depend on
+how many there are.
+
+Codes are decoded on the compute stream, just before the layer. Until then a prefetched layer takes one byte
+per element, and the next gather does not wait. Beside the computation it would be no sooner done: both want
+all of the memory's rate.
 """
 
 from __future__ import annotations
@@ -142,9 +145,8 @@ class Codes(InPlace):
         self._message: Tensor | None = None
         """One row of bytes per rank, from the allocation until the computation has waited for it."""
         self._work: Any = None
-        self._decoded = False
         self._decoder: Decoder | None = None
-        """The kernel's view of the layout, from the first gather on; None where the reference decodes."""
+        """The kernel's view of the layout, from the first decoding on; None where the reference decodes."""
 
     def prepare(self) -> None:
         """Make the gathered buffer; raise if the parameters were cast to something that has no codes."""
@@ -165,19 +167,16 @@ class Codes(InPlace):
             super()._stage(weight)
 
     def allocate(self) -> None:
-        """Take the memory of the gathered buffer and of the message of codes."""
-        super().allocate()
-        if self._is_parked():
-            return
+        """Take the memory of the message of codes; that of the gathered buffer when they are decoded."""
         members = self.members
+        if self._is_parked():
+            super().allocate()
+            return
         shape = (members.mesh.shard_size, self.message_layout.part_bytes)
         self._message = members.settings.gather_comm.allocate(shape, dtype=torch.uint8, device=members.device)
-        self._decoded = False
-        if self._decoder is None and (kernels := _kernels(members.device.type)):
-            self._decoder = kernels.Decoder(self.message_layout, members.device)
 
     def begin(self, async_op: bool) -> None:
-        """Encode the shard and gather the codes; decode beside the computation where there are streams."""
+        """Encode the shard and gather the codes."""
         message, members, group = self._message, self.members, self.members.mesh.shard_group
         if message is None:
             super().begin(async_op)
@@ -191,11 +190,8 @@ class Codes(InPlace):
                 message.view(-1),
                 message[group.rank()],
                 group,
-                # a device's gather stream waits for it anyway, and then decodes beside the computation
-                async_op=async_op and members.device.type == "cpu",
+                async_op=async_op,
             )
-        if self._work is None:
-            self._decode(message)
 
     @cached_property
     def _own_runs(self) -> tuple[RankRun, ...]:
@@ -213,21 +209,23 @@ class Codes(InPlace):
 
     def _decode(self, message: Tensor) -> None:
         assert self.weight is not None
+        if self._decoder is None and (kernels := _kernels(self.members.device.type)):
+            self._decoder = kernels.Decoder(self.message_layout, self.members.device)
         # through the whole buffer: autograd would see a write to a parameter's own view
         if self._decoder is not None:
             self._decoder(message, self.weight.flat)
         else:
             self.message_layout.decode(message, self.weight.flat)
-        self._decoded = True
 
     def finish(self) -> None:
-        """Decode on the compute stream what could not be decoded on the other one."""
+        """Wait for the codes and decode them into the gathered buffer, on the compute stream."""
         super().finish()
         if self._work is not None:
             with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
                 wait_all(self._work)
         message, self._message, self._work = self._message, None, None
-        if message is not None and not self._decoded:
+        if message is not None:
+            super().allocate()
             self._decode(message)
 
 

@@ -146,6 +146,8 @@ class Schedule:
         """Groups that the byte budget keeps after forward."""
         self._backward: Any = None
         """Weak reference to the end of the backward that is running; autograd drops it with a failed one."""
+        self._leads = False
+        """Whether no module has ended the backward that is running: no gradients wait for a reduction."""
         self._arena_bytes = self._pooled_bytes = 0
         """What the root's gradient buffers and gathered layers need of the memory that is kept."""
         self._copies_from_host = False
@@ -238,7 +240,10 @@ class Schedule:
             self.post_optim_event = None
 
     def start(self, turn: Turn) -> bool:
-        """Gather for the forward of ``turn`` and wait; whether it begins now (a list may run in parts)."""
+        """Gather for the forward of ``turn``, and what comes next, and wait for the first.
+
+        Whether it begins now: a list may run in parts.
+        """
         begins = turn.phase is not Phase.FORWARD
         self._enter(turn, Phase.FORWARD)  # before the gathers: one that raises is given up with the others
         for group in turn.groups:
@@ -247,14 +252,17 @@ class Schedule:
             else:
                 if begins:
                     self._gathered.add(group)
-                group.unshard()
+                if group.residence is not Residence.GATHERING:
+                    group.unshard()
+        if begins:
+            self._prefetch(turn)  # before the wait, or the next gather would wait for what this one decodes
         for group in turn.groups:
             group.wait_for_unshard()
             self._prefetched.discard(group)
         return begins
 
-    def prefetch(self, turn: Turn) -> None:
-        """Gather what is needed after ``turn``, before its own kernels are launched."""
+    def _prefetch(self, turn: Turn) -> None:
+        """Gather what is needed after ``turn``."""
         following = self._order.advance(turn) if turn.groups else None
         if turn.forward_prefetch is not None:
             for group in (group for other in turn.forward_prefetch for group in other.groups):
@@ -361,7 +369,8 @@ class Schedule:
 
     def pre_backward(self, turn: Turn) -> None:
         """A gradient of an output of ``turn`` is there: gather, and prefetch what backward needs next."""
-        self._begin_backward()
+        if self._backward is None or self._backward() is None:
+            self._begin_backward()
         begins = turn.phase is not Phase.BACKWARD
         self._enter(turn, Phase.BACKWARD)
         if begins:
@@ -371,7 +380,6 @@ class Schedule:
                     self._first.append(turn)
                 if group.settings.unshard_in_backward:
                     group.unshard()
-                group.wait_for_unshard()
         if turn.backward_prefetch is not None:
             for other in turn.backward_prefetch:
                 self._gather_ahead(other)
@@ -380,6 +388,11 @@ class Schedule:
             if turn.positions:
                 turn.positions.pop()
             self._gather_ahead(turn.following)
+            if self._leads and not turn.is_root:
+                self._gather_beyond(turn, turn.following)
+        if begins:
+            for group in turn.groups:
+                group.wait_for_unshard()
 
     @staticmethod
     def _gather_ahead(turn: Turn | None) -> None:
@@ -396,14 +409,14 @@ class Schedule:
         return None
 
     def _begin_backward(self) -> None:
-        """Once per backward: run :meth:`end_backward` when it is over."""
-        if self._backward is not None and self._backward() is None:
+        """Once per backward, after one that failed too: run :meth:`end_backward` when it is over."""
+        if self._backward is not None:
             self._drop_failed_backward()
-        if self._backward is None:
-            self._first.clear()
-            end = functools.partial(self.end_backward)
-            self._backward = weakref.ref(end)
-            queue_callback(end)
+        self._first.clear()
+        self._leads = True
+        end = functools.partial(self.end_backward)
+        self._backward = weakref.ref(end)
+        queue_callback(end)
 
     @on_parameters
     def post_backward(self, turn: Turn) -> None:
@@ -415,14 +428,21 @@ class Schedule:
         self._enter(turn, Phase.DONE)
         for group in reversed(turn.groups):
             group.collect()
+        self._leads = False
         following, turn.following = turn.following, None
-        if turn.gathers_first and following is not None and following.backward_prefetch is None:
-            # what ``following`` will gather ahead when it starts: weights are needed before gradients are,
-            # and behind this module's reduction they would wait for the network, and for the reduction
-            # that it waits for
-            self._gather_ahead(self._before_in_forward(following))
+        self._gather_beyond(turn, following)
         for group in reversed(turn.groups):
             group.reduce()
+
+    def _gather_beyond(self, turn: Turn, following: Turn | None) -> None:
+        """Gather what the backward of ``following`` will gather ahead when it starts, if the order decides.
+
+        Weights are needed before gradients are: behind the reduction of ``turn`` they would wait for the
+        network, and for the reduction that it waits for. The first backward does so when it starts:
+        there is room where later ones have gradients, and nothing else is on the network.
+        """
+        if turn.gathers_first and following is not None and following.backward_prefetch is None:
+            self._gather_ahead(self._before_in_forward(following))
 
     @outside_compile
     def end_backward(self) -> None:

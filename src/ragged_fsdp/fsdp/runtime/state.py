@@ -127,11 +127,9 @@ class ModuleState(Turn, State):
         if self.schedule.forward_root is None:
             args, kwargs = self._begin_iteration(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
-        if self.schedule.start(self):
-            if torch.is_grad_enabled() and self.groups:
-                # one node on all inputs that need gradients; its backward is the post-backward
-                args, kwargs = after_backward(self._backward_hooks, args, kwargs)
-            self.schedule.prefetch(self)
+        if self.schedule.start(self) and torch.is_grad_enabled() and self.groups:
+            # one node on all inputs that need gradients; its backward is the post-backward
+            args, kwargs = after_backward(self._backward_hooks, args, kwargs)
         return args, kwargs
 
     @outside_compile
