@@ -279,6 +279,14 @@ def linear_on_a_full_mesh(rank: Any, **options: Any) -> tuple[nn.Module, nn.Modu
     return model, reference, mesh
 
 
+def placed_on(mesh: DeviceMesh) -> Any:
+    """What ``shard_placement_fn`` answers for a parameter that is sharded over ``mesh``."""
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("this torch has no ShardPlacementResult")
+    return common.ShardPlacementResult(Shard(0), common.FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0))
+
+
 def tokens(rank: Any, step: int, batch: int = 2) -> Tensor:
     """A batch of its own for each rank and step."""
     generator = torch.Generator().manual_seed(1000 * step + rank.rank)

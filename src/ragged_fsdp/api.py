@@ -186,9 +186,9 @@ fully_shard.state = _APPLY.state  # type: ignore[attr-defined]
 def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement) -> None:
     device = agreement.device
     managed = collect(modules, options.ignored)
+    moved = moved_buffers(managed, device)  # before the shards are cut, which may stay on the host
     builder = GroupBuilder(options, managed, agreement.mesh, device)
     drafts = builder.draft()
-    moved = moved_buffers(managed, device)
     agreement.reach(builder.statements(drafts), managed.params[0].name if managed.params else "")
     pick = functools.partial(builder.pick, drafts)
     picked = agreement.together(pick) if options.asks_the_network else pick()

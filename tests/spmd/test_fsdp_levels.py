@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -10,12 +11,11 @@ import torch.distributed as dist
 from test_fsdp_exchange import Net
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdp_inside
 from collective_calls import noted
-from fsdp_cases import Stack, build, fully_shard, logged, ragged_only, rows, shard_blocks
+from fsdp_cases import Stack, build, fully_shard, logged, placed_on, ragged_only, rows, shard_blocks
 from ragged_fsdp import BlockCodes, CPUOffloadPolicy, MixedPrecisionPolicy, collectives
 from ragged_fsdp.collectives import Comm, LevelComm
 from ragged_fsdp.topology import LevelGroups, find_levels, level_groups
@@ -310,12 +310,10 @@ def test_groups_of_one_module_that_pick_differently(rank: Rank) -> None:
     """Experts over ranks of one node and of two: the order of gathers and reductions is the same on all."""
     own = next(pair for pair in ((0, 3), (1, 4), (2, 5)) if rank.rank in pair)
     groups = {pair: dist.new_group(list(pair)) for pair in ((0, 3), (1, 4), (2, 5))}
-    experts = FSDPMeshInfo(
-        DeviceMesh.from_group(groups[own], torch.device(rank.device).type), shard_mesh_dim=0
-    )
+    experts = placed_on(DeviceMesh.from_group(groups[own], torch.device(rank.device).type))
 
-    def place(p: nn.Parameter) -> ShardPlacementResult | None:
-        return ShardPlacementResult(Shard(0), experts) if p.shape == (6, 8) else None
+    def place(p: nn.Parameter) -> Any:
+        return experts if p.shape == (6, 8) else None
 
     with on_host(rank, "aaaabb"):
         torch.manual_seed(0)

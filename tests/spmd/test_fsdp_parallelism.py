@@ -19,6 +19,7 @@ from fsdp_cases import (
     full,
     fully_shard,
     linear_on_a_full_mesh,
+    placed_on,
     ragged_only,
     relative_error,
     rows,
@@ -140,19 +141,13 @@ def test_expert_parallelism(rank):
 @spmd(4)
 def test_parameters_of_one_module_on_two_meshes(rank):
     """Experts are sharded over two ranks and the rest over four, in one call."""
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    if not hasattr(common, "ShardPlacementResult"):
-        pytest.skip("this torch has no ShardPlacementResult")
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-
     whole, pair = rank.mesh(4, names=("dp",)), rank.mesh(2, 2, names=("outer", "edp"))["edp"]
     model, reference = build(_ExpertLayer, rank.device)
 
-    infos = {mesh: FSDPMeshInfo(mesh=mesh, shard_mesh_dim=0) for mesh in (whole, pair)}
+    placed = {mesh: placed_on(mesh) for mesh in (whole, pair)}
 
     def place(parameter):
-        mesh = pair if parameter.ndim == 3 else whole
-        return ShardPlacementResult(placement=Shard(0), mesh_info=infos[mesh])
+        return placed[pair if parameter.ndim == 3 else whole]
 
     if RAGGED:  # a difference that only the ranks of one pair see is heard by all four
         differs, _ = build(_ExpertLayer, rank.device)
