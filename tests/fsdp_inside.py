@@ -251,10 +251,11 @@ class Watch:
 # -- the exchange of gradients ----------------------------------------------------------------------
 
 
-def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int) -> None:
+def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int, rail_calls: int = 8) -> None:
     """Let ``reduction="all_to_all"`` send views of gradients of any size, in so many rounds."""
     plan = exchange.plan_sends
     patch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
+    patch.setattr(exchange, "_RAIL_CALLS", rail_calls)
     patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
 
 

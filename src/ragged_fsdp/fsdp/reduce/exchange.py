@@ -60,6 +60,7 @@ __all__ = ["Exchange", "SendPlan", "Step", "packs_all", "plan_sends", "plan_step
 
 
 _STEPS = 4  # at least, where shards are large
+_RAIL_CALLS = 8  # per exchange, where there are so many nodes: each costs the host a list of all nodes
 _ROUND_NUMEL = 1 << 19  # a round has at least this many elements of each shard
 _PACK_NUMEL = 1 << 19  # smaller shards are packed
 _ALIGN_NUMEL = 16
@@ -478,15 +479,15 @@ class Exchange:
             reduced[start + numel :].zero_()
         mine, alive = reduced[start : start + numel], len(memory.received)
         running: deque[tuple[Step, Any, torch.Tensor]] = deque()
-        works: list[Any] = []
+        rail = None if self._over.rail is None else _Rail(self._over.rail)
         for index, step in enumerate(memory.plan.steps):
             if len(running) == alive:
-                works.append(self._add_step(memory, *running.popleft(), mine, divisor))
+                self._add_step(memory, *running.popleft(), mine, divisor, rail)
             running.append((step, *self._send_step(step, memory.received[index % alive])))
         for entry in running:
-            works.append(self._add_step(memory, *entry, mine, divisor))
-        if self._over.rail is not None:
-            collectives.wait_all(works)
+            self._add_step(memory, *entry, mine, divisor, rail)
+        if rail is not None:
+            rail.finish()
             _sum_rows(memory.arrivals, mine, divisor)
 
     def _send_step(self, step: Step, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
@@ -498,23 +499,28 @@ class Exchange:
             rows = rows.view(-1)[: rows.shape[0] * step.numel].view(rows.shape[0], step.numel)
         return collectives.all_to_all_pieces(list(rows.unbind()), sent, self._local, async_op=True), rows
 
+    @staticmethod
     def _add_step(
-        self, memory: _Memory, step: Step, work: Any, rows: torch.Tensor, mine: torch.Tensor, divisor: float
-    ) -> Any:
+        memory: _Memory,
+        step: Step,
+        work: Any,
+        rows: torch.Tensor,
+        mine: torch.Tensor,
+        divisor: float,
+        rail: _Rail | None,
+    ) -> None:
         """Add what a step brought, and send the sum along the rail."""
         collectives.wait_all(work)
-        rail = self._over.rail
         if rail is None:
             _sum_rows(rows, mine[step.start : step.start + step.numel], divisor)
-            return None
+            return
         start, numel = step.part
-        if step.position == rail.rank():  # its own node's share stays here
+        if step.position == rail.own:  # its own node's share stays here
             _sum_rows(rows, memory.arrivals[step.position, start : start + numel])
-            return None
+            return
         total = memory.sums[step.position, step.start : step.start + step.numel]
         _sum_rows(rows, total)
-        arrives = memory.arrivals[step.source, start : start + numel]
-        return collectives.send_and_receive({step.position: total}, {step.source: arrives}, rail)
+        rail.post(step.position, total, step.source, memory.arrivals[step.source, start : start + numel])
 
     def hand_over(self) -> Callable[[], None]:
         """Gradients, packed rows and received rows are held until the function is called."""
@@ -532,6 +538,39 @@ class Exchange:
     def discard(self) -> None:
         """Drop the gradients."""
         self.hand_over()()
+
+
+class _Rail:
+    """The messages of one exchange along a rail, those of several nodes in one call where there are many."""
+
+    def __init__(self, group: Any) -> None:
+        self.own = group.rank()
+        self._group = group
+        self._together = max(1, group.size() // _RAIL_CALLS)
+        self._sent: dict[int, torch.Tensor] = {}
+        self._received: dict[int, torch.Tensor] = {}
+        self._works: list[Any] = []
+
+    def post(self, target: int, total: torch.Tensor, source: int, arrives: torch.Tensor) -> None:
+        """Send ``total`` to position ``target`` and receive ``arrives`` from position ``source``.
+
+        All ranks post in the same order, so all make the same calls.
+        """
+        if target in self._sent:  # another part of the same slot
+            self._launch()
+        self._sent[target], self._received[source] = total, arrives
+        if len(self._sent) == self._together:
+            self._launch()
+
+    def _launch(self) -> None:
+        self._works.append(collectives.send_and_receive(self._sent, self._received, self._group))
+        self._sent, self._received = {}, {}
+
+    def finish(self) -> None:
+        """Let the current stream wait for what was posted."""
+        if self._sent:
+            self._launch()
+        collectives.wait_all(self._works)
 
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float = 1.0) -> None:
