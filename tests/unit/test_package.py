@@ -97,7 +97,7 @@ def test_a_missing_command_line_package_is_one_line():
     program = "import sys; sys.modules['click'] = None; from ragged_fsdp.__main__ import main; main()"
     result = _run(program=program)
     assert result.returncode == 1
-    assert result.stderr.strip() == "ragged-fsdp: click is not installed; pip install 'ragged-fsdp[cli]'"
+    assert result.stderr.strip() == "ragged-fsdp: click is not installed; in a checkout: pip install '.[cli]'"
 
 
 @pytest.mark.parametrize("module", ["click", "ragged_fsdp.cli.plan"])

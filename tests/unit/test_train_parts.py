@@ -107,6 +107,7 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"steps": 3, "profile": 1}, 1, "profile_from = 5 is after the last of 3 steps"),
         ({"beta1": 1.0}, 1, "beta1 = 1.0"),
         ({"eval_fraction": 0.0}, 1, "eval_sequences needs eval_fraction"),
+        ({"model": "GPT2Config", "seq_len": 1025}, 1, "seq_len = 1025: GPT2Config has 1024 positions"),
     ],
 )
 def test_impossible_combinations_are_refused_before_a_start(values, processes, message):
@@ -240,7 +241,7 @@ def test_the_allocator_s_setting_is_ours_unless_the_user_has_one():
 
 def test_a_model_of_a_missing_library_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs transformers; pip install 'ragged-fsdp\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"needs transformers; in a checkout: pip install '\.\[hf\]'"):
         check(from_values({"model": "LlamaConfig"}), 1)
 
 
@@ -321,25 +322,3 @@ def test_bad_model_configs_are_refused():
     for changes in ({"hidden": 100, "heads": 3}, {"kv_heads": 3}, {"experts": 1}, {"layers": 0}):
         with pytest.raises(ValueError, match="model"):
             MoEConfig(**changes)
-
-
-def test_a_local_dataset_and_a_tokenizer_folder(tmp_path, monkeypatch):
-    import datasets
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    monkeypatch.setenv("RAGGED_FSDP_CACHE", str(tmp_path / "cache"))
-    words = {"[UNK]": 0, "red": 1, "green": 2, "blue": 3}
-    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]").save_pretrained(tmp_path / "words")
-    rows = {"text": ["red green blue"] * 20, "input_ids": [[3, 2, 1]] * 20}
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "colours")
-    common = {"data": [str(tmp_path / "colours")], "tokenizer": str(tmp_path / "words"), "seq_len": 2}
-    tokens = open_tokens(from_values(common).data)
-    assert tokens.train[:6].tolist() == [1, 2, 3, 1, 2, 3] and len(tokens.train) == 57
-    assert tokens.tokenizer.decode([1, 3]) == "red blue"
-    as_tokens = open_tokens(from_values(common, {"text_column": "input_ids"}).data)
-    assert as_tokens.train[:3].tolist() == [3, 2, 1]
-    with pytest.raises(ConfigError, match="text_column = 'body'"):
-        open_tokens(from_values(common, {"text_column": "body"}).data)

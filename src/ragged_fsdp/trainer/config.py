@@ -40,7 +40,10 @@ class RunConfig:
     resume: str = _option(
         "auto",
         "auto: from the newest good checkpoint if any; never: refuse a used folder; must: refuse an unused "
-        "one; or the path of a checkpoint",
+        "one; restart: move the folder's checkpoints aside and begin at step 0; or the path of a checkpoint",
+    )
+    resume_changed: bool = _option(
+        False, "resume although the tokenizer, the order of the data or a dtype is not the checkpoint's"
     )
 
 
@@ -70,7 +73,17 @@ class DataConfig:
         "'stdlib' (the Python standard library's sources), files or globs of text, one .bin or .npy file of "
         "tokens, or a local Hugging Face dataset folder; may be given several times",
     )
-    tokenizer: str = _option("bytes", "'bytes', or a local folder with a Hugging Face tokenizer")
+    tokenizer: str = _option(
+        "auto",
+        "auto: that of the model's folder if it has one, else bytes; 'bytes'; or a local folder with a "
+        "Hugging Face tokenizer",
+    )
+    document_marks: str = _option(
+        "auto",
+        "tokens put around each document of text: eos after it, bos before it, both, none; auto: the "
+        "tokenizer's eos if it has one, its bos if it begins texts with it (bytes: a zero byte after each)",
+        choices=("auto", "eos", "bos", "both", "none"),
+    )
     token_dtype: str = _option(
         "uint16", "element type of a .bin token file", choices=("uint8", "uint16", "uint32", "int32", "int64")
     )
