@@ -11,6 +11,7 @@ from torch import nn
 
 from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.description import Description, describe
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.source import ModelSource, find_model
@@ -19,7 +20,6 @@ from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_check import likely_mistakes
 from ragged_fsdp.trainer.config_file import ConfigError, save_toml
 from ragged_fsdp.trainer.data import Tokens, open_tokens
-from ragged_fsdp.trainer.groups import GroupSummary, group_table, padding_ratio, summarize_groups
 from ragged_fsdp.trainer.metrics import MetricsWriter
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
@@ -154,7 +154,7 @@ class TrainingJob:
         """Resume if there is something to resume, then say what is about to run."""
         messages = self._resume()
         ranks, config, step = self.ranks, self.config, self._counters.step
-        groups = summarize_groups(self.model.module)
+        layout = describe(self.model.module)
         if ranks.rank == 0:
             self._store.remove_leftovers()
             self._run_dir.mkdir(parents=True, exist_ok=True)
@@ -172,20 +172,20 @@ class TrainingJob:
                 mesh=ranks.mesh_text,
                 parameters=self._parameters,
                 flops_per_token=self._flops_per_token,
-                padding=padding_ratio(groups),
-                shard_bytes=sum(group.shard_bytes for group in groups) or None,
+                padding=layout.padding_ratio,
+                shard_bytes=layout.rank_bytes or None,
                 reductions=self._reductions,
                 data=self._tokens.description,
             )
         self._view = open_view(ranks.rank, config.run.steps, config.log.log_every, step)
-        self._introduce(groups)
+        self._introduce(layout)
         for message in messages:
             self._view.say(message)
             if self._metrics is not None:
                 self._metrics.write("note", step, text=message)
         self._clock.skip()
 
-    def _introduce(self, groups: list[GroupSummary]) -> None:
+    def _introduce(self, layout: Description) -> None:
         ranks, config = self.ranks, self.config
         split = f" ({ranks.mesh_text})" if ranks.mesh_text else ""
         self._view.say(
@@ -195,7 +195,7 @@ class TrainingJob:
         self._view.say(self._tokens.tokenizer_description)
         if self._begin.path is None:
             self._view.say(_first_weights(self._source, config))
-        for line in (*self._reductions, *(group_table(groups) if groups else ())):
+        for line in (*self._reductions, *layout.group_table()):
             self._view.say(line)
 
     def _resume(self) -> list[str]:
