@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from ragged_fsdp.trainer.config import OptimizerConfig, TrainConfig
 from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml, save_toml, section_of
 from ragged_fsdp.trainer.data import open_tokens
+from ragged_fsdp.trainer.loggers import check_loggers, open_loggers
+from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables
 from ragged_fsdp.trainer.schedule import lr_factor
 
@@ -107,6 +111,10 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"steps": 3, "profile": 1}, 1, "profile_from = 5 is after the last of 3 steps"),
         ({"beta1": 1.0}, 1, "beta1 = 1.0"),
         ({"eval_fraction": 0.0}, 1, "eval_sequences needs eval_fraction"),
+        ({"callback": ["hooks"]}, 1, "callback = 'hooks': expected MODULE:NAME or FILE.py:NAME"),
+        ({"callback": ["json:Loger"]}, 1, "callback = 'json:Loger': json has no class or function 'Loger'"),
+        ({"callback": ["nowhere.py:Logger"]}, 1, "callback = 'nowhere.py:Logger': [Errno 2]"),
+        ({"callback": ["no_such:Logger"]}, 1, "No module named 'no_such'"),
         ({"model": "GPT2Config", "seq_len": 1025}, 1, "seq_len = 1025: GPT2Config has 1024 positions"),
     ],
 )
@@ -322,3 +330,46 @@ def test_bad_model_configs_are_refused():
     for changes in ({"hidden": 100, "heads": 3}, {"kv_heads": 3}, {"experts": 1}, {"layers": 0}):
         with pytest.raises(ValueError, match="model"):
             MoEConfig(**changes)
+
+
+def test_one_interface_for_all_loggers(tmp_path, monkeypatch):
+    """A callback from a file and a stand-in for Weights & Biases hear what the file of JSON lines holds."""
+    heard = []
+
+    class Run:
+        def define_metric(self, name, step_metric):
+            heard.append((name, step_metric))
+
+        def log(self, values):
+            heard.append(values)
+
+        def finish(self):
+            heard.append("finished")
+
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = types.SimpleNamespace()
+    wandb.util = types.SimpleNamespace(generate_id=lambda: "abc")
+    wandb.init = lambda **options: heard.append(options) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "hooks.py").write_text(
+        "class Spy:\n"
+        "    def __init__(self, config): self.file = open(config.run.run_dir + '/spy', 'w')\n"
+        "    def write(self, kind, step, values): print(kind, step, sorted(values), file=self.file)\n"
+        "    def close(self): self.file.close()\n"
+    )
+    config = from_values({"run_dir": str(tmp_path), "callback": [f"{tmp_path}/hooks.py:Spy"], "wandb": True})
+    check_loggers(config.log)
+    for resumed in (0, 3):
+        loggers = open_loggers(config, tmp_path, resumed)
+        loggers.write("train", resumed + 1, loss=2.0, memory={"held": 3}, mfu=None)
+        loggers.write("note", resumed + 1, text="hello")
+        loggers.close()
+    assert (tmp_path / "spy").read_text() == "train 4 ['loss', 'memory', 'mfu']\nnote 4 ['text']\n"
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 1, 4, 4]
+    options, _, line, end, again, *_ = heard
+    assert options["id"] == again["id"] == "abc" and options["config"]["run"]["run_dir"] == str(tmp_path)
+    assert line == {"step": 1, "train/loss": 2.0, "train/memory/held": 3} and end == "finished"
+    assert list((tmp_path / "tensorboard").iterdir())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="wandb = true needs the package wandb"):
+        check(config, 1)

@@ -214,6 +214,14 @@ class LogConfig:
 
     log_every: int = _option(10, "steps between log lines when not on a terminal", at_least=1)
     tensorboard: bool = _option(True, "write TensorBoard events besides metrics.jsonl")
+    wandb: bool = _option(
+        False, "log to Weights & Biases too, as its environment variables say (WANDB_PROJECT, WANDB_MODE)"
+    )
+    callback: list[str] = _option(
+        [],
+        "MODULE:NAME or FILE.py:NAME, called with the settings on rank 0: its result's write(kind, step, "
+        "values) hears of every line of metrics.jsonl, its close() of the end; may be given several times",
+    )
     profile: int = _option(0, "write a Chrome trace of this many steps", at_least=0)
     profile_from: int = _option(5, "first step of the trace, counted from where the run starts", at_least=1)
     peak_tflops: float = _option(0.0, "peak of the device for MFU (0: known GPUs only)", at_least=0)

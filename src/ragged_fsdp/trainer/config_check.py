@@ -10,6 +10,7 @@ from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.loggers import check_loggers
 from ragged_fsdp.trainer.rules import check_rules
 from ragged_fsdp.trainer.tokenizers import has_tokenizer
 
@@ -32,6 +33,7 @@ def check(config: TrainConfig, world_size: int) -> None:
     if problem := refusal("tp", tp, source.tp) or refusal("ep", ep, source.ep):
         raise ConfigError(problem)
     _check_rules(config.sharding, source)
+    check_loggers(config.log)
     if source.positions is not None and not source.rotary and config.data.seq_len > source.positions:
         raise ConfigError(
             f"seq_len = {config.data.seq_len}: {source.name} has {source.positions} positions, no more"

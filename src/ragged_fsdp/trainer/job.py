@@ -20,7 +20,7 @@ from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_check import likely_mistakes
 from ragged_fsdp.trainer.config_file import ConfigError, save_toml
 from ragged_fsdp.trainer.data import Tokens, open_tokens
-from ragged_fsdp.trainer.metrics import MetricsWriter
+from ragged_fsdp.trainer.loggers import Loggers, open_loggers
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
@@ -66,7 +66,7 @@ class TrainingJob:
         self._counters = Counters()
         self._clock = StepClock(ranks.device)
         self._view: Silent = Silent()
-        self._metrics: MetricsWriter | None = None
+        self._metrics: Loggers | None = None
         self._pending: tuple[int, StepResult, dict[str, Any]] | None = None
 
     def run(self) -> dict[str, Any]:
@@ -159,9 +159,7 @@ class TrainingJob:
             self._store.remove_leftovers()
             self._run_dir.mkdir(parents=True, exist_ok=True)
             save_toml(config, self._run_dir / "config.toml")
-            self._metrics = MetricsWriter(
-                self._run_dir, resumed_step=step, tensorboard=config.log.tensorboard
-            )
+            self._metrics = open_loggers(config, self._run_dir, step)
             self._metrics.write(
                 "start",
                 step,
