@@ -23,6 +23,7 @@ __all__ = ["Description", "GroupLine", "TensorLine", "describe"]
 
 _NUMBER = re.compile(r"\d+")
 _COLUMNS = 80
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 _MOST_PARTS = 8  # ranks whose shares are listed one by one
 
 
@@ -42,7 +43,7 @@ class TensorLine:
     @property
     def stays_together(self) -> str:
         """What is never cut, in words."""
-        row = math.prod(self.shape[1:])
+        row = self.shape[-1] if len(self.shape) > 1 else 1  # as ``Rows`` counts
         if self.block_numel == 1:
             return "-"
         if self.block_numel == sum(self.parts):
@@ -111,11 +112,11 @@ class Description:
 
     def tensor_rows(self) -> list[tuple[str, ...]]:
         """Head and a row for each kind of parameter; those of several layers that are cut alike are one."""
-        head = ("parameter", "shape", "dtype", "together", "% on each rank")
+        head = ("parameter", "shape", "dtype", "together", "% by rank")
         alike: dict[tuple[Any, ...], list[str]] = {}
         for tensor in (tensor for group in self.groups for tensor in group.tensors):
             shape = "x".join(map(str, tensor.shape))
-            dtype = str(tensor.dtype).removeprefix("torch.")
+            dtype = _SHORT.get(tensor.dtype, str(tensor.dtype).removeprefix("torch."))
             cells = (shape, dtype, tensor.stays_together, tensor.shares)
             alike.setdefault((_generic(tensor.name), *cells), []).append(tensor.name)
         rows = [(_numbered(names), *cells) for (_, *cells), names in alike.items()]

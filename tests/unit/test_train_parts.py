@@ -260,6 +260,18 @@ def _tiny(**changes):
     return model
 
 
+def _nans(*shape, **options):
+    return torch.full(shape[0] if isinstance(shape[0], tuple) else shape, math.nan, **options)
+
+
+def test_a_model_made_outside_the_trainer_has_values():
+    """As in README: memory that nobody has written would be NaNs sooner or later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", _nans)  # fresh memory may be zeros
+        model = MoETransformer(MoEConfig(hidden=32, layers=1, expert_hidden=32))
+    assert all(0 < p.std() < 2 for p in model.parameters() if p.ndim > 1)
+
+
 def test_the_model_is_causal_and_its_loss_is_a_mean_over_sequences():
     model = _tiny()
     ids = torch.randint(256, (4, 12))
