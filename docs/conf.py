@@ -24,6 +24,9 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = f"ragged_fsdp {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_js_files = ["copy.js"]
+html_css_files = ["copy.css"]
 
 
 _ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)\s]+\.md)\)")

@@ -175,10 +175,10 @@ def _lines(panel: Panel) -> Iterator[str]:
     yield _text((_LEFT + right) / 2, HEIGHT - 8, "step", anchor="middle")
     middle = (TOP + bottom) / 2
     yield _text(13, middle, panel.y_label, anchor="middle", turn=True)
-    for step, color in panel.marks:
+    for step, run in panel.marks:
         x = scale.x(step)
         ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"'
-        yield f'<line class="dotted" stroke="var(--c{color % 8})" {ends}/>'
+        yield f'<line class="dotted" stroke="var(--c{run % 8})" {ends}/>'
     outside = 0
     for line in panel.lines:
         points = [(scale.x(s), scale.y(v)) for s, v in line.points]
