@@ -26,7 +26,7 @@ html_title = f"ragged_fsdp {version}"
 html_copy_source = False
 html_static_path = ["_static"]
 html_js_files = ["copy.js"]
-html_css_files = ["copy.css"]
+html_css_files = ["page.css"]
 
 
 _ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)\s]+\.md)\)")

@@ -15,7 +15,8 @@ def test_pretraining_as_the_page_says(tmp_path, monkeypatch):
     (tmp_path / "text").mkdir()
     for number in range(2):
         (tmp_path / f"text/{number}.txt").write_text("the quick brown fox jumps over the lazy dog. " * 80)
-    commands = [line for _, text in blocks("docs/tutorial-pretrain.md", "bash") for line in text.splitlines()]
+    texts = [text.replace("\\\n", " ") for _, text in blocks("docs/tutorial-pretrain.md", "bash")]
+    commands = [line for text in texts for line in text.splitlines()]
     said = []
     for line in commands:
         program, *arguments = shlex.split(line)
