@@ -3,22 +3,28 @@ VENV   ?= .venv
 TORCH  ?= 2.15.0
 TESTS  ?=
 BIN    := $(VENV)/bin
+DEMO   := $(VENV)/.installed-demo
 STAMP  := $(VENV)/.installed
+PINNED := torch==$(shell sed -n 's/^torch==//p' constraints-dev.txt)
 
-.PHONY: demo test lint docs setup test-torch test-gpu clean help
+.PHONY: demo test lint docs package setup test-torch test-gpu clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create the environment (.venv) and install the package in it
 
-$(STAMP): pyproject.toml constraints-dev.txt
+$(DEMO): pyproject.toml constraints-dev.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints-dev.txt "torch==$$(sed -n 's/^torch==//p' constraints-dev.txt)"
-	$(BIN)/pip install --quiet -c constraints-dev.txt -e '.[test,lint,docs]'
+	$(BIN)/pip install --quiet -c constraints-dev.txt $(PINNED)
+	$(BIN)/pip install --quiet -c constraints-dev.txt -e '.[cli]'
 	touch $@
 
-demo: $(STAMP)  ## train a small MoE transformer, sharded over four local processes
+$(STAMP): $(DEMO)
+	$(BIN)/pip install --quiet -c constraints-dev.txt -e '.[test,lint,docs,release]'
+	touch $@
+
+demo: $(DEMO)  ## train a small MoE transformer, sharded over four local processes
 	$(BIN)/ragged-fsdp demo
 
 test: $(STAMP)  ## run the unit and multi-process tests
@@ -32,6 +38,16 @@ lint: $(STAMP)  ## ruff, mypy and the layering contract
 
 docs: $(STAMP)  ## build the documentation into build/docs; a warning is an error
 	$(BIN)/python -m sphinx --fresh-env --fail-on-warning --keep-going --quiet docs build/docs
+
+package: $(STAMP)  ## build wheel and sdist into dist, check them, try the wheel in a clean environment
+	rm -rf dist build/package
+	$(BIN)/python -m build --outdir dist . > build.log || { cat build.log; exit 1; }
+	rm build.log
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/package
+	build/package/bin/pip install --quiet $(PINNED)
+	build/package/bin/pip install --quiet $(PINNED) "$$(ls dist/*.whl)[cli]"
+	cd build && package/bin/python ../tests/installed.py
 
 test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.15.0 [TESTS=tests/unit]
 	$(PYTHON) -m venv .venv-torch-$(TORCH)

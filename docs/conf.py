@@ -14,7 +14,7 @@ copyright = "Apache-2.0"
 version = release = ragged_fsdp.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
-exclude_patterns = ["pictures"]
+exclude_patterns = ["pictures", "package.md"]  # that page is the wheel's description
 myst_heading_anchors = 4  # as GitHub makes them
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures have them
@@ -24,6 +24,9 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = f"ragged_fsdp {version}"
 html_copy_source = False
+html_static_path = ["_static"]
+html_js_files = ["copy.js"]
+html_css_files = ["page.css"]
 
 
 _ELSEWHERE = re.compile(r"(?<!!)\[([^\]]+)\]\(\.\./([^)\s]+\.md)\)")

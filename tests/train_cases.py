@@ -1,13 +1,16 @@
 """Small training runs for tests: a few steps of a tiny model on a few kilobytes of text."""
 
+import contextlib
+import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ragged_fsdp.trainer.config_file import from_values
+from ragged_fsdp.trainer.config_file import ConfigError, from_values
 from ragged_fsdp.trainer.start import start
 from rank_pool import DEVICE
 
-__all__ = ["settings", "tensors", "train", "train_on_pool"]
+__all__ = ["on_one", "said_on_pool", "save_words", "settings", "tensors", "train", "train_on_pool"]
 
 
 def settings(run_dir: Path, **changes: Any) -> dict[str, Any]:
@@ -64,3 +67,47 @@ def tensors(checkpoint: Path) -> dict[str, Any]:
 
     reader = CheckpointReader(checkpoint)
     return {t.name: reader.load(t) for t in reader.tensors() if not t.name.startswith("rng")}
+
+
+def save_words(
+    folder: Path, words: list[str], *, eos: str | None = None, bos: str | None = None, adds_bos: bool = False
+) -> None:
+    """A tokenizer of whole words in ``folder``; ids are 1, 2, ... in the order of ``words``, 0 is unknown."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: number for number, word in enumerate(["[UNK]", *words])}
+    inner = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if adds_bos:
+        assert bos is not None
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, ids[bos])]
+        )
+    PreTrainedTokenizerFast(
+        tokenizer_object=inner, unk_token="[UNK]", eos_token=eos, bos_token=bos
+    ).save_pretrained(folder)
+
+
+def said_on_pool(run_dir: Path, **changes: Any) -> str:
+    """What a run on all ranks says, or the refusal; nothing of it stays alive, its lock included."""
+    import torch.distributed as dist
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        try:
+            train_on_pool(run_dir, **changes)
+        except ConfigError as error:
+            print(error)
+    said = [text.getvalue()]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def on_one(rank: Any, action: Callable[[], object]) -> None:
+    """Rank 0 acts, the others wait for it."""
+    import torch.distributed as dist
+
+    if rank.rank == 0:
+        action()
+    dist.barrier()

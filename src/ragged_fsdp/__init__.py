@@ -1,6 +1,20 @@
-"""ragged_fsdp: fully sharded data parallelism on ragged, block-aligned DTensors.
+"""Fully sharded data parallelism on ragged, block-aligned DTensors, with FSDP2's API.
 
-The public names are loaded on first use, so that ``ragged_fsdp.planner`` works without torch.
+::
+
+    fully_shard, FSDPModule, ...        shard a model; FSDP2's names with FSDP2's meaning
+    Elements, Rows, Whole, BlockCodes   what stays together on a rank, and how it is gathered
+    describe                            what became of a model: groups, padding, bytes per rank
+    RaggedShard, distribute_tensor      the placement and tensors of your own
+    DBuffer                             a group of tensors in one buffer, without modules
+
+    ragged_fsdp.optim                   AdamW8bit, Muon, Shampoo, FusedAdamW, clip_grad_norm_
+    ragged_fsdp.planner                 layouts of groups; needs no torch
+    ragged_fsdp.checkpoint              folders of checkpoints, safetensors
+    ragged_fsdp.integrations            Accelerate and the Transformers Trainer, Lightning, torchtitan
+    ragged_fsdp.models, .trainer        what ``ragged-fsdp train`` builds and runs
+
+Names and sub-packages are loaded on first use, so that ``ragged_fsdp.planner`` works without torch.
 Where torch is already loaded, the DTensor support is installed at import, so that checkpoints
 holding ragged tensors can be read after a plain ``import ragged_fsdp``.
 """
@@ -20,6 +34,7 @@ if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES
     from ragged_fsdp.api import register_fsdp_forward_method as register_fsdp_forward_method
     from ragged_fsdp.api import share_comm_ctx as share_comm_ctx
     from ragged_fsdp.dbuffer import DBuffer as DBuffer
+    from ragged_fsdp.description import describe as describe
     from ragged_fsdp.dtensor import RaggedShard as RaggedShard
     from ragged_fsdp.dtensor import StridedRaggedShard as StridedRaggedShard
     from ragged_fsdp.dtensor import distribute_tensor as distribute_tensor
@@ -33,6 +48,7 @@ _HOMES = {
     "StridedRaggedShard": "ragged_fsdp.dtensor",
     "distribute_tensor": "ragged_fsdp.dtensor",
     "DBuffer": "ragged_fsdp.dbuffer",
+    "describe": "ragged_fsdp.description",
     "BlockCodes": "ragged_fsdp.policy",
     "Elements": "ragged_fsdp.policy",
     "Rows": "ragged_fsdp.policy",
@@ -48,6 +64,18 @@ _HOMES = {
     "share_comm_ctx": "ragged_fsdp.api",
 }
 
+_SUBPACKAGES = (
+    "checkpoint",
+    "dbuffer",
+    "dtensor",
+    "integrations",
+    "models",
+    "optim",
+    "planner",
+    "policy",
+    "trainer",
+)
+
 __all__ = list(_HOMES)
 __version__ = "0.1.0"
 
@@ -55,11 +83,14 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name in _SUBPACKAGES:
+        return import_module(f"ragged_fsdp.{name}")
     raise AttributeError(f"module 'ragged_fsdp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    """What is for users: names, sub-packages, and what every module has."""
+    return sorted([*_HOMES, *_SUBPACKAGES, *(name for name in globals() if name.startswith("__"))])
 
 
 if "torch" in sys.modules:

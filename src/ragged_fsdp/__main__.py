@@ -12,7 +12,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "ragged_fsdp":
             raise
-        sys.exit(f"ragged-fsdp: {error.name} is not installed; pip install 'ragged-fsdp[cli]'")
+        sys.exit(f"ragged-fsdp: {error.name} is not installed; in a checkout: pip install '.[cli]'")
     except KeyboardInterrupt:
         sys.exit(130)
     command_line(prog_name="ragged-fsdp")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -43,6 +43,58 @@ __all__ = [
     "share_comm_ctx",
 ]
 
+Reduction = Literal["reduce_scatter", "all_to_all", "two_level", "auto"]
+Gather = Literal["flat", "two_level", "auto"]
+
+if TYPE_CHECKING:
+
+    class ShardedModule(FSDPModule, nn.Module):
+        """What ``fully_shard`` returns: the module it was given, which has FSDPModule's methods now."""
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | Literal["auto"] | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = ...,
+    reduction: Reduction = ...,
+    gathered_budget_bytes: int | None = ...,
+    max_buffers: int = ...,
+    gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None = ...,
+    gather: Gather = ...,
+    ranks_per_node: int | None = ...,
+    internode_dtype: torch.dtype | None = ...,
+) -> ShardedModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | Literal["auto"] | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+    orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = ...,
+    reduction: Reduction = ...,
+    gathered_budget_bytes: int | None = ...,
+    max_buffers: int = ...,
+    gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None = ...,
+    gather: Gather = ...,
+    ranks_per_node: int | None = ...,
+    internode_dtype: torch.dtype | None = ...,
+) -> list[ShardedModule]: ...
+
 
 def fully_shard(
     module: nn.Module | list[nn.Module],
@@ -55,11 +107,11 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None,
-    reduction: str = "reduce_scatter",
+    reduction: Reduction = "reduce_scatter",
     gathered_budget_bytes: int | None = None,
     max_buffers: int = 1,
     gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None = None,
-    gather: str = "flat",
+    gather: Gather = "flat",
     ranks_per_node: int | None = None,
     internode_dtype: torch.dtype | None = None,
 ) -> Any:

@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import io
+import json
 import os
 import re
 import runpy
@@ -69,3 +70,25 @@ def test_the_ported_script_trains_alike_and_takes_over_a_stock_checkpoint(tmp_pa
     straight = _losses(_under_torchrun(PORTED, "--steps", "4"))
     assert list(straight) == [1, 2, 3, 4]
     assert {**first, **ported} == straight
+
+
+def test_the_notebook_runs(tmp_path):
+    """Its cells in one namespace, in a process of its own; the outputs that are stored are of a whole run."""
+    notebook = json.loads((EXAMPLES / "ragged_sharding.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] == number for number, cell in enumerate(code, 1))
+    assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
+    sources = ["".join(cell["source"]) for cell in code]
+    program = f"if __name__ == '__main__':\n    for source in {sources!r}:\n        exec(source, globals())\n"
+    (tmp_path / "notebook.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src")}
+    done = subprocess.run(
+        [sys.executable, "notebook.py"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "8 ranks:" in done.stdout and "step 4: loss 5." in done.stdout and "12 ####" in done.stdout

@@ -1,8 +1,10 @@
 """The adapters against the real libraries: same losses as an unsharded model, ragged parameters inside."""
 
 import os
+import runpy
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -223,3 +225,28 @@ def test_lightning_model_parallel_strategy(rank):
     resumed = _lightning_trainer(rank, 3)  # it starts its loader anew
     resumed.fit(second, loader(2, 2, 2), ckpt_path=str(rank.shared_dir / "checkpoint"))
     assert first.seen + second.seen == pytest.approx(reference_losses(4), abs=1e-4)
+
+
+@spmd(2)
+def test_the_whole_scripts_of_the_pages_train(rank):
+    """Those of ``examples/``, against the real libraries, a few steps each."""
+    from lightning.pytorch.plugins.environments import LightningEnvironment
+
+    examples = Path(__file__).parents[2] / "examples"
+
+    def script(name):
+        return runpy.run_path(str(examples / name))
+
+    with fsdp_on_cpu() as count_as_accelerator:
+        count_as_accelerator()
+        accelerate = script("accelerate_ragged.py")["train"](12)
+    with fsdp_on_cpu() as count_as_accelerator:
+        trainer = script("trainer_ragged.py")
+        settings = trainer["settings"](str(rank.shared_dir), 12)
+        count_as_accelerator()
+        transformers = trainer["train"](settings)
+    os.environ["NODE_RANK"] = "0"
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    lightning = script("lightning_ragged.py")["train"](2, 12, plugins=[LightningEnvironment()], **quiet)
+    for losses in (accelerate, transformers, lightning):
+        assert len(losses) == 12 and losses[-1] < losses[0] - 0.3, losses

@@ -85,8 +85,9 @@ def test_report_draws_runs(run_dir, tmp_path):
     code, text = _call("report", run_dir)
     page = (run_dir / "report.html").read_text()
     assert code == 0 and str(run_dir / "report.html") in text
-    assert page.count("<svg") == 1 and "validation" in page and "<td>2</td>" in page
-    assert "<td>gradients: reduce_scatter (auto), 2 ranks on " in page
+    assert page.count("<svg") == 6 and "validation" in page and '<td data-name="processes">2</td>' in page
+    assert '<td data-name="reduction">reduce_scatter (auto), 2 ranks on ' in page
+    assert "What differs" not in page  # there is one run
     code, _ = _call("report", f"a={run_dir}", f"b={run_dir}", "--out", tmp_path / "both.svg")
     assert code == 0 and (tmp_path / "both.svg").read_text().startswith("<?xml")
     assert _call("report", tmp_path / "nowhere")[0] != 0

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from ragged_fsdp.checkpoint.store import read_manifest
 from ragged_fsdp.trainer.exporting import export
 from rank_pool import spmd
-from train_cases import train
+from train_cases import on_one, said_on_pool, save_words, train
 
 COMMON = {
     "hidden_size": "32",
@@ -127,3 +128,51 @@ def _evaluate(model) -> float:
     with torch.no_grad():
         logits = model(rows[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+
+
+def _library_folder(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "vocab_size": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(
+        folder
+    )
+    save_words(folder, ["the", "a", "import", "def", "from", "return", "<e>"], eos="<e>")
+
+
+@spmd(2)
+def test_a_run_of_a_library_s_folder_survives_an_upgrade_but_no_other_tokenizer(rank):
+    folder, run = rank.shared_dir / "library", rank.shared_dir / "run"
+    on_one(rank, lambda: _library_folder(folder))
+    common = {"steps": 4, "seq_len": 8, "batch": 4, "eval_sequences": 2}
+    said = said_on_pool(run, model=str(folder), **common, stop_at=2)
+    assert f"tokenizer {folder} (8 tokens); documents end with token 7" in said
+    assert f"weights: those in {folder}" in said
+    manifest = run / "checkpoints/step-00000002/manifest.json"
+
+    def older_release() -> None:
+        """The checkpoint as a release wrote it that knew one field less, and a folder of another name."""
+        stored = json.loads(manifest.read_text())
+        stored["info"]["model"]["transformers_version"] = "4.99.0"
+        del stored["info"]["model"]["rms_norm_eps"]
+        manifest.write_text(json.dumps(stored))
+        folder.rename(rank.shared_dir / "moved")
+
+    on_one(rank, older_release)
+    moved = str(rank.shared_dir / "moved")
+    said = said_on_pool(run, model=moved, **common, stop_at=3)
+    assert "step-00000002 at step 2" in said and "weights:" not in said
+    assert ", was 4.99.0" in said and "rms_norm_eps is 1e-06, was None" in said
+    on_one(rank, lambda: save_words(Path(moved), ["a", "the", "<e>"], eos="<e>"))
+    said = said_on_pool(run, model=moved, **common)
+    assert "the tokenizer is another; the tokens are others; --resume-changed goes on" in said
+    assert "seq_len is 4, was 8" in said_on_pool(run, model=moved, **{**common, "seq_len": 4})
+    assert "is stored in torch.float32, this run has it in torch.float64" in said_on_pool(
+        run, model=moved, precision="fp64", **common
+    )
+    said = said_on_pool(
+        run, model=moved, resume_changed=True, **common, sample_tokens=3, sample_prompt="the a"
+    )
+    assert "the tokenizer is another" in said and "at step 3" in said
+    assert "a sample of 3 tokens:\na" in said or "a sample of 3 tokens:\nthe a" in said
+    assert read_manifest(run / "checkpoints/step-00000004")["info"]["step"] == 4

@@ -197,11 +197,15 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(tmp_path, reference, 
         killed_at.append(time.monotonic())
 
     thread = _when(due, kill)
-    with pytest.raises(RankFailure, match=r"rank \d died without a traceback:\nkilled by SIGKILL"):
+    with pytest.raises(RankFailure, match=r"rank \d died without a traceback:\nkilled by SIGKILL") as caught:
         # evaluations make the steps long enough for the kill to come before the run is over
         train(tmp_path, processes=3, checkpoint_every=1, keep_last=0, eval_every=1, eval_sequences=48)
     thread.join()
     assert time.monotonic() - killed_at[0] < 40 and not ranks()  # not the 60 s of a collective's timeout
+    assert "out-of-memory killer" in str(caught.value)
+    left = CheckpointStore(tmp_path / "checkpoints").steps()
+    where = f"is of step {left[-1]}; the same command goes on" if left else "there is no checkpoint yet"
+    assert where in str(caught.value)
     train(tmp_path, processes=3, checkpoint_every=1)
     _assert_same_curve(tmp_path, reference)
     assert not list((tmp_path / "checkpoints").glob(".*-step-*"))
@@ -239,7 +243,10 @@ def test_refusals_come_from_the_ranks_as_such(tmp_path):
     train(tmp_path, stop_at=1)
     with pytest.raises(ConfigError, match="resume = never"):
         train(tmp_path, resume="never")
-    with pytest.raises(ConfigError, match="has model hidden = 32, this run has 64"):
+    with pytest.raises(
+        ConfigError,
+        match=r"has .* of shape \(256, 32\), this run's model has \(256, 64\) \(hidden is 64, was 32\)",
+    ):
         train(tmp_path, model_set={"hidden": "64"})
     with pytest.raises(ConfigError, match="trained with optimizer = adamw, this run has muon"):
         train(tmp_path, optimizer="muon")

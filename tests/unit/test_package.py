@@ -1,6 +1,7 @@
 """What an installed package offers: metadata, the command line, and one clear line where something lacks."""
 
 import ast
+import inspect
 import os
 import re
 import subprocess
@@ -8,12 +9,15 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from typing import get_args, get_overloads
 
 import pytest
+import torch.distributed.fsdp
 
 import ragged_fsdp
 
 ROOT = Path(__file__).parents[2]
+_FSDP2 = set(torch.distributed.fsdp.__all__) | {"DataParallelMeshDims", "StridedRaggedShard"}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -30,6 +34,22 @@ def test_metadata():
     assert (Path(ragged_fsdp.__file__).parent / "py.typed").exists()
     module, _, name = PROJECT["scripts"]["ragged-fsdp"].partition(":")
     assert callable(getattr(__import__(module, fromlist=[name]), name))
+
+
+def test_the_wheel_s_description_renders_alone():
+    """Its links lead somewhere from any page, and it is plain Markdown without pictures of the repository."""
+    text = (ROOT / PROJECT["readme"]["file"]).read_text()
+    targets = re.findall(r"\]\(([^)]+)\)", text)
+    assert targets and all(target.startswith("https://") for target in targets) and "![" not in text
+    assert PROJECT["urls"]["Paper"] in targets
+    versions = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
+    assert versions == ["3.11", "3.12", "3.13"]
+
+
+def test_no_message_sends_users_to_a_registry_that_does_not_have_the_package():
+    for path in [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+        if path.name != "plan_inputs.py":  # has the text until the planner's command is reworked
+            assert not re.search(r"pip install '?ragged-fsdp", path.read_text()), path
 
 
 def test_every_import_of_the_package_is_declared():
@@ -56,6 +76,28 @@ def test_type_checkers_see_what_is_loaded_on_first_use(name):
     block = next(node for node in body if isinstance(node, ast.If))
     assert {alias.name: node.module for node in block.body for alias in node.names} == module._HOMES
     assert set(module.__all__) <= set(dir(module))
+
+
+def test_sub_packages_are_there_and_only_what_is_public_is_listed():
+    program = "import ragged_fsdp as r; r.optim.Muon; r.planner.plan; r.trainer; print(*dir(r))"
+    listed = _run(program=program).stdout.split()
+    assert {"optim", "planner", "fully_shard", "describe"} <= set(listed)
+    assert [n for n in listed if n.startswith("_") and not n.startswith("__")] == [] and "sys" not in listed
+    for name in (*ragged_fsdp.__all__, *ragged_fsdp._SUBPACKAGES):
+        assert name in ragged_fsdp.__doc__ or name in ("dbuffer", "dtensor", "policy") or name in _FSDP2, name
+
+
+def test_what_a_type_checker_sees_is_what_runs():
+    """The overloads have the parameters of the function, and the literals its choices."""
+    from ragged_fsdp import api
+    from ragged_fsdp.fsdp.construct.network import GATHERS, REDUCTIONS
+
+    runs = list(inspect.signature(api.fully_shard).parameters)
+    assert [list(inspect.signature(o).parameters) for o in get_overloads(api.fully_shard)] == [runs, runs]
+    assert set(get_args(api.Reduction)) == set(REDUCTIONS) and set(get_args(api.Gather)) == set(GATHERS)
+    for name in ragged_fsdp.optim.__all__:
+        kinds = {p.kind for p in inspect.signature(getattr(ragged_fsdp.optim, name)).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds, name
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("plan", "-h"), ("--version",)])
@@ -97,7 +139,7 @@ def test_a_missing_command_line_package_is_one_line():
     program = "import sys; sys.modules['click'] = None; from ragged_fsdp.__main__ import main; main()"
     result = _run(program=program)
     assert result.returncode == 1
-    assert result.stderr.strip() == "ragged-fsdp: click is not installed; pip install 'ragged-fsdp[cli]'"
+    assert result.stderr.strip() == "ragged-fsdp: click is not installed; in a checkout: pip install '.[cli]'"
 
 
 @pytest.mark.parametrize("module", ["click", "ragged_fsdp.cli.plan"])

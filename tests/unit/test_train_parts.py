@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import math
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -22,6 +24,8 @@ from ragged_fsdp.trainer.config import OptimizerConfig, TrainConfig
 from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml, save_toml, section_of
 from ragged_fsdp.trainer.data import open_tokens
+from ragged_fsdp.trainer.loggers import check_loggers, open_loggers
+from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables
 from ragged_fsdp.trainer.schedule import lr_factor
 
@@ -107,6 +111,11 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"steps": 3, "profile": 1}, 1, "profile_from = 5 is after the last of 3 steps"),
         ({"beta1": 1.0}, 1, "beta1 = 1.0"),
         ({"eval_fraction": 0.0}, 1, "eval_sequences needs eval_fraction"),
+        ({"callback": ["hooks"]}, 1, "callback = 'hooks': expected MODULE:NAME or FILE.py:NAME"),
+        ({"callback": ["json:Loger"]}, 1, "callback = 'json:Loger': json has no class or function 'Loger'"),
+        ({"callback": ["nowhere.py:Logger"]}, 1, "callback = 'nowhere.py:Logger': [Errno 2]"),
+        ({"callback": ["no_such:Logger"]}, 1, "No module named 'no_such'"),
+        ({"model": "GPT2Config", "seq_len": 1025}, 1, "seq_len = 1025: GPT2Config has 1024 positions"),
     ],
 )
 def test_impossible_combinations_are_refused_before_a_start(values, processes, message):
@@ -240,7 +249,7 @@ def test_the_allocator_s_setting_is_ours_unless_the_user_has_one():
 
 def test_a_model_of_a_missing_library_is_refused(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs transformers; pip install 'ragged-fsdp\[hf\]'"):
+    with pytest.raises(ConfigError, match=r"needs transformers; in a checkout: pip install '\.\[hf\]'"):
         check(from_values({"model": "LlamaConfig"}), 1)
 
 
@@ -249,6 +258,18 @@ def _tiny(**changes):
     model, twin = source.build(), source.build()
     materialize(model, twin, source.init_with(twin), seed=1, device=torch.device("cpu"))
     return model
+
+
+def _nans(*shape, **options):
+    return torch.full(shape[0] if isinstance(shape[0], tuple) else shape, math.nan, **options)
+
+
+def test_a_model_made_outside_the_trainer_has_values():
+    """As in README: memory that nobody has written would be NaNs sooner or later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", _nans)  # fresh memory may be zeros
+        model = MoETransformer(MoEConfig(hidden=32, layers=1, expert_hidden=32))
+    assert all(0 < p.std() < 2 for p in model.parameters() if p.ndim > 1)
 
 
 def test_the_model_is_causal_and_its_loss_is_a_mean_over_sequences():
@@ -323,23 +344,44 @@ def test_bad_model_configs_are_refused():
             MoEConfig(**changes)
 
 
-def test_a_local_dataset_and_a_tokenizer_folder(tmp_path, monkeypatch):
-    import datasets
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+def test_one_interface_for_all_loggers(tmp_path, monkeypatch):
+    """A callback from a file and a stand-in for Weights & Biases hear what the file of JSON lines holds."""
+    heard = []
 
-    monkeypatch.setenv("RAGGED_FSDP_CACHE", str(tmp_path / "cache"))
-    words = {"[UNK]": 0, "red": 1, "green": 2, "blue": 3}
-    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]").save_pretrained(tmp_path / "words")
-    rows = {"text": ["red green blue"] * 20, "input_ids": [[3, 2, 1]] * 20}
-    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "colours")
-    common = {"data": [str(tmp_path / "colours")], "tokenizer": str(tmp_path / "words"), "seq_len": 2}
-    tokens = open_tokens(from_values(common).data)
-    assert tokens.train[:6].tolist() == [1, 2, 3, 1, 2, 3] and len(tokens.train) == 57
-    assert tokens.tokenizer.decode([1, 3]) == "red blue"
-    as_tokens = open_tokens(from_values(common, {"text_column": "input_ids"}).data)
-    assert as_tokens.train[:3].tolist() == [3, 2, 1]
-    with pytest.raises(ConfigError, match="text_column = 'body'"):
-        open_tokens(from_values(common, {"text_column": "body"}).data)
+    class Run:
+        def define_metric(self, name, step_metric):
+            heard.append((name, step_metric))
+
+        def log(self, values):
+            heard.append(values)
+
+        def finish(self):
+            heard.append("finished")
+
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = types.SimpleNamespace()
+    wandb.util = types.SimpleNamespace(generate_id=lambda: "abc")
+    wandb.init = lambda **options: heard.append(options) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    (tmp_path / "hooks.py").write_text(
+        "class Spy:\n"
+        "    def __init__(self, config): self.file = open(config.run.run_dir + '/spy', 'w')\n"
+        "    def write(self, kind, step, values): print(kind, step, sorted(values), file=self.file)\n"
+        "    def close(self): self.file.close()\n"
+    )
+    config = from_values({"run_dir": str(tmp_path), "callback": [f"{tmp_path}/hooks.py:Spy"], "wandb": True})
+    check_loggers(config.log)
+    for resumed in (0, 3):
+        loggers = open_loggers(config, tmp_path, resumed)
+        loggers.write("train", resumed + 1, loss=2.0, memory={"held": 3}, mfu=None)
+        loggers.write("note", resumed + 1, text="hello")
+        loggers.close()
+    assert (tmp_path / "spy").read_text() == "train 4 ['loss', 'memory', 'mfu']\nnote 4 ['text']\n"
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 1, 4, 4]
+    options, _, line, end, again, *_ = heard
+    assert options["id"] == again["id"] == "abc" and options["config"]["run"]["run_dir"] == str(tmp_path)
+    assert line == {"step": 1, "train/loss": 2.0, "train/memory/held": 3} and end == "finished"
+    assert list((tmp_path / "tensorboard").iterdir())
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ConfigError, match="wandb = true needs the package wandb"):
+        check(config, 1)

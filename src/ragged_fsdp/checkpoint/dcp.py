@@ -139,7 +139,7 @@ def first_good_step(
         if not problems:
             return step
         for problem in problems:
-            warn(f"passing over a damaged checkpoint: {problem}")
+            warn(problem)
     return None
 
 

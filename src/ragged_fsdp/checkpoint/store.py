@@ -10,6 +10,7 @@ A checkpoint appears under its name only when it is complete::
 Torch-free: it knows files, not tensors.
 """
 
+import itertools
 import json
 import os
 import re
@@ -100,6 +101,15 @@ class CheckpointStore:
             return []
         matches = (_NAME.fullmatch(p.name) for p in self.root.iterdir() if p.is_dir())
         return sorted(int(m.group(1)) for m in matches if m)
+
+    def move_aside(self) -> Path | None:
+        """Rename the folder, so that a run begins with an empty one; returns its new name, None if empty."""
+        if not self.steps():
+            return None
+        names = (self.root.with_name(f"{self.root.name}-{number}") for number in itertools.count(1))
+        aside = next(path for path in names if not path.exists())
+        os.rename(self.root, aside)
+        return aside
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of ``step`` into."""

@@ -65,12 +65,13 @@ def command(out: Path, processes: int, then_processes: int, steps: int, model: s
 
     console.rule(f"[bold]1. train on {processes} processes", align="left")
     run(from_values(common, {"processes": processes, "stop_at": stop_at}))
-    console.rule(f"[bold]2. resume the checkpoint on {then_processes} processes", align="left")
+    console.rule(
+        f"[bold]2. resume the checkpoint on {then_processes} processes, and write a sample of text",
+        align="left",
+    )
     sampling = {"sample_tokens": 200, "sample_prompt": "def ", "temperature": 0.8}
     last = run(from_values(common, {"processes": then_processes, "resume": "must", **sampling}))
-    console.rule("[bold]3. a sample of what it learnt to write", align="left")
-    console.print(last["sample"], markup=False)
-    console.rule("[bold]4. export and report", align="left")
+    console.rule("[bold]3. export and report", align="left")
     exported = _export_and_report(out)
     console.rule("[bold]done", align="left")
     _summarize(console, out, exported, stop_at, last, (processes, then_processes))

@@ -39,6 +39,8 @@ def find_hugging_face(name: str, changes: Mapping[str, str], *, random_weights: 
         tp=tensor_split(config),
         ep=f"the experts of {type(config).__name__} cannot be split; only those of the built-in sizes can",
         weights=folder if has_weights and not random_weights else None,
+        positions=getattr(text, "max_position_embeddings", None),
+        rotary=any(hasattr(text, name) for name in ("rope_parameters", "rope_theta", "rope_scaling")),
     )
 
 

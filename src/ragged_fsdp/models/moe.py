@@ -155,6 +155,11 @@ class Experts(nn.Module):
         self.count = config.experts
         self.gate_up_proj = nn.Parameter(torch.empty(config.experts, config.hidden, 2 * config.expert_hidden))
         self.down_proj = nn.Parameter(torch.empty(config.experts, config.expert_hidden, config.hidden))
+        for weight in (
+            self.gate_up_proj,
+            self.down_proj,
+        ):  # or a model made by hand has garbage
+            nn.init.normal_(weight, std=config.init_std)
         self.mix: MixTokens = mix_here
         """How tokens come to their experts and the outputs back."""
 

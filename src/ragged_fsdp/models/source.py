@@ -44,6 +44,10 @@ class ModelSource:
     """How expert parallelism splits the model, or why it cannot."""
     weights: Path | None = None
     """A folder of safetensors to start from, or None for random initial values."""
+    positions: int | None = None
+    """The longest sequence that the model was made for; None without a limit."""
+    rotary: bool = True
+    """Whether it can compute with longer ones: positions are angles, not rows of a table."""
 
 
 def find_model(name: str, changes: Mapping[str, str], *, random_weights: bool = False) -> ModelSource:
@@ -52,7 +56,7 @@ def find_model(name: str, changes: Mapping[str, str], *, random_weights: bool = 
         return _built_in(name, changes)
     if name.endswith("Config") or Path(name).is_dir():
         if importlib.util.find_spec("transformers") is None:
-            raise ValueError(f"model = {name!r}: needs transformers; pip install 'ragged-fsdp[hf]'")
+            raise ValueError(f"model = {name!r}: needs transformers; in a checkout: pip install '.[hf]'")
         from ragged_fsdp.models.huggingface import find_hugging_face
 
         return find_hugging_face(name, changes, random_weights=random_weights)

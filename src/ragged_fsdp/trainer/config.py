@@ -40,7 +40,10 @@ class RunConfig:
     resume: str = _option(
         "auto",
         "auto: from the newest good checkpoint if any; never: refuse a used folder; must: refuse an unused "
-        "one; or the path of a checkpoint",
+        "one; restart: move the folder's checkpoints aside and begin at step 0; or the path of a checkpoint",
+    )
+    resume_changed: bool = _option(
+        False, "resume although the tokenizer, the order of the data or a dtype is not the checkpoint's"
     )
 
 
@@ -70,7 +73,17 @@ class DataConfig:
         "'stdlib' (the Python standard library's sources), files or globs of text, one .bin or .npy file of "
         "tokens, or a local Hugging Face dataset folder; may be given several times",
     )
-    tokenizer: str = _option("bytes", "'bytes', or a local folder with a Hugging Face tokenizer")
+    tokenizer: str = _option(
+        "auto",
+        "auto: that of the model's folder if it has one, else bytes; 'bytes'; or a local folder with a "
+        "Hugging Face tokenizer",
+    )
+    document_marks: str = _option(
+        "auto",
+        "tokens put around each document of text: eos after it, bos before it, both, none; auto: the "
+        "tokenizer's eos if it has one, its bos if it begins texts with it (bytes: a zero byte after each)",
+        choices=("auto", "eos", "bos", "both", "none"),
+    )
     token_dtype: str = _option(
         "uint16", "element type of a .bin token file", choices=("uint8", "uint16", "uint32", "int32", "int64")
     )
@@ -201,6 +214,14 @@ class LogConfig:
 
     log_every: int = _option(10, "steps between log lines when not on a terminal", at_least=1)
     tensorboard: bool = _option(True, "write TensorBoard events besides metrics.jsonl")
+    wandb: bool = _option(
+        False, "log to Weights & Biases too, as its environment variables say (WANDB_PROJECT, WANDB_MODE)"
+    )
+    callback: list[str] = _option(
+        [],
+        "MODULE:NAME or FILE.py:NAME, called with the settings on rank 0: its result's write(kind, step, "
+        "values) hears of every line of metrics.jsonl, its close() of the end; may be given several times",
+    )
     profile: int = _option(0, "write a Chrome trace of this many steps", at_least=0)
     profile_from: int = _option(5, "first step of the trace, counted from where the run starts", at_least=1)
     peak_tflops: float = _option(0.0, "peak of the device for MFU (0: known GPUs only)", at_least=0)

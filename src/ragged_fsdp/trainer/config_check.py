@@ -10,9 +10,11 @@ from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.loggers import check_loggers
 from ragged_fsdp.trainer.rules import check_rules
+from ragged_fsdp.trainer.tokenizers import has_tokenizer
 
-__all__ = ["check"]
+__all__ = ["check", "likely_mistakes"]
 
 
 def check(config: TrainConfig, world_size: int) -> None:
@@ -31,6 +33,29 @@ def check(config: TrainConfig, world_size: int) -> None:
     if problem := refusal("tp", tp, source.tp) or refusal("ep", ep, source.ep):
         raise ConfigError(problem)
     _check_rules(config.sharding, source)
+    check_loggers(config.log)
+    if source.positions is not None and not source.rotary and config.data.seq_len > source.positions:
+        raise ConfigError(
+            f"seq_len = {config.data.seq_len}: {source.name} has {source.positions} positions, no more"
+        )
+
+
+def likely_mistakes(config: TrainConfig, source: ModelSource) -> list[str]:
+    """Lines for settings that work but rarely as meant."""
+    said = []
+    steps, warmup = config.run.steps, config.optimizer.warmup
+    if 2 * warmup > steps:
+        said.append(
+            f"warmup = {warmup} of {steps} steps: the learning rate peaks late or never; set --warmup"
+        )
+    if source.positions is not None and config.data.seq_len > source.positions:
+        said.append(
+            f"seq_len = {config.data.seq_len} is longer than the {source.positions} positions that "
+            f"{source.name} was made for"
+        )
+    if config.data.tokenizer == "bytes" and has_tokenizer(Path(config.model.model)):
+        said.append(f"tokenizer = bytes, although {config.model.model} has one; --tokenizer auto uses it")
+    return said
 
 
 def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
@@ -58,8 +83,9 @@ def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
 
 def _check_run(config: TrainConfig) -> None:
     resume = config.run.resume
-    if resume not in ("auto", "never", "must") and not Path(resume).is_dir():
-        hint = nearest(resume, ("auto", "never", "must"))
+    modes = ("auto", "never", "must", "restart")
+    if resume not in modes and not Path(resume).is_dir():
+        hint = nearest(resume, modes)
         raise ConfigError(f"resume = {resume!r}: no such folder, and not a mode; {hint}")
     _check_folder(Path(config.run.run_dir))
     first, steps = config.log.profile_from, config.run.steps

@@ -1,8 +1,8 @@
 """Where tokens come from: every source becomes one flat, memory-mapped array.
 
 Text is tokenised once into a file in ``$RAGGED_FSDP_CACHE`` (by default ``~/.cache/ragged_fsdp``), named by
-a digest of its sources and written under a temporary name, so that processes that race for it all end with
-the same complete file.
+a digest of its sources and of the tokenizer's content, and written under a temporary name, so that processes
+that race for it all end with the same complete file.
 """
 
 import glob
@@ -12,57 +12,23 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from ragged_fsdp.trainer.config import DataConfig
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.tokenizers import (
+    ByteTokenizer,
+    DocumentMarks,
+    Tokenizer,
+    document_marks,
+    open_tokenizer,
+)
 
-__all__ = ["ByteTokenizer", "Tokenizer", "Tokens", "open_tokens"]
+__all__ = ["Tokens", "open_tokens"]
 
 _STDLIB = "stdlib"
-_SEPARATOR = 0  # a zero byte ends a document
-
-
-class Tokenizer(Protocol):
-    """Text to token ids and back."""
-
-    vocab_size: int
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: list[int]) -> str: ...
-
-
-class ByteTokenizer:
-    """UTF-8 bytes are the tokens."""
-
-    vocab_size = 256
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode(errors="replace")
-
-
-class FolderTokenizer:
-    """A Hugging Face tokenizer saved in a local folder."""
-
-    def __init__(self, folder: str) -> None:
-        from transformers import AutoTokenizer
-
-        if not Path(folder).is_dir():
-            raise ConfigError(f"tokenizer = {folder!r}: no such folder; use 'bytes' or a tokenizer's folder")
-        self._inner = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self.vocab_size = len(self._inner)
-
-    def encode(self, text: str) -> list[int]:
-        return self._inner.encode(text, add_special_tokens=False)
-
-    def decode(self, ids: list[int]) -> str:
-        return str(self._inner.decode(ids))
+_DIGESTED_PLACES, _DIGESTED_TOKENS = 64, 4096
 
 
 @dataclass(frozen=True)
@@ -73,13 +39,27 @@ class Tokens:
     evaluation: np.ndarray
     tokenizer: Tokenizer
     description: str
+    tokenizer_description: str
+    """Which tokenizer, and what stands between documents."""
+
+    @property
+    def digest(self) -> str:
+        """Of the number of tokens and of samples of them, the same wherever and however they are stored."""
+        content = hashlib.sha256(f"{len(self.train)} {len(self.evaluation)}".encode())
+        for part in (self.train, self.evaluation):
+            last = max(0, len(part) - _DIGESTED_TOKENS)
+            for start in np.linspace(0, last, _DIGESTED_PLACES, dtype=np.int64):
+                content.update(part[start : start + _DIGESTED_TOKENS].astype(np.int64).tobytes())
+        return content.hexdigest()[:24]
 
 
-def open_tokens(config: DataConfig) -> Tokens:
-    """Find, tokenise if needed, and map the data; refuses what does not exist."""
-    tokenizer: Tokenizer = (
-        ByteTokenizer() if config.tokenizer == "bytes" else FolderTokenizer(config.tokenizer)
-    )
+def open_tokens(config: DataConfig, model: str = "") -> Tokens:
+    """Find, tokenise if needed, and map the data; refuses what does not exist.
+
+    ``model`` is the setting of that name: a folder may bring a tokenizer along.
+    """
+    tokenizer = open_tokenizer(config.tokenizer, model)
+    marks = document_marks(config.document_marks, tokenizer)
     sources = config.data
     if not sources:
         raise ConfigError("data: at least one source is needed, such as 'stdlib' or a glob of text files")
@@ -90,17 +70,18 @@ def open_tokens(config: DataConfig) -> Tokens:
             f"data: {alone[0]} holds tokens or a dataset, so it must be the only source of {len(sources)}"
         )
     if token_files:
-        flat = _token_file(token_files[0], config.token_dtype)
+        flat, between = _token_file(token_files[0], config.token_dtype), "tokens are taken as they are stored"
     elif datasets:
-        key, documents = _dataset_key(datasets[0], config), _dataset_documents(datasets[0], config, tokenizer)
-        flat = _cached(key, documents, tokenizer)
+        flat, between = _dataset(datasets[0], config, tokenizer, marks)
     else:
         files = _text_files(sources)
-        flat = _cached(_files_key(files, config.tokenizer), _encoded(files, tokenizer), tokenizer)
-    return _split(flat, config, tokenizer)
+        stats = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in files]
+        documents = (_encoded(path, tokenizer) for _, path in files)
+        flat, between = _cached(str(stats), documents, tokenizer, marks), str(marks)
+    return _split(flat, config, tokenizer, f"tokenizer {tokenizer.description}; {between}")
 
 
-def _split(flat: np.ndarray, config: DataConfig, tokenizer: Tokenizer) -> Tokens:
+def _split(flat: np.ndarray, config: DataConfig, tokenizer: Tokenizer, how: str) -> Tokens:
     """The first tokens train, the last evaluate; each part needs at least one sequence."""
     if not 0 <= config.eval_fraction < 1:
         raise ConfigError(f"eval_fraction = {config.eval_fraction}: expected a share from 0 to below 1")
@@ -114,7 +95,7 @@ def _split(flat: np.ndarray, config: DataConfig, tokenizer: Tokenizer) -> Tokens
             f"of {need}"
         )
     description = f"{', '.join(config.data)}: {cut:,} training and {len(flat) - cut:,} evaluation tokens"
-    return Tokens(flat[:cut], flat[cut:], tokenizer, description)
+    return Tokens(flat[:cut], flat[cut:], tokenizer, description, how)
 
 
 def _token_file(path: Path, dtype: str) -> np.ndarray:
@@ -158,43 +139,49 @@ def _stdlib_files() -> Iterator[tuple[str, Path]]:
             yield name.as_posix(), path
 
 
-def _encoded(files: list[tuple[str, Path]], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
-    for _, path in files:
-        raw = path.read_bytes()
-        if isinstance(tokenizer, ByteTokenizer):
-            yield np.frombuffer(raw + bytes([_SEPARATOR]), dtype=np.uint8)
-        else:
-            yield np.asarray(tokenizer.encode(raw.decode(errors="replace")))
+def _encoded(path: Path, tokenizer: Tokenizer) -> np.ndarray:
+    raw = path.read_bytes()
+    if isinstance(tokenizer, ByteTokenizer):
+        return np.frombuffer(raw, dtype=np.uint8)
+    return np.asarray(tokenizer.encode(raw.decode(errors="replace")), dtype=np.int64)
 
 
-def _dataset_documents(folder: Path, config: DataConfig, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+def _dataset(
+    folder: Path, config: DataConfig, tokenizer: Tokenizer, marks: DocumentMarks
+) -> tuple[np.ndarray, str]:
+    """The tokens of a Hugging Face dataset, and what stands between its documents."""
     from datasets import load_from_disk
 
-    dataset = load_from_disk(str(folder))
-    if config.text_column not in dataset.column_names:
-        raise ConfigError(
-            f"text_column = {config.text_column!r}: {folder} has {', '.join(dataset.column_names)}"
-        )
-    for row in dataset:
-        value = row[config.text_column]
-        yield np.asarray(tokenizer.encode(value) if isinstance(value, str) else value)
+    dataset, column = load_from_disk(str(folder)), config.text_column
+    if column not in dataset.column_names:
+        raise ConfigError(f"text_column = {column!r}: {folder} has {', '.join(dataset.column_names)}")
+    is_text = len(dataset) > 0 and isinstance(dataset[0][column], str)
+    if not is_text and isinstance(tokenizer, ByteTokenizer) and config.document_marks == "auto":
+        marks = DocumentMarks(None, None)  # ids of a tokenizer that is not here: zero may be any token of it
+    documents = (
+        np.asarray(tokenizer.encode(row[column]) if is_text else row[column], dtype=np.int64)
+        for row in dataset
+    )
+    files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
+    flat = _cached(f"{column}{folder.resolve()}{stats}", documents, tokenizer, marks, wide=not is_text)
+    return flat, str(marks)
 
 
-def _files_key(files: list[tuple[str, Path]], tokenizer: str) -> str:
-    stats = [(name, path.stat().st_size, path.stat().st_mtime_ns) for name, path in files]
-    return f"{tokenizer}{stats}"
+def _cached(
+    sources: str,
+    documents: Iterable[np.ndarray],
+    tokenizer: Tokenizer,
+    marks: DocumentMarks,
+    *,
+    wide: bool = False,
+) -> np.ndarray:
+    """The documents as one mapped array; they are only read if the cache has no file for them.
 
-
-def _dataset_key(folder: Path, config: DataConfig) -> str:
-    stats = [
-        (p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()
-    ]
-    return f"{config.tokenizer}{config.text_column}{folder.resolve()}{stats}"
-
-
-def _cached(key: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
-    """The documents as one mapped array; they are only read if the cache has no file for the key."""
-    dtype = np.dtype(np.uint8 if tokenizer.vocab_size <= 256 else np.uint32)
+    ``wide`` is for ids that need not be the tokenizer's.
+    """
+    dtype = np.dtype(np.uint8 if tokenizer.vocab_size <= 256 and not wide else np.uint32)
+    key = f"{tokenizer.digest}{marks.begin} {marks.end}{sources}"
     default = Path.home() / ".cache" / "ragged_fsdp"
     folder = Path(os.environ.get("RAGGED_FSDP_CACHE", default))
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{dtype.name}"
@@ -203,7 +190,7 @@ def _cached(key: str, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> 
         temporary = path.with_suffix(f".tmp-{os.getpid()}")
         with temporary.open("wb") as out:
             for document in documents:
-                out.write(document.astype(dtype).tobytes())
+                out.write(marks.add(document).astype(dtype).tobytes())
         os.replace(temporary, path)
     if path.stat().st_size == 0:
         raise ConfigError("data: the sources hold no text")

@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.description import Description, describe
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import TrainConfig
+from ragged_fsdp.trainer.config_check import likely_mistakes
 from ragged_fsdp.trainer.config_file import ConfigError, save_toml
 from ragged_fsdp.trainer.data import Tokens, open_tokens
-from ragged_fsdp.trainer.groups import GroupSummary, group_table, padding_ratio, summarize_groups
-from ragged_fsdp.trainer.metrics import MetricsWriter
+from ragged_fsdp.trainer.loggers import Loggers, open_loggers
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
 from ragged_fsdp.trainer.ranks import Ranks, on_first_rank, seed_everything
-from ragged_fsdp.trainer.run_folder import RunLock, starting_point
+from ragged_fsdp.trainer.run_folder import RunLock, identity_of, starting_point
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
 from ragged_fsdp.trainer.sharding import ShardedModel, prepare_layers, reductions, shard
@@ -54,13 +56,17 @@ class TrainingJob:
         self._lock = on_first_rank(lambda: RunLock(self._run_dir), ranks)
         self._tokens = _open_together(config, ranks)
         _check_vocabulary(self._source, self._tokens)
-        self._begin = starting_point(config, self._store, self._source.settings, ranks)
+        twin = self._source.build()
+        if config.sharding.precision == "fp64":
+            twin = twin.double()
+        self._identity = identity_of(twin, self._source.settings, self._tokens, config)
+        self._begin = starting_point(config, self._store, self._identity, ranks)
         seed_everything(config.run.seed, ranks.data_index)
-        self._build()
+        self._build(twin)
         self._counters = Counters()
         self._clock = StepClock(ranks.device)
         self._view: Silent = Silent()
-        self._metrics: MetricsWriter | None = None
+        self._metrics: Loggers | None = None
         self._pending: tuple[int, StepResult, dict[str, Any]] | None = None
 
     def run(self) -> dict[str, Any]:
@@ -75,6 +81,11 @@ class TrainingJob:
         last_step = min(config.run.steps, config.run.stop_at or config.run.steps)
         if counters.step >= config.run.steps:
             self._view.say(f"all {config.run.steps} steps are done; a larger --steps goes on")
+        elif counters.step >= last_step:
+            self._view.say(
+                f"stop_at = {last_step}: the run is at step {counters.step} already, so nothing is trained; "
+                "a larger --stop-at goes on, 0 to the end"
+            )
         while counters.step < last_step and reason is None:
             self._step()
             profiler.step()
@@ -99,12 +110,15 @@ class TrainingJob:
             self._view.say(f"{why} after step {counters.step} of {config.run.steps}; {saved}")
         return self._finish("finished" if finished else reason or "stopped")
 
-    def _build(self) -> None:
-        """The model, sharded on the meta device, then given its values; and its optimizer."""
+    def _build(self, twin: nn.Module) -> None:
+        """The model, sharded on the meta device, then given its values; and its optimizer.
+
+        ``twin`` is the same model, unsharded and on the meta device.
+        """
         config, ranks, source = self.config, self.ranks, self._source
-        model, twin = source.build(), source.build()
+        model = source.build()
         if config.sharding.precision == "fp64":
-            model, twin = model.double(), twin.double()
+            model = model.double()
         self._flops_per_token = flops_per_token(
             twin, layers=source.layers, attention_width=source.attention_width, seq_len=config.data.seq_len
         )
@@ -140,14 +154,12 @@ class TrainingJob:
         """Resume if there is something to resume, then say what is about to run."""
         messages = self._resume()
         ranks, config, step = self.ranks, self.config, self._counters.step
-        groups = summarize_groups(self.model.module)
+        layout = describe(self.model.module)
         if ranks.rank == 0:
             self._store.remove_leftovers()
             self._run_dir.mkdir(parents=True, exist_ok=True)
             save_toml(config, self._run_dir / "config.toml")
-            self._metrics = MetricsWriter(
-                self._run_dir, resumed_step=step, tensorboard=config.log.tensorboard
-            )
+            self._metrics = open_loggers(config, self._run_dir, step)
             self._metrics.write(
                 "start",
                 step,
@@ -158,37 +170,40 @@ class TrainingJob:
                 mesh=ranks.mesh_text,
                 parameters=self._parameters,
                 flops_per_token=self._flops_per_token,
-                padding=padding_ratio(groups),
-                shard_bytes=sum(group.shard_bytes for group in groups) or None,
+                padding=layout.padding_ratio,
+                shard_bytes=layout.rank_bytes or None,
                 reductions=self._reductions,
                 data=self._tokens.description,
             )
         self._view = open_view(ranks.rank, config.run.steps, config.log.log_every, step)
-        self._introduce(groups)
+        self._introduce(layout)
         for message in messages:
             self._view.say(message)
             if self._metrics is not None:
                 self._metrics.write("note", step, text=message)
         self._clock.skip()
 
-    def _introduce(self, groups: list[GroupSummary]) -> None:
+    def _introduce(self, layout: Description) -> None:
         ranks, config = self.ranks, self.config
         split = f" ({ranks.mesh_text})" if ranks.mesh_text else ""
         self._view.say(
             f"{self._parameters:,} parameters, {config.sharding.sharding} over {ranks.world_size} "
             f"{ranks.device.type} processes{split}; {self._tokens.description}"
         )
-        for line in (*self._reductions, *(group_table(groups) if groups else ())):
+        self._view.say(self._tokens.tokenizer_description)
+        if self._begin.path is None:
+            self._view.say(_first_weights(self._source, config))
+        for line in (*self._reductions, *layout.group_table()):
             self._view.say(line)
 
     def _resume(self) -> list[str]:
         """Take up the checkpoint that ``--resume`` means, if any; returns what to tell the user."""
-        begin = self._begin
+        begin, warnings = self._begin, likely_mistakes(self.config, self._source)
         if begin.path is None:
-            return begin.notes
+            return [*warnings, *begin.notes]
         notes = restore(begin.path, self.model.module, self.optimizer, self.ranks)
         self._counters = Counters.from_info(begin.info)
-        return [*begin.notes, *notes, f"resumed from {begin.path} at step {self._counters.step}"]
+        return [*warnings, *begin.notes, *notes, f"resumed from {begin.path} at step {self._counters.step}"]
 
     def _step(self) -> None:
         counters, config = self._counters, self.config
@@ -256,6 +271,7 @@ class TrainingJob:
             **self._counters.to_info(),
             "world_size": self.ranks.world_size,
             "model": self._source.settings,
+            "data": self._identity.data,
             "config": asdict(self.config),
         }
         self._saver.save(step, state_to_save(self.model.module, self.optimizer, self.ranks), info)
@@ -269,6 +285,7 @@ class TrainingJob:
         sample = None
         if eval_config.sample_tokens and status == "finished":
             sample = sample_text(self.model, self._tokens.tokenizer, self.config, self.ranks)
+            self._view.say(f"a sample of {eval_config.sample_tokens} tokens:\n{sample}")
         outcome: dict[str, Any] = {
             "status": status,
             "step": counters.step,
@@ -292,7 +309,16 @@ def _due(step: int, every: int) -> bool:
 
 def _open_together(config: TrainConfig, ranks: Ranks) -> Tokens:
     """Rank 0 opens the data first, so that a missing cache is built once."""
-    return on_first_rank(lambda: open_tokens(config.data), ranks) or open_tokens(config.data)
+    data, model = config.data, config.model.model
+    return on_first_rank(lambda: open_tokens(data, model), ranks) or open_tokens(data, model)
+
+
+def _first_weights(source: ModelSource, config: TrainConfig) -> str:
+    """Where the weights of the first step come from, in words."""
+    if source.weights is not None:
+        return f"weights: those in {source.weights}"
+    asked = ", as --weights random asks" if config.model.weights == "random" else ""
+    return f"weights: random, from seed {config.run.seed}{asked}"
 
 
 def _check_vocabulary(source: ModelSource, tokens: Tokens) -> None:

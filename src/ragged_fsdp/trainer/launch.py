@@ -19,6 +19,7 @@ from importlib import import_module
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -132,6 +133,7 @@ def _serve(target: str, argument: Any, environment: dict[str, str], pipe: Connec
 
 def _watch(ranks: list[_Rank]) -> Any:
     """Until all ranks are done, or one has failed and the others had time to say why."""
+    oom_kills_before = _oom_kills()
     first_failure: float | None = None
     while not all(rank.ended for rank in ranks):
         left = None if first_failure is None else first_failure + _REPORT_S - time.monotonic()
@@ -148,7 +150,7 @@ def _watch(ranks: list[_Rank]) -> Any:
     if refusals:
         raise ConfigError(refusals[0])
     if failed:
-        raise RankFailure(_story(failed, len(ranks)))
+        raise RankFailure(_story(failed, len(ranks), oom_kills_before))
     return ranks[0].result
 
 
@@ -171,7 +173,24 @@ def _collect(rank: _Rank) -> None:
             rank.failed_at = time.monotonic()
 
 
-def _story(failed: list[_Rank], processes: int) -> str:
+def _memory_killer(kills_before: int | None) -> str:
+    """Whether the system killed for memory: what its counter says, or where to look."""
+    kills = _oom_kills()
+    if kills is not None and kills_before is not None and kills > kills_before:
+        return "the system's out-of-memory killer was at work since the start (dmesg names its victims)"
+    return "if nobody did it, the system's out-of-memory killer may have: see dmesg"
+
+
+def _oom_kills() -> int | None:
+    """How often the system's out-of-memory killer has struck since boot; None where it does not count."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def _story(failed: list[_Rank], processes: int, oom_kills_before: int | None) -> str:
     """What happened, the cause first: a silent death, then an error that is not about a peer."""
 
     def order(rank: _Rank) -> tuple[bool, bool, float]:
@@ -185,6 +204,8 @@ def _story(failed: list[_Rank], processes: int) -> str:
     else:
         code = cause.process.exitcode
         what = f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit status {code}"
+        if code == -signal.SIGKILL:
+            what += f"; {_memory_killer(oom_kills_before)}"
         headline = f"rank {cause.index} died without a traceback:"
     return f"{headline}\n{what}\nthe other {processes - 1} of {processes} processes were ended"
 

@@ -1,4 +1,4 @@
-"""What a run measures, one JSON object per line, and the same as TensorBoard events.
+"""What a run measures, one JSON object per line.
 
 Kinds of lines: ``start`` (one per start or resume: processes, parameters, padding), ``train`` (one per
 step), ``eval``, ``checkpoint``, ``note`` (what the user was told), ``end``. Written by rank 0 alone.
@@ -9,35 +9,25 @@ import os
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["MetricsWriter", "losses_by_step", "read_metrics"]
+__all__ = ["JsonLines", "losses_by_step", "read_metrics"]
 
 
-class MetricsWriter:
+class JsonLines:
     """Appends to ``metrics.jsonl`` of a run, after dropping what a resumed run will write again."""
 
-    def __init__(self, run_dir: Path, *, resumed_step: int, tensorboard: bool) -> None:
+    def __init__(self, run_dir: Path, resumed_step: int) -> None:
         self._path = run_dir / "metrics.jsonl"
         _drop_after(self._path, resumed_step)
         self._file: TextIO = self._path.open("a")
-        self._events: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed_step + 1)
-
-    def write(self, kind: str, step: int, **values: Any) -> None:
-        """One line; numbers also become TensorBoard scalars named ``kind/name``."""
+    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """One line."""
         self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         self._file.flush()
-        if self._events is not None:
-            for name, value in _flat(values):
-                self._events.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
-        """Flush both files."""
+        """Close the file."""
         self._file.close()
-        if self._events is not None:
-            self._events.close()
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -67,13 +57,3 @@ def _drop_after(path: Path, step: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(row) + "\n" for row in kept))
     os.replace(temporary, path)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            found += _flat(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            found.append((prefix + name, value))
-    return found

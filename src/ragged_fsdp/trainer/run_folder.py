@@ -8,15 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import nn
 
 from ragged_fsdp.checkpoint import dcp
-from ragged_fsdp.checkpoint.store import MANIFEST, CheckpointStore, read_manifest
+from ragged_fsdp.checkpoint.contents import CheckpointReader
+from ragged_fsdp.checkpoint.store import MANIFEST, CheckpointStore
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
-from ragged_fsdp.trainer.ranks import Ranks
+from ragged_fsdp.trainer.data import Tokens
+from ragged_fsdp.trainer.ranks import Ranks, on_first_rank
 
-__all__ = ["RunLock", "StartingPoint", "starting_point"]
+__all__ = ["Identity", "RunLock", "StartingPoint", "identity_of", "starting_point"]
 
 _SHOWN = {
     "run": ("steps", "seed"),
@@ -65,21 +69,61 @@ class StartingPoint:
     """Lines for the user: damaged checkpoints that were passed over, settings that were changed."""
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint must share with a run that goes on from it."""
+
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """Shape and dtype of each tensor of the model, by name; of tied ones, by each of their names."""
+    tied: dict[str, set[str]]
+    """Names of one tensor, by each of them: a checkpoint may hold it under one alone."""
+    model_settings: dict[str, Any]
+    data: dict[str, Any]
+    """What decides which tokens sample n has, and with which tokenizer they were made."""
+
+
+def identity_of(
+    model: nn.Module, model_settings: dict[str, Any], tokens: Tokens, config: TrainConfig
+) -> Identity:
+    """The identity of a run of ``model``, which may be on the meta device."""
+    held = model.state_dict(keep_vars=True)
+    by_tensor: dict[int, set[str]] = {}
+    for name, tensor in held.items():
+        by_tensor.setdefault(id(tensor), set()).add(name)
+    data = {
+        "tokenizer": tokens.tokenizer.digest,
+        "tokens": tokens.digest,
+        "seq_len": config.data.seq_len,
+        "seed": config.run.seed,
+    }
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in held.items()}
+    tied = {name: by_tensor[id(tensor)] for name, tensor in held.items()}
+    return Identity(shapes, tied, model_settings, data)
+
+
 def starting_point(
-    config: TrainConfig, store: CheckpointStore, model_settings: dict[str, Any], ranks: Ranks
+    config: TrainConfig, store: CheckpointStore, identity: Identity, ranks: Ranks
 ) -> StartingPoint:
-    """The checkpoint that ``--resume`` means, if any; refuses one that does not fit this run."""
+    """The checkpoint that ``--resume`` means, if any; refuses one that does not fit this run.
+
+    What decides is whether the weights fit, and whether the tokens are the same in the same order. A config
+    that changed otherwise (another release of transformers, a new field, a folder that moved) is told.
+    """
     notes: list[str] = []
     path = _find(config.run.resume, store, ranks, notes.append)
     dist.barrier(group=ranks.control)  # nobody writes before all have looked
     if path is None:
         return StartingPoint(None, {}, notes)
-    info = read_manifest(path)["info"] if (path / MANIFEST).exists() else {}  # none if of another tool
-    stored = info.get("model", model_settings)
-    for key, value in model_settings.items():
-        if stored.get(key) != value:
-            raise ConfigError(f"resume: {path} has model {key} = {stored.get(key)}, this run has {value}")
-    return StartingPoint(path, info, notes + _changed_settings(info.get("config", {}), config))
+    reader = CheckpointReader(path)
+    changed_model = _changed_model(reader.info.get("model", {}), identity.model_settings)
+    _check_weights(reader, identity, changed_model)
+    reasons = _changed_dtypes(reader, identity) + _changed_data(reader.info.get("data", {}), identity.data)
+    if reasons and not config.run.resume_changed:
+        raise ConfigError(f"resume: {path}: {'; '.join(reasons)}; --resume-changed goes on all the same")
+    notes += reasons
+    if changed_model:
+        notes.append(f"the weights fit, but the model's config is another: {', '.join(changed_model)}")
+    return StartingPoint(path, reader.info, notes + _changed_settings(reader.info.get("config", {}), config))
 
 
 def _find(mode: str, store: CheckpointStore, ranks: Ranks, warn: Callable[[str], None]) -> Path | None:
@@ -87,10 +131,23 @@ def _find(mode: str, store: CheckpointStore, ranks: Ranks, warn: Callable[[str],
         if store.steps():
             raise ConfigError(f"resume = never: {store.root} already holds checkpoints; use another run_dir")
         return None
+    if mode == "restart":
+        aside = on_first_rank(store.move_aside, ranks)
+        if aside is not None:
+            warn(f"the checkpoints that were there are in {aside}")
+        return None
     if mode in ("auto", "must"):
-        step = dcp.first_good_step(store, ranks.control, warn)
+        damaged: list[str] = []
+        step = dcp.first_good_step(store, ranks.control, damaged.append)
+        if step is None and damaged:  # to begin again here would overwrite what may still be rescued
+            raise ConfigError(
+                f"resume = {mode}: {store.root} holds only damaged checkpoints ({damaged[0]}); restore one, "
+                "or --resume restart moves them aside and begins at step 0"
+            )
         if step is None and mode == "must":
             raise ConfigError(f"resume = must: {store.root} holds no complete checkpoint")
+        for problem in damaged:
+            warn(f"passing over a damaged checkpoint: {problem}")
         return None if step is None else store.path(step)
     path = Path(mode)
     if not (path / ".metadata").exists():
@@ -98,6 +155,46 @@ def _find(mode: str, store: CheckpointStore, ranks: Ranks, warn: Callable[[str],
     if (path / MANIFEST).exists() and (problems := dcp.shared_damage(path, ranks.control)):
         raise ConfigError(f"resume: {problems[0]}")
     return path
+
+
+def _check_weights(reader: CheckpointReader, identity: Identity, changed: list[str]) -> None:
+    """Raise ``ConfigError`` unless the checkpoint has the model's tensors, in their shapes, and no others."""
+    stored = {t.name.removeprefix("model."): t.shape for t in reader.tensors("model.")}
+    if not stored:
+        raise ConfigError(f"resume: {reader.path} holds no 'model.*' tensors, so it is not of a model")
+    why = f" ({', '.join(changed)})" if changed else ""
+    for name, (shape, _) in identity.tensors.items():
+        if name in stored and stored[name] != shape:
+            raise ConfigError(
+                f"resume: {reader.path} has {name} of shape {stored[name]}, this run's model has {shape}{why}"
+            )
+        if not stored.keys() & identity.tied[name]:
+            raise ConfigError(f"resume: {reader.path} has no {name}, which this run's model has{why}")
+    if unknown := sorted(stored.keys() - identity.tensors.keys()):
+        raise ConfigError(f"resume: {reader.path} has {unknown[0]}, which this run's model has not{why}")
+
+
+def _changed_dtypes(reader: CheckpointReader, identity: Identity) -> list[str]:
+    for stored in reader.tensors("model."):
+        _, dtype = identity.tensors[stored.name.removeprefix("model.")]
+        if stored.dtype != dtype:
+            return [f"{stored.name} is stored in {stored.dtype}, this run has it in {dtype}"]
+    return []
+
+
+def _changed_data(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Lines for what makes sample n another one; nothing for checkpoints from before it was written down."""
+    told = {"tokenizer": "the tokenizer is another", "tokens": "the tokens are others"}
+    changed = [key for key in now if key in stored and stored[key] != now[key]]
+    return [told.get(key, f"{key} is {now[key]}, was {stored[key]}") for key in changed]
+
+
+def _changed_model(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Each field of the model's config that is not as it was; none where the checkpoint has no config."""
+    keys = sorted(stored.keys() | now.keys()) if stored else []
+    return [
+        f"{key} is {now.get(key)}, was {stored.get(key)}" for key in keys if stored.get(key) != now.get(key)
+    ]
 
 
 def _changed_settings(stored: dict[str, Any], config: TrainConfig) -> list[str]:

@@ -4,9 +4,9 @@ import torch
 
 from ragged_fsdp.models.sample import sample_tokens
 from ragged_fsdp.trainer.config import TrainConfig
-from ragged_fsdp.trainer.data import Tokenizer
 from ragged_fsdp.trainer.ranks import Ranks
 from ragged_fsdp.trainer.sharding import ShardedModel
+from ragged_fsdp.trainer.tokenizers import Tokenizer
 
 __all__ = ["sample_text"]
 

@@ -113,7 +113,7 @@ def shard(
         extra["ranks_per_node"] = config.ranks_per_node or None
         extra["internode_dtype"] = _INTERNODE_DTYPES[config.internode_dtype]
     else:
-        from torch.distributed.fsdp import fully_shard  # type: ignore[assignment]
+        from torch.distributed.fsdp import fully_shard  # type: ignore[assignment,no-redef]
     if ranks.split is not None:
         # What DTensor returns as a local tensor is a view; the models add to it out of place, as they should.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

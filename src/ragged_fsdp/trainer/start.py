@@ -1,14 +1,16 @@
 """Starting a run: checked here, then run by our own processes, torchrun's or SLURM's."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.data import open_tokens
-from ragged_fsdp.trainer.launch import launch
+from ragged_fsdp.trainer.launch import RankFailure, launch
 from ragged_fsdp.trainer.ranks import rank_variables
 
 __all__ = ["local_processes", "start"]
@@ -31,10 +33,24 @@ def start(config: TrainConfig) -> dict[str, Any]:
     if given is None:
         processes = local_processes(config)
         check(config, processes)
-        open_tokens(config.data)  # refuses missing data, and fills the cache before the ranks race for it
-        return launch("ragged_fsdp.trainer.worker:run_rank", config, processes)
+        open_tokens(
+            config.data, config.model.model
+        )  # refuses missing data; fills the cache before the ranks race
+        try:
+            return launch("ragged_fsdp.trainer.worker:run_rank", config, processes)
+        except RankFailure as failure:
+            raise RankFailure(f"{failure}\n{_what_is_left(config)}") from None
     check(config, int(given["WORLD_SIZE"]))
     os.environ.update(given)
     from ragged_fsdp.trainer.worker import run_rank
 
     return run_rank(config, None)
+
+
+def _what_is_left(config: TrainConfig) -> str:
+    """Where the run can go on after a failure, in words."""
+    steps = CheckpointStore(Path(config.run.run_dir) / "checkpoints").steps()
+    if not steps:
+        return "there is no checkpoint yet: the same command begins at step 0"
+    how = "the same command" if config.run.resume in ("auto", "must") else "--resume auto"
+    return f"the newest checkpoint is of step {steps[-1]}; {how} goes on from there"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -28,6 +29,7 @@ logger = logging.getLogger("ragged_fsdp")
 T = TypeVar("T")
 _INTERNODE_DTYPES = (None, torch.bfloat16, torch.float32)
 _MOST_CHARACTERS = 2000  # of an error that is told; some print a whole module
+_PATIENCE_S = 5.0  # for the other ranks to hear of an error, before it is logged as well
 _SAME_ON_ALL_RANKS = (
     "reduction",
     "gather",
@@ -241,12 +243,17 @@ class Agreement:
             return
         notes = getattr(error, "__notes__", ())
         failure = " ".join([f"{type(error).__name__}: {error}", *notes])[:_MOST_CHARACTERS]
-        if max(self.mesh.shard_size, self.mesh.replicate_size) > 1:  # seen even if no other rank ever comes
-            logger.warning("fully_shard failed on rank %d, telling the others: %s", dist.get_rank(), failure)
+        # Seen even if no other rank ever comes; where they come, the exception alone says it.
+        text = f"fully_shard failed on rank {dist.get_rank()}, waiting to tell the others: {failure}"
+        late = threading.Timer(_PATIENCE_S, logger.warning, (text,))
+        late.daemon = True
+        late.start()
         try:
             self._compare(self.mesh, "", "", failure=failure)
         except Exception as other:  # this rank's own error is the one to see
             error.add_note(f"ragged_fsdp: the other ranks could not be told: {other}")
+        finally:
+            late.cancel()
 
     def reach(self, statements: Sequence[tuple[ParallelMesh, str]], name: str) -> None:
         """Raise on every rank, naming the first difference or failure, unless all ranks state the same.

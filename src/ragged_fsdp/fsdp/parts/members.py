@@ -248,6 +248,11 @@ class MainShard:
             for start, numel, dtype in zip(starts, numels, self.dtypes)
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's shard, padding included."""
+        return self.storage.nbytes
+
     def _packed_starts(self) -> tuple[list[int], int]:
         starts, position = [], 0
         for index, dtype in enumerate(self.dtypes):
@@ -285,6 +290,11 @@ class RowPieces:
             rows = inner.detach().narrow(0, *plan.local_rows(index, rank)).clone()
             pieces.append(rows if inner.is_meta else rows.to(device))
         self.pieces = tuple(pieces)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's rows."""
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 @dataclass

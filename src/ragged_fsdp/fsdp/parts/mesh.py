@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -218,6 +219,11 @@ def _join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def _all_ranks() -> DeviceMesh:
     """A mesh of all ranks, on the accelerator if there is one."""
     if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            raise ValueError(
+                "fully_shard: there is no process group, and no RANK and WORLD_SIZE in the environment to "
+                "make one from; start the script with `torchrun --nproc-per-node N script.py`."
+            )
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None and torch.accelerator.is_available() else "cpu"

@@ -321,9 +321,29 @@ class AdamW8bit(Adam8bit):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
-        **options: Any,
+        *,
+        maximize: bool = False,
+        block_shape: tuple[int, int] = (32, 32),
+        run: int = 256,
+        min_8bit_numel: int = 4096,
+        exclude: Sequence[str] = (),
+        stochastic_rounding: bool = False,
+        seed: int = 0,
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            maximize=maximize,
+            block_shape=block_shape,
+            run=run,
+            min_8bit_numel=min_8bit_numel,
+            exclude=exclude,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+        )
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:

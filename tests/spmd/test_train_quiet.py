@@ -1,0 +1,93 @@
+"""Runs that used to go wrong without a word: each says what it does, or refuses."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.trainer.metrics import losses_by_step
+from rank_pool import spmd
+from train_cases import on_one, said_on_pool
+
+ROOT = Path(__file__).parents[2]
+
+
+@spmd(2)
+def test_a_folder_of_damaged_checkpoints_is_not_begun_anew_unless_told(rank):
+    run = rank.shared_dir / "run"
+    said = said_on_pool(run, stop_at=2, checkpoint_every=1, keep_last=0)
+    assert "weights: random, from seed 0" in said and "tokenizer bytes; documents end with token 0" in said
+    said = said_on_pool(run, stop_at=1)
+    assert "stop_at = 1: the run is at step 2 already, so nothing is trained" in said
+    assert "has layers.1." in said_on_pool(run, model_set={"layers": "1"})
+    assert "has no layers.2." in said_on_pool(run, model_set={"layers": "3"})
+    store = CheckpointStore(run / "checkpoints")
+
+    def damage() -> None:
+        for step in store.steps():
+            next(store.path(step).glob("*.distcp")).write_bytes(b"")
+
+    on_one(rank, damage)
+    losses = losses_by_step(run)
+    for mode in ("auto", "must"):
+        said = said_on_pool(run, resume=mode)
+        assert f"resume = {mode}: {store.root} holds only damaged checkpoints" in said
+        assert "--resume restart moves them aside" in said
+    assert store.steps() == [1, 2] and losses_by_step(run) == losses
+    said = said_on_pool(run, resume="restart", stop_at=1)
+    assert f"the checkpoints that were there are in {run / 'checkpoints-1'}" in said
+    assert CheckpointStore(run / "checkpoints-1").steps() == [1, 2] and store.steps() == [1]
+    assert "resume = restart" not in said_on_pool(run, stop_at=2) and store.steps() == [1, 2]
+
+
+def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    environment |= {"PYTHONPATH": str(ROOT / "src"), **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_without_torchrun_the_error_is_one_line_of_ours():
+    done = _python(
+        "-c", "import torch; from ragged_fsdp import fully_shard; fully_shard(torch.nn.Linear(2, 2))"
+    )
+    lines = done.stderr.strip().splitlines()
+    assert lines[-1].startswith("ValueError: fully_shard: there is no process group")
+    assert "torchrun --nproc-per-node N script.py" in lines[-1] and not any(
+        "/torch/" in line for line in lines
+    )
+
+
+@spmd(2)
+def test_an_error_of_a_call_is_not_also_logged(rank):
+    """Python prints what is raised; a log line beside it would say it twice on every rank."""
+    from ragged_fsdp import fully_shard
+
+    seen = []
+    handler = logging.Handler()
+    handler.emit = lambda record: seen.append(record.getMessage())
+    logging.getLogger("ragged_fsdp").addHandler(handler)
+    try:
+        with pytest.raises(ValueError, match="scalar"):
+            fully_shard(_with_scalar(), mesh=rank.mesh())
+        assert seen == []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ragged_fsdp.fsdp.construct.call._PATIENCE_S", 0.0)
+            patch.setattr("ragged_fsdp.fsdp.construct.call.compare", lambda *_, **__: time.sleep(0.5))
+            with pytest.raises(ValueError, match="scalar"):
+                fully_shard(_with_scalar(), mesh=rank.mesh())
+        assert len(seen) == 1 and "waiting to tell the others: ValueError" in seen[0]
+    finally:
+        logging.getLogger("ragged_fsdp").removeHandler(handler)
+
+
+def _with_scalar():
+    module = torch.nn.Linear(2, 2)
+    module.scalar = torch.nn.Parameter(torch.tensor(1.0))
+    return module
