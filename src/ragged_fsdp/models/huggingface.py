@@ -51,8 +51,8 @@ def _config(name: str, folder: Path | None, changes: Mapping[str, str]) -> Pretr
         stored = AutoConfig.from_pretrained(folder, local_files_only=True)
         cls, values = type(stored), stored.to_dict()
     elif name in PUBLISHED:
-        stored = AutoConfig.for_model(**PUBLISHED[name])
-        cls, values = type(stored), stored.to_dict()
+        values = {**PUBLISHED[name]}
+        cls = type(AutoConfig.for_model(values.pop("model_type")))
     else:
         cls, values = _config_class(name), {}
     values.update(_parsed(cls(), changes))
