@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.step.case import Case  # noqa: E402
-from benchmarks.step.network import (  # noqa: E402
+from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
+
+from ragged_fsdp.predict.network import (  # noqa: E402
     PROFILES,
     Network,
     Place,
@@ -24,7 +26,6 @@ from benchmarks.step.network import (  # noqa: E402
     network_of,
     price,
 )
-from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
 
 H200 = PROFILES["h200-400g"]
 NO_LATENCY = replace(H200, inside_step_us=0.0, outside_step_us=0.0)
