@@ -70,6 +70,7 @@ ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 4096 --hardware h200 
     "--reshard-after-forward/--no-reshard-after-forward", default=True, help="free layers between passes."
 )
 @click.option("--activation-checkpointing", type=click.IntRange(min=0), default=0, help="every n-th layer.")
+@click.option("--compile", "compiled", is_flag=True, help="layers are compiled (modelled, never measured).")
 @click.option("--codes", is_flag=True, help="weights are gathered as 8-bit codes.")
 @click.option("--optimizer", default="adamw", help="adamw, adam8bit or sgd.")
 @click.option(
@@ -175,6 +176,7 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
         "reshard_after_forward": sharding.reshard_after_forward,
         "reduce_dtype": "bf16" if sharding.precision == "bf16-reduce" else "fp32",
         "codes": bool(sharding.gather_codes),
+        "compiled": sharding.compile,
     }
     context = click.get_current_context()
     for key, value in given.items():
@@ -227,6 +229,7 @@ def _setup(gpus: int, options: dict[str, Any]) -> Setup | None:
         reshard_after_forward=options["reshard_after_forward"],
         activation_checkpointing=options["activation_checkpointing"],
         codes=options["codes"],
+        compile=options["compiled"],
         optimizer=options["optimizer"],
         expandable_segments=options["expandable_segments"],
         ring_table=table,

@@ -42,6 +42,8 @@ class Roofline:
     memory_gb_s: float
     kernel_us: float
     """The least time between the starts of two kernels."""
+    fused: float = 1.0
+    """What is left of the bytes and kernels of operations bound by memory if they are compiled."""
 
 
 @dataclass
@@ -67,9 +69,11 @@ class PhaseCost:
             "memory": math.inf,
         }
         memory, least = roofline.memory_gb_s * 1e9, roofline.kernel_us * 1e-6
-        return sum(
-            max(flops / rates[kind], nbytes / memory, least) for kind, flops, nbytes in self.operations
-        )
+        total = 0.0
+        for kind, flops, moved in self.operations:
+            seconds = max(flops / rates[kind], moved / memory, least)
+            total += seconds * (roofline.fused if kind == "memory" else 1.0)
+        return total
 
 
 @dataclass

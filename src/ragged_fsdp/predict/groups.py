@@ -108,6 +108,9 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
     full = shard_numel * wires.shard
     memory = card.memory_gb_s * 1e9
     gather, gather_again, decode = _gather(full, shard_numel, wires, memory)
+    message = int(full * _SCALES) if wires.codes else 0
+    copies = 2 * (message or full * _BF16) / memory if wires.shard > 1 else 0.0
+    gather, gather_again = _at_least(gather, copies), _at_least(gather_again, copies)
     kinds = {"reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all, "two_level": _two_level}
     picked = wires.picked
     if picked not in kinds:
@@ -123,7 +126,10 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
         gathered_bytes=full * _BF16,
         gather=gather,
         gather_again=gather_again,
-        cast_s=shard_numel * (_FP32 + _BF16) / memory + decode,
+        cast_s=shard_numel * (_FP32 + _BF16) / memory,
+        memory_s=copies,
+        decode_s=decode,
+        message_bytes=message,
         copy_out_s=copy,
         grad_bytes=numel * _BF16,
         all_reduce=between,
@@ -131,6 +137,11 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
         parked_bytes=full * _BF16 // wires.park if wires.park else 0,
         **reduced,
     )
+
+
+def _at_least(held: Seconds, copies: float) -> Seconds:
+    """A gather cannot be faster than its buffer is written."""
+    return Seconds(max(held.inside, copies), held.outside)
 
 
 def _gather(full: int, shard_numel: int, wires: Wires, memory: float) -> tuple[Seconds, Seconds, float]:

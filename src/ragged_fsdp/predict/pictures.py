@@ -29,6 +29,7 @@ _COLOURS = {
     "sum": "#72b7b2",
     "cast": "#bab0ac",
     "copy": "#ff9da6",
+    "decode": "#8cd17d",
     "collect": "#eeca3b",
 }
 

@@ -42,6 +42,12 @@ class GroupCost:
     """Before backward: less where a slice was parked on the node."""
     cast_s: float
     """Of this rank's shard, before it is gathered."""
+    memory_s: float = 0.0
+    """For which a gather reads and writes the device's memory."""
+    decode_s: float = 0.0
+    """Of gathered codes into weights, behind the gather."""
+    message_bytes: int = 0
+    """Of the gathered codes, which live until then."""
     copy_out_s: float = 0.0
     """Out of the gathered buffer into parameters, on the compute stream (FSDP2)."""
     grad_bytes: int = 0
@@ -89,6 +95,8 @@ class StepCosts:
     """Whether a gather is issued ahead of a reduction (exchanges)."""
     kept_bytes: int = 0
     """Budget of ``reshard_after_forward="auto"``."""
+    contention: float = 0.0
+    """Of :class:`Streams`."""
     arena_bytes: int = 0
     """Of a gradient buffer that stays allocated between steps: without segments that can grow."""
 
@@ -169,12 +177,17 @@ class _BookGroup:
             streams.wait("gather", streams.now("compute"))
             streams.run("gather", cost.cast_s, f"cast {cost.name}")
             held = cost.gather_again if again else cost.gather
-            self._done = streams.collective("gather", held, f"gather {cost.name}")
+            streams.beside(cost.cast_s + cost.memory_s)
+            streams.collective("gather", held, f"gather {cost.name}")
+            self.ledger.add("gathered", cost.message_bytes)
+            streams.beside(cost.decode_s)
+            self._done = streams.run("gather", cost.decode_s, f"decode {cost.name}")
             self._move(Residence.GATHERING)
 
     def wait_for_unshard(self) -> None:
         if self.residence is Residence.GATHERING:
             self.streams.wait("compute", self._done)
+            self.ledger.add("gathered", -self.cost.message_bytes)
             if self.cost.copy_out_s:
                 self.ledger.note("gathered", self.cost.gathered_bytes)
                 self.streams.run("compute", self.cost.copy_out_s, f"copy out {self.cost.name}")
@@ -191,6 +204,7 @@ class _BookGroup:
             return
         if self.residence is Residence.GATHERING:
             self.streams.wait("compute", self._done)
+            self.ledger.add("gathered", -self.cost.message_bytes)
         self.ledger.add("gathered", -self.cost.gathered_bytes)
         self._move(Residence.SHARDED)
 
@@ -239,6 +253,7 @@ class _BookGroup:
         for held, sum_s in cost.reduce:
             streams.collective("reduce", held, f"reduce {cost.name}")
             end = streams.run("reduce", sum_s, f"sum {cost.name}")
+            streams.beside(sum_s)
         if any(cost.all_reduce):
             streams.wait("all_reduce", end)
             end = streams.collective("all_reduce", cost.all_reduce, f"all-reduce {cost.name}")
@@ -322,7 +337,7 @@ class _Model:
         held = dict(costs.persistent)
         if costs.arena_bytes:
             held["reduction"] = costs.arena_bytes
-        self.streams, self.ledger = Streams(), Ledger(held)
+        self.streams, self.ledger = Streams(costs.contention), Ledger(held)
         self.root = self._turn([costs.root] if costs.root is not None else [], root=True)
         self.layers = [(self._turn(groups), run) for groups, run in costs.layers]
         self.schedule = Schedule(self.root)
@@ -395,11 +410,11 @@ class _Model:
         name = groups[0].cost.name if groups else "root"
         if phase == "forward":
             self.ledger.note("activations", run.forward_peak_bytes)
-            self.streams.run("compute", run.forward_s, f"forward {name}")
+            self.streams.compute(run.forward_s, f"forward {name}")
             self.ledger.add("activations", run.saved_bytes)
             return
         self.ledger.note("activations", run.backward_peak_bytes)
-        self.streams.run("compute", run.backward_s, f"backward {name}")
+        self.streams.compute(run.backward_s, f"backward {name}")
         self.ledger.add("activations", -run.saved_bytes)
         for group in groups:
             group.computed(True)

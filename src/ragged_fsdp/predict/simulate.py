@@ -31,9 +31,11 @@ class Span(NamedTuple):
 class Streams:
     """The lanes of one GPU, in seconds from the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, contention: float = 0.0) -> None:
         self._free: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
+        self._contention = contention
+        self._debt = 0.0
 
     def run(self, lane: str, seconds: float, label: str) -> float:
         """Launch work on a stream; when it is done."""
@@ -42,6 +44,18 @@ class Streams:
         if seconds:
             self.spans.append(Span(lane, label, start, end))
         return end
+
+    def beside(self, seconds: float) -> None:
+        """Something on another stream uses the device's memory for so long: the next computation is slower.
+
+        Both share the memory's rate; ``contention`` is the part of that time by which computation is delayed.
+        """
+        self._debt += self._contention * seconds
+
+    def compute(self, seconds: float, label: str) -> float:
+        """Launch computation on the compute stream; when it is done."""
+        delay, self._debt = min(self._debt, seconds), 0.0
+        return self.run("compute", seconds + delay, label)
 
     def collective(self, lane: str, held: Seconds, label: str) -> float:
         """Launch a collective from a stream, which waits until every link has carried it; when it is done."""

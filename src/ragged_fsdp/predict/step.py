@@ -30,6 +30,10 @@ _WORKSPACE_BYTES = int(2.0 * _GIB)
 """CUDA context, cuBLAS and NCCL buffers: a usual figure, not of this model."""
 _FRAGMENTATION = {True: 0.045, False: 0.20}
 """Reserved beyond allocated memory, as a share, with expandable segments and without (step benchmark)."""
+_CONTENTION = 0.45
+"""By how much of their time copies and sums on other streams delay computation, which shares the memory."""
+_FUSED = 0.35
+"""What a compiled layer still moves and launches of its operations bound by memory."""
 _NETWORK_ERROR = 0.15
 _MEASURED_ERROR = 0.03
 _COUNTED_MEMORY_ERROR, _MEASURED_MEMORY_ERROR = 0.08, 0.03
@@ -72,6 +76,8 @@ class Setup:
     park: int = 0
     codes: bool = False
     activation_checkpointing: int = 0
+    compile: bool = False
+    """Whether layers are compiled: operations bound by memory are fused."""
     optimizer: str = "adamw"
     expandable_segments: bool = True
     """How torch's allocator is set; without it more is reserved, and a gradient buffer stays allocated."""
@@ -269,6 +275,7 @@ def _step_costs(
         keeps=not setup.reshard_after_forward or (ours and setup.kept),
         gathers_first=ours and wires.picked != "reduce_scatter",
         kept_bytes=0 if setup.reshard_after_forward else everything,
+        contention=_CONTENTION,
         arena_bytes=_arena(setup, [group for (group,), _ in layers]),
     )
 
@@ -307,7 +314,10 @@ def _key(kind: Kind, again: bool) -> str:
 def runs_of(workload: Workload, setup: Setup, card: Card) -> tuple[dict[str, LayerRun], bool]:
     """The computation of each kind at one micro-batch, plain and recomputed; whether all was measured."""
     tokens = setup.tokens_per_gpu // setup.micro_batches
-    cards = {kind.signature: card.layer(kind.signature, setup.seq_len) for kind in workload.kinds}
+    cards = {
+        kind.signature: None if setup.compile else card.layer(kind.signature, setup.seq_len)
+        for kind in workload.kinds
+    }
     runs: dict[str, LayerRun] = {}
     measured = all(cards.values())
     counted = {} if measured else _counted(workload, tokens // setup.seq_len, setup.seq_len)
@@ -316,7 +326,7 @@ def runs_of(workload: Workload, setup: Setup, card: Card) -> tuple[dict[str, Lay
         if found is not None:
             point = found.at(tokens)
         else:
-            point = _modelled(counted[kind.signature], tokens, card)
+            point = _modelled(counted[kind.signature], tokens, card, _FUSED if setup.compile else 1.0)
         runs[_key(kind, False)] = LayerRun(
             point.forward_ms / 1e3,
             point.backward_ms / 1e3,
@@ -359,9 +369,9 @@ def _line(one: LayerCost, two: LayerCost, at: int) -> LayerCost:
     return LayerCost(phases[0], phases[1], int(between(one.output_bytes, two.output_bytes)))
 
 
-def _modelled(cost: LayerCost, tokens: int, card: Card) -> Point:
+def _modelled(cost: LayerCost, tokens: int, card: Card, fused: float) -> Point:
     """A layer that the card has not seen: a roofline, times what the card's own layers took over theirs."""
-    roofline = Roofline(card.matmul_tflops, card.attention_tflops, card.memory_gb_s, card.kernel_us)
+    roofline = Roofline(card.matmul_tflops, card.attention_tflops, card.memory_gb_s, card.kernel_us, fused)
     forward, backward = cost.forward.seconds(roofline) * 1e3, cost.backward.seconds(roofline) * 1e3
     return Point(
         tokens=tokens,
