@@ -1,8 +1,11 @@
 """Predictions: the simulator against schedules worked out by hand, books against the real runtime."""
 
 import json
+import re
+import shlex
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +31,7 @@ from ragged_fsdp.predict.step import Setup, predict
 from ragged_fsdp.predict.workload import Workload, kinds_of, workload_of
 from rank_pool import DEVICE
 
-CARD = roofline_card("h200")
+CARD = roofline_card("h100")
 NOTHING = LayerRun(0.0, 0.0, 0, 0, 0)
 
 
@@ -235,7 +238,7 @@ class _Even(_Layers):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch's memory tracker counts CPU storages")
-@pytest.mark.parametrize("tokens", [64, 512])
+@pytest.mark.parametrize("tokens", [64, 256])
 def test_the_peak_is_that_of_a_real_run(fake_ranks, tokens):
     """Allocated bytes of steps of a sharded model, as torch's own tracker of storages counts them."""
     workload = _even_workload(6)
@@ -406,11 +409,22 @@ def test_phases_of_a_run_from_its_marks():
 # -- the command -----------------------------------------------------------------------------------
 
 
+def documented_commands():
+    """Every command of the page's shell blocks."""
+    text = (Path(__file__).parents[2] / "docs" / "predict.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, flags=re.DOTALL)
+    lines = [
+        line for block in blocks for line in block.splitlines() if line.startswith("ragged-fsdp predict")
+    ]
+    assert len(lines) >= 4
+    return [shlex.split(line)[1:] for line in lines]
+
+
 def run(*arguments):
     return CliRunner().invoke(main, ["predict", *map(str, arguments)])
 
 
-NANO = ("nano", "--seq-len", "64", "--hardware", "h200")
+NANO = ("nano", "--seq-len", "64", "--hardware", "h100")
 
 
 def test_the_command_prints_what_the_library_says(tmp_path, monkeypatch):
@@ -496,7 +510,7 @@ def test_a_table_of_nccl_tests_replaces_the_rate(tmp_path):
     [
         (["nan", "--gpus", "8", "--tokens-per-gpu", "64", "--hardware", "h200"], "did you mean 'nano'?"),
         (["nano", "--gpus", "8", "--tokens-per-gpu", "64"], "--hardware is missing"),
-        (["nano", "--gpus", "8", "--tokens-per-gpu", "64", "--hardware", "h20"], "did you mean 'h200'?"),
+        (["nano", "--gpus", "8", "--tokens-per-gpu", "64", "--hardware", "h10"], "did you mean 'h100'?"),
         ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--network", "h200"], "did you mean 'h200-400g'?"),
         ([*NANO, "--gpus", "8"], "give one of --tokens-per-gpu and --batch-tokens"),
         ([*NANO, "--gpus", "x", "--tokens-per-gpu", "64"], "expected numbers or FROM..TO"),
@@ -514,6 +528,39 @@ def test_bad_input_is_refused_in_one_line(arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2 and message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+def test_the_committed_card_knows_the_layers_of_published_models():
+    card = find_card("h200")
+    assert card.measured and {layer.model for layer in card.layers} >= {
+        "llama-3-70b",
+        "gpt-oss-120b",
+        "deepseek-v3",
+    }
+    setup = Setup(gpus=64, tokens_per_gpu=8192)
+    found = predict(workload_of("llama-3-70b"), setup, card, PROFILES["h200-400g"])
+    assert found.measured and 0.3 < found.mfu < 0.6
+
+
+def test_experts_that_are_shared_are_gathered_by_fewer_and_send_tokens():
+    workload = workload_of("nano")
+    network = Network("n", 10.0, 1.0, 8, 1.9, 4.0)
+    setup = Setup(gpus=16, tokens_per_gpu=256, seq_len=64)
+    plain, shared = (predict(workload, replace(setup, ep=ep), CARD, network) for ep in (1, 4))
+    labels = {span.label for span in shared.replayed.spans}
+    assert any(label.startswith("tokens of layer 0") for label in labels)
+    assert any(label.startswith("gather experts of layer 0") for label in labels)
+    gathered = [p.replayed.peak["gathered"] for p in (plain, shared)]
+    assert gathered[1] < gathered[0]
+    with pytest.raises(ValueError, match="4 experts, which 8 ranks cannot share evenly"):
+        predict(workload, replace(setup, ep=8), CARD, network)
+
+
+@pytest.mark.parametrize("command", documented_commands())
+def test_documented_commands_run(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code == 0, result.output
 
 
 def test_gpus_in_words():

@@ -63,6 +63,7 @@ ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 4096 --hardware h200 
 @click.option("--nccl-table", type=_FILE, help="output of nccl-tests' all_gather_perf, instead of its rates.")
 @click.option("--seq-len", type=_FROM_ONE, help="tokens of a sequence.  [default: 4096, or the TOML's]")
 @click.option("--replicas", type=_FROM_ONE, default=1, help="HSDP: groups that each hold the whole model.")
+@click.option("--ep", type=_FROM_ONE, default=1, help="expert parallelism: GPUs that share the experts.")
 @click.option("--accumulate", type=_FROM_ONE, default=1, help="micro-batches of a step.")
 @click.option("--reduction", default="auto", help="auto, reduce_scatter, all_to_all or two_level.")
 @click.option("--reduce-dtype", default="fp32", help="fp32 or bf16: of the sums of gradients.")
@@ -165,10 +166,11 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
     options["seq_len"] = options["seq_len"] or data.seq_len
     if options["tokens_per_gpu"] is None and options["batch_tokens"] is None:
         options["batch_tokens"] = data.batch * data.seq_len
-    if sharding.tp > 1 or sharding.ep > 1:
-        raise ValueError(f"{path}: tp and ep are not modelled; predict without them.")
+    if sharding.tp > 1:
+        raise ValueError(f"{path}: tp is not modelled; predict without it.")
     given = {
         "replicas": sharding.replicas,
+        "ep": sharding.ep,
         "accumulate": data.accumulate,
         "reduction": sharding.reduction,
         "activation_checkpointing": sharding.activation_checkpointing,
@@ -224,6 +226,7 @@ def _setup(gpus: int, options: dict[str, Any]) -> Setup | None:
         seq_len=seq_len,
         replicas=options["replicas"],
         micro_batches=options["accumulate"],
+        ep=options["ep"],
         reduction=options["reduction"],
         reduce_dtype=options["reduce_dtype"],
         reshard_after_forward=options["reshard_after_forward"],

@@ -21,7 +21,7 @@ from ragged_fsdp.predict.network import Network, Place, Seconds, Traffic, exchan
 from ragged_fsdp.predict.replay import GroupCost
 from ragged_fsdp.topology import Levels
 
-__all__ = ["Wires", "fsdp2_numel", "group_cost", "planned_numel"]
+__all__ = ["Shapes", "Wires", "fsdp2_numel", "group_cost", "planned_numel"]
 
 _BF16, _FP32 = 2, 4
 _ROUND_NUMEL = 1 << 19  # of fsdp/reduce/exchange.py: an exchange has fewer rounds, or is packed, below this
@@ -37,7 +37,9 @@ class Wires:
 
     network: Network
     shard: int
-    """Ranks of a shard group, neighbours in rank."""
+    """Ranks of a shard group."""
+    apart: int = 1
+    """How far they lie apart in rank: the experts of a rank are sharded over those that hold the same."""
     replicas: int = 1
     implementation: str = "ragged"
     reduction: str = "auto"
@@ -52,7 +54,7 @@ class Wires:
 
     @property
     def place(self) -> Place:
-        return Place.even(self.shard, self.network)
+        return Place.even(self.shard, self.network, self.apart)
 
     @property
     def picked(self) -> str:
@@ -61,11 +63,13 @@ class Wires:
             return "reduce_scatter"
         if self.reduction != "auto":
             return self.reduction
-        per_node = self.network.ranks_per_node or self.shard
+        per_node = max(1, (self.network.ranks_per_node or self.shard * self.apart) // self.apart)
         here = min(self.shard, per_node)
-        if self.shard % here == 0 and self.shard > here:  # equal nodes: no need to list every rank
+        if (
+            here > 1 and self.shard % here == 0 and self.shard > here
+        ):  # equal nodes: no need to list every rank
             return pick_reduction("auto", Levels.of([0] * here + [1] * here), widens=True)
-        nodes = [rank // per_node for rank in range(self.shard)]
+        nodes = [rank // per_node for rank in range(min(self.shard, 8 * per_node))]  # more are no different
         return pick_reduction("auto", Levels.of(nodes), widens=True)
 
     def ring(self, kind: str, nbytes: float, place: Place | None = None) -> Seconds:
@@ -119,7 +123,7 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
     copy = 2 * full * _BF16 / (card.interleave_gb_s * 1e9) if not ours and wires.shard > 1 else 0.0
     between = Seconds(0.0, 0.0)
     if wires.replicas > 1:
-        place = Place.even(wires.replicas, wires.network, apart=wires.shard)
+        place = Place.even(wires.replicas, wires.network, apart=wires.shard * wires.apart)
         between = wires.ring("all_reduce", shard_numel * wires.reduce_bytes, place)
     return GroupCost(
         name=name,

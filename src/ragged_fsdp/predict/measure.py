@@ -27,7 +27,9 @@ from ragged_fsdp.torch_internals import checkpoint_wrapper
 
 __all__ = ["Numbers", "measure_card", "measure_workload", "roofline_of"]
 
-_WARMUP, _ITERATIONS = 2, 4
+_WARM_SECONDS = 1.5
+"""A device that has just begun is faster than one that trains: its clock falls with its power and heat."""
+_ITERATIONS = 6
 _GIB = 1 << 30
 Say = Callable[[str], None]
 
@@ -182,7 +184,8 @@ def _run(
     layers = workload.layers(model)
     phases = Phases(layers, mark)
     steps: list[dict[tuple[int | None, str], _Measured]] = []
-    for step in range(_WARMUP + _ITERATIONS):
+    began = time.monotonic()
+    while len(steps) < _ITERATIONS:
         model.zero_grad(set_to_none=True)
         gc.collect()
         marks.clear()
@@ -195,7 +198,7 @@ def _run(
             mark(None, "end")
         torch.cuda.synchronize()
         del loss
-        if step >= _WARMUP:
+        if time.monotonic() - began > _WARM_SECONDS:
             steps.append(_phases_of(marks))
     model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()

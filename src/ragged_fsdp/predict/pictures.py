@@ -30,6 +30,7 @@ _COLOURS = {
     "cast": "#bab0ac",
     "copy": "#ff9da6",
     "decode": "#8cd17d",
+    "tokens": "#79706e",
     "collect": "#eeca3b",
 }
 

@@ -76,6 +76,10 @@ class LayerRun:
     saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
+    exchange: Seconds = _FREE
+    """Of tokens between the ranks that share a layer's experts: twice in forward, twice in backward."""
+    recomputed: bool = False
+    """Whether the backward computes the forward again, with its exchanges."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +162,8 @@ class _BookGroup:
             reduce_comm=SimpleNamespace(common_memory=True),
         )
         self.in_backward = False
+        self.companion = False
+        """Whether it is one of the small groups of its layer, whose reductions are counted by themselves."""
         self._done = 0.0
         self._grads = 0
         self._buffered = False
@@ -233,7 +239,7 @@ class _BookGroup:
             return
         self.context.finish_of(self)
         if not self._buffered:
-            self.context.make_room(False)
+            self.context.make_room(self.companion)
             self._buffered = True
             self.ledger.add("reduction", self._needs)
         self.streams.run("compute", cost.grad_copy_s, f"collect {cost.name}")
@@ -245,7 +251,7 @@ class _BookGroup:
         if not self.settings.reduce_grads or not (self._grads or self._buffered):
             return
         if cost.keeps_grads:
-            self.context.make_room(False)
+            self.context.make_room(self.companion)
             self.ledger.add("reduction", self._needs)
         self.ledger.add("gradients", cost.shard_grad_bytes)
         streams.wait("reduce", streams.now("compute"))
@@ -263,7 +269,7 @@ class _BookGroup:
             self.ledger.add("reduction", -self._needs)
             self.ledger.add("gradients", -grads)
 
-        self.context.pending.append(PendingReduction(end, release, self, companion=False))
+        self.context.pending.append(PendingReduction(end, release, self, self.companion))
 
     def post_backward(self) -> None:
         self.collect()
@@ -353,6 +359,9 @@ class _Model:
         arena = self.costs.arena_bytes
         books: list[Any] = [_BookGroup(cost, self.streams, self.ledger, arena) for cost in groups]
         turn.groups = books
+        most = max((group.cost.grad_bytes for group in books), default=0)
+        for group in books:
+            group.companion = 0 < group.cost.grad_bytes * 4 <= most
         if root:
             for group in books:
                 group.settings.reshard_after_forward = False
@@ -404,16 +413,24 @@ class _Model:
             self._compute("backward", turn, run)
             schedule.post_backward(turn)
 
+    def _exchange(self, run: LayerRun, times: int, name: str) -> None:
+        """Tokens to their experts and back: computation waits for it."""
+        if any(run.exchange):
+            held = Seconds(run.exchange.inside * times, run.exchange.outside * times)
+            self.streams.collective("compute", held, f"tokens of {name}")
+
     def _compute(self, phase: str, turn: Turn, run: LayerRun) -> None:
         """The kernels between two boundaries: their memory, then their time."""
         groups: Any = turn.groups
         name = groups[0].cost.name if groups else "root"
         if phase == "forward":
             self.ledger.note("activations", run.forward_peak_bytes)
+            self._exchange(run, 2, name)
             self.streams.compute(run.forward_s, f"forward {name}")
             self.ledger.add("activations", run.saved_bytes)
             return
         self.ledger.note("activations", run.backward_peak_bytes)
+        self._exchange(run, 4 if run.recomputed else 2, name)
         self.streams.compute(run.backward_s, f"backward {name}")
         self.ledger.add("activations", -run.saved_bytes)
         for group in groups:

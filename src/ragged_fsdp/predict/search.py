@@ -1,8 +1,8 @@
 """The settings with which a model trains fastest on a cluster, and why the others lose.
 
 Two passes, so that it takes seconds: first how the model is spread (replicas, recomputation, micro-batches),
-then, for the best few of these, how it is moved (reduction, what is kept, what is parked, codes). Tensor and
-expert parallelism are not searched: they are not modelled.
+then, for the best few of these, how it is moved (reduction, what is kept, what is parked, expert parallelism,
+codes). Tensor parallelism is not searched: it is not modelled.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ __all__ = ["Found", "search"]
 _FINALISTS = 4
 _MICRO_BATCHES = (1, 2, 4, 8)
 _RECOMPUTED = (0, 1, 2)
+_EXPERT_PARALLEL = (4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Found:
         """The flags of ``train`` that ask for it; what is not a flag there is in brackets."""
         setup = self.prediction.setup
         parts = [f"--replicas {setup.replicas}"] if setup.replicas > 1 else []
+        parts += [f"--ep {setup.ep}"] if setup.ep > 1 else []
         parts += [f"--accumulate {setup.micro_batches}"] if setup.micro_batches > 1 else []
         if setup.activation_checkpointing:
             parts.append(f"--activation-checkpointing {setup.activation_checkpointing}")
@@ -60,7 +62,7 @@ def search(
     best = sorted(first, key=lambda p: _rank(p, limit))[:_FINALISTS]
     everything = list(first)
     for finalist in best:
-        for option in _moves(finalist.setup, network, allow_codes):
+        for option in _moves(finalist.setup, workload, network, allow_codes):
             everything.append(predict(workload, option, card, network))
     ranked = sorted(everything, key=lambda p: _rank(p, limit))
     winner = ranked[0]
@@ -92,12 +94,16 @@ def _spreads(setup: Setup, network: Network) -> Iterator[Setup]:
                 )
 
 
-def _moves(setup: Setup, network: Network, allow_codes: bool) -> Iterator[Setup]:
+def _moves(setup: Setup, workload: Workload, network: Network, allow_codes: bool) -> Iterator[Setup]:
     node = network.ranks_per_node or 0
     yield replace(setup, reduction="reduce_scatter")
     yield replace(setup, reshard_after_forward=False)
     if 1 < node < setup.shard and setup.shard % node == 0:
         yield replace(setup, park=node)
+    experts = [shape[0] for k in workload.kinds for name, shape in k.shapes if ".experts." in f".{name}"]
+    for ep in _EXPERT_PARALLEL:
+        if experts and all(count % ep == 0 for count in experts) and setup.shard % ep == 0:
+            yield replace(setup, ep=ep)
     if allow_codes:
         yield replace(setup, codes=True)
         if 1 < node < setup.shard and setup.shard % node == 0:

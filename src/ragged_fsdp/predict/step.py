@@ -16,8 +16,8 @@ from ragged_fsdp.fsdp.streams import arena_bytes
 from ragged_fsdp.models.names import nearest
 from ragged_fsdp.predict.card import Card, Point
 from ragged_fsdp.predict.costs import LayerCost, Roofline, count_costs
-from ragged_fsdp.predict.groups import Wires, fsdp2_numel, group_cost, planned_numel
-from ragged_fsdp.predict.network import Network
+from ragged_fsdp.predict.groups import Shapes, Wires, fsdp2_numel, group_cost, planned_numel
+from ragged_fsdp.predict.network import Network, Place, Seconds, price
 from ragged_fsdp.predict.replay import GroupCost, LayerRun, Replayed, StepCosts, replay
 from ragged_fsdp.predict.scale import Goodput, Scale, goodput, slowest
 from ragged_fsdp.predict.workload import ROOT, Kind, Workload
@@ -75,6 +75,8 @@ class Setup:
     """Whether the layers with which backward begins stay gathered (ours; FSDP2 keeps none)."""
     park: int = 0
     codes: bool = False
+    ep: int = 1
+    """Expert parallelism: neighbours in rank that share each layer's experts and send each other tokens."""
     activation_checkpointing: int = 0
     compile: bool = False
     """Whether layers are compiled: operations bound by memory are fused."""
@@ -99,6 +101,8 @@ class Setup:
         for name in ("gpus", "tokens_per_gpu", "seq_len", "replicas", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.shard % self.ep:
+            raise ValueError(f"ep: expected a divisor of the {self.shard} GPUs of a replica, got {self.ep}")
         if self.gpus % self.replicas:
             raise ValueError(f"replicas: expected a divisor of {self.gpus} GPUs, got {self.replicas}")
         if self.tokens_per_gpu % (self.seq_len * self.micro_batches):
@@ -187,16 +191,16 @@ class Prediction:
 def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> Prediction:
     """The cost of one step of ``workload`` on ``setup.gpus`` GPUs of ``card`` in ``network``."""
     wires = Wires(
-        network,
-        setup.shard,
-        setup.replicas,
-        setup.sharding,
-        setup.reduction,
-        _FP32 if setup.reduce_dtype == "fp32" else _BF16,
-        _FP32 if setup.internode_dtype == "fp32" else _BF16,
-        setup.codes,
-        setup.park,
-        setup.ring_table,
+        network=network,
+        shard=setup.shard,
+        replicas=setup.replicas,
+        implementation=setup.sharding,
+        reduction=setup.reduction,
+        reduce_bytes=_FP32 if setup.reduce_dtype == "fp32" else _BF16,
+        internode_bytes=_FP32 if setup.internode_dtype == "fp32" else _BF16,
+        codes=setup.codes,
+        park=setup.park,
+        ring_table=setup.ring_table,
     )
     runs, measured = runs_of(workload, setup, card)
     slow = slowest(setup.gpus, setup.scale)
@@ -205,6 +209,12 @@ def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> P
         for key, run in runs.items()
     }
     shard_numel = _shard_numel(workload, setup)
+    if setup.ep > 1:
+        for kind in workload.kinds:
+            exchange = _tokens_exchange(workload, kind, setup, wires)
+            for again in (False, True):
+                key = _key(kind, again)
+                runs[key] = replace(runs[key], exchange=exchange, recomputed=again)
     costs = _step_costs(workload, setup, card, wires, runs, shard_numel)
     done = replay(costs)
     tokens = setup.tokens_per_gpu * setup.gpus
@@ -240,7 +250,12 @@ def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> P
 
 def _shard_numel(workload: Workload, setup: Setup) -> int:
     count = planned_numel if setup.sharding == "ragged" else fsdp2_numel
-    return sum(count(kind.shapes, setup.shard) * kind.count for kind in workload.kinds)
+    total = 0
+    for kind in workload.kinds:
+        rest, experts = _split_experts(kind, setup.ep) if setup.ep > 1 else (kind.shapes, ())
+        one = count(rest, setup.shard) + (count(experts, setup.shard // setup.ep) if experts else 0)
+        total += one * kind.count
+    return total
 
 
 def _step_costs(
@@ -252,16 +267,17 @@ def _step_costs(
     shard_numel: int,
 ) -> StepCosts:
     *kinds, root = workload.kinds
-    priced = [group_cost("layer", kind.shapes, wires, card) for kind in kinds]
+    priced = [_layer_groups(kind, setup, wires, card) for kind in kinds]
     every = setup.activation_checkpointing
     layers = []
     for place, index in enumerate(workload.order):
-        group = replace(priced[index], name=f"layer {place}")
+        groups = [replace(group, name=f"{group.name} {place}") for group in priced[index]]
         again = bool(every) and place % every == 0
-        layers.append(([group], runs[_key(kinds[index], again)]))
+        layers.append((groups, runs[_key(kinds[index], again)]))
     optimizer = OPTIMIZERS[setup.optimizer]
     ours = setup.sharding == "ragged"
-    everything = sum(group.gathered_bytes for (group,), _ in layers)
+    every_group = [group for groups, _ in layers for group in groups]
+    everything = sum(group.gathered_bytes for group in every_group)
     return StepCosts(
         root=group_cost(ROOT, root.shapes, wires, card) if root.numel else None,
         root_run=runs[_key(root, False)],
@@ -276,8 +292,43 @@ def _step_costs(
         gathers_first=ours and wires.picked != "reduce_scatter",
         kept_bytes=0 if setup.reshard_after_forward else everything,
         contention=_CONTENTION,
-        arena_bytes=_arena(setup, [group for (group,), _ in layers]),
+        arena_bytes=_arena(setup, every_group),
     )
+
+
+def _layer_groups(kind: Kind, setup: Setup, wires: Wires, card: Card) -> list[GroupCost]:
+    """One group, or with expert parallelism two: what every rank has, and its part of the experts."""
+    if setup.ep == 1:
+        return [group_cost("layer", kind.shapes, wires, card)]
+    rest, experts = _split_experts(kind, setup.ep)
+    groups = [group_cost("layer", rest, wires, card)]
+    if experts:
+        fewer = replace(wires, shard=wires.shard // setup.ep, apart=setup.ep)
+        groups.append(group_cost("experts of layer", experts, fewer, card))
+    return groups
+
+
+def _split_experts(kind: Kind, ep: int) -> tuple[Shapes, Shapes]:
+    """Parameters that every rank has, and those of one rank's experts."""
+    rest, experts = [], []
+    for name, shape in kind.shapes:
+        if ".experts." not in f".{name}" or len(shape) < 2:
+            rest.append((name, shape))
+            continue
+        if shape[0] % ep:
+            raise ValueError(f"ep: {name} has {shape[0]} experts, which {ep} ranks cannot share evenly")
+        experts.append((name, (shape[0] // ep, *shape[1:])))
+    return tuple(rest), tuple(experts)
+
+
+def _tokens_exchange(workload: Workload, kind: Kind, setup: Setup, wires: Wires) -> Seconds:
+    """One way of the tokens of a micro-batch, each to its experts, among ``ep`` neighbours; bf16."""
+    experts = [shape for name, shape in kind.shapes if ".experts." in f".{name}" and len(shape) == 3]
+    if setup.ep == 1 or not experts:
+        return Seconds(0.0, 0.0)
+    tokens = setup.tokens_per_gpu // setup.micro_batches
+    nbytes = tokens * workload.experts_per_token * workload.width * _BF16
+    return price("all_to_all", nbytes, Place.even(setup.ep, wires.network), wires.network)
 
 
 def _arena(setup: Setup, groups: Sequence[GroupCost]) -> int:

@@ -64,6 +64,9 @@ class Workload:
     """Forward: the model, sequences, tokens of a sequence, device."""
     flops_per_token: Callable[[int], float]
     """Of the whole model, forward and backward, by tokens of a sequence; what MFU counts."""
+    width: int = 0
+    """Channels of a token between layers, and how many experts it visits: what expert parallelism sends."""
+    experts_per_token: int = 0
 
     @property
     def numel(self) -> int:
@@ -91,7 +94,15 @@ def workload_of(name: str, changes: Mapping[str, str] | None = None) -> Workload
         shape = {"layers": source.layers, "attention_width": source.attention_width}
         return flops_per_token(whole, **shape, seq_len=seq_len)
 
-    return Workload(source.name, kinds, order, build, transformer_layers, _loss_of(source), flops)
+    config = getattr(whole, "config", None)
+    width = _first(config, ("hidden_size", "hidden"))
+    chosen = _first(config, ("num_experts_per_tok", "experts_per_token"))
+    loss = _loss_of(source)
+    return Workload(source.name, kinds, order, build, transformer_layers, loss, flops, width, chosen)
+
+
+def _first(config: Any, names: tuple[str, ...]) -> int:
+    return next((value for name in names if isinstance(value := getattr(config, name, None), int)), 0)
 
 
 def _loss_of(source: ModelSource) -> Callable[[nn.Module, int, int, torch.device], Tensor]:
