@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 from benchmarks.predict.layers import CALIBRATED, stack_workload
-from benchmarks.predict.paper import model_scaling, strong_scaling, weak_scaling
+from benchmarks.predict.paper import draw, model_scaling, strong_scaling, weak_scaling
 from benchmarks.predict.public import PUBLIC, predicted_seconds
 from benchmarks.predict.step_rows import Row, compared
 from benchmarks.step.shapes import MODELS
@@ -55,7 +55,9 @@ def compare(card: Path) -> None:
         rows.append(asdict(row) | {"predicted_s": round(seconds, 3), "error": error})
     mean = statistics.fmean(abs(row["error"]) for row in rows)
     _save("public", {"mean_error": round(mean, 4), "rows": rows})
-    _save("paper", {"weak": weak_scaling(), "strong": strong_scaling(), "model": model_scaling()})
+    paper = {"weak": weak_scaling(), "strong": strong_scaling(), "model": model_scaling()}
+    _save("paper", paper)
+    draw(paper, RESULTS / "paper.svg")
 
 
 def _step_rows(path: Path) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ragged_fsdp.predict.card import roofline_card
@@ -18,7 +19,7 @@ from ragged_fsdp.predict.network import PROFILES
 from ragged_fsdp.predict.step import Prediction, Setup, predict
 from ragged_fsdp.predict.workload import Workload, workload_of
 
-__all__ = ["model_scaling", "strong_scaling", "weak_scaling"]
+__all__ = ["draw", "model_scaling", "strong_scaling", "weak_scaling"]
 
 _SIZES = {"400B": (45, 1792), "800B": (64, 2560), "1.2T": (78, 3136), "1.6T": (90, 3584), "2.4T": (111, 4416)}
 """Layers and width of an expert."""
@@ -100,3 +101,39 @@ def model_scaling() -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """The three tables as one figure."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, (weak, strong, model) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    for axes, name, key in ((weak, "weak", "tokens_per_gpu"), (strong, "strong", "batch_tokens")):
+        axes.plot(_GPUS, [gpus / _GPUS[0] for gpus in _GPUS], "k:", label="linear")
+        for row in tables[name]:
+            ratios = {int(gpus): ratio for gpus, ratio in row["over_1K"].items()}
+            tokens = row[key]
+            label = f"{tokens >> 20}M tokens" if tokens >= 1 << 20 else f"{tokens >> 10}K tokens per GPU"
+            style = "-o" if row["sharding"] == "ragged" else "--s"
+            axes.plot(
+                list(ratios), list(ratios.values()), style, markersize=3, label=f"{label}, {row['sharding']}"
+            )
+        axes.set_title(f"{name} scaling, 800B")
+        axes.set_xlabel("GPUs")
+        axes.set_ylabel("throughput over that of 1K GPUs")
+    strong.plot([_GPUS[-1]], [3.4], "r*", markersize=9, label="16M tokens, paper")
+    for sharding, style in (("ragged", "-o"), ("fsdp2", "--s")):
+        rows = [row for row in tables["model"] if row["sharding"] == sharding]
+        sizes = [row["size"] for row in rows]
+        model.plot(sizes, [100 * row["mfu"] for row in rows], style, markersize=3, label=sharding)
+    model.set_title("model scaling, 1K GPUs, 8K tokens each")
+    model.set_ylabel("MFU (%)")
+    model.set_ylim(bottom=0)
+    for axes in (weak, strong, model):
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

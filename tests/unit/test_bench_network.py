@@ -110,7 +110,7 @@ def test_a_flat_network_charges_every_byte():
 
 
 def test_profiles_are_named_and_explained():
-    assert set(PROFILES) == {"h200-400g", "paper", "nvl72", "flat", "free"}
+    assert set(PROFILES) == {"h200-400g", "paper", "nvl72", "b200-400g", "a100-200g", "flat", "free"}
     assert "8, 400 GB/s inside, 45 GB/s cards" in H200.text and network_of("free").free
     assert network_of(400.0).text == PROFILES["flat"].text == "one NVLink domain of 400 GB/s"
     one_domain = seconds("all_gather", 72 * GB, range(72), 0, PROFILES["nvl72"])
