@@ -5,7 +5,7 @@
 Trains a GPT-OSS-like mixture of experts on random tokens, sharded over several processes; variants take turns
 round by round. With CUDA the ranks use NCCL, and share a GPU where there are fewer GPUs than ranks. With
 ``--wire`` or ``--network`` this process is rank 0 of ``--ranks``, and the network to the others is modelled
-(``benchmarks/step/network.py``):
+(``ragged_fsdp.predict.network``):
 
     python -m benchmarks.ablation --out benchmarks/ablation/results --ranks 32 --wire 400 --seq-len 1024
 """
@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from benchmarks.ablation.worker import SIZES, run_rank
 from benchmarks.ranks import start_ranks
-from benchmarks.step.network import PROFILES
+
+from ragged_fsdp.predict.network import PROFILES
 
 
 def main() -> None:

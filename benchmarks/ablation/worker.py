@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from benchmarks.ablation.components import CopyingGather, CopyingReduce, RedistributingAdamW8bit
 from benchmarks.ranks import join_ranks
-from benchmarks.step.network import network_of, wire_text
 
 from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 from ragged_fsdp.models import MoEConfig, MoETransformer
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.optim import AdamW8bit, block_policy
+from ragged_fsdp.predict.network import network_of, wire_text
 
 __all__ = ["run_rank"]
 

@@ -31,9 +31,9 @@ from ragged_fsdp import fully_shard
 from ragged_fsdp.dtensor import wrap_local
 from ragged_fsdp.optim import Muon
 from ragged_fsdp.optim.muon.newton_schulz import orthogonalize, per_iteration
+from ragged_fsdp.predict.network import network_of
 
 from ..ranks import join_ranks, start_ranks
-from ..step.network import network_of
 from ..step.wire import Wire, join
 from .muon_step import COEFFICIENTS, LLAMA_LAYER, STEPS, timed
 from .stage_spans import StageSpan, draw, overlap, stage_spans, write_trace

@@ -75,7 +75,7 @@ def run(step: int, jobs: int) -> dict[str, Any]:
     measured: dict[str, Any] = {}
     pool = ProcessPoolExecutor(jobs)
     for name in MODELS:
-        groups = wrap_groups(load_shapes(name).tensors, ["layers"])
+        groups = wrap_groups(load_shapes(name, experts="published").tensors, ["layers"])
         for rows in ROWS:
             rules = tuple(parse_rule(f"{pattern}={rows}rows") for pattern in EXPERT_MATRICES)
             settings = PlanSettings(rules, unit=UNIT)

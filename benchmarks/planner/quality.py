@@ -16,8 +16,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from planner_corpus import all_cases, best_known
-from ragged_fsdp.cli.plan_inputs import NAMED_MODELS, load_shapes, parse_rule, spec_of, wrap_groups
+from ragged_fsdp.cli.plan_inputs import load_shapes, parse_rule, spec_of, wrap_groups
 from ragged_fsdp.layout import TensorSpec
+from ragged_fsdp.models.published import PUBLISHED
 from ragged_fsdp.planner import plan_group
 from ragged_fsdp.planner.group import _plan_kinds
 
@@ -57,8 +58,8 @@ def models() -> dict[str, Any]:
     """CPU seconds to plan every group of a model, 128-row experts, equal layers planned once."""
     rules = [parse_rule("*.experts.*_proj=128rows"), parse_rule("*.experts.*_proj.weight=128rows")]
     timed: dict[str, Any] = {}
-    for name in NAMED_MODELS:
-        groups = wrap_groups(load_shapes(name).tensors, ["layers"])
+    for name in PUBLISHED:
+        groups = wrap_groups(load_shapes(name, experts="published").tensors, ["layers"])
         specs = [[spec_of(tensor, rules) for tensor in group.tensors] for group in groups]
         for ranks in MODEL_RANKS:
             _plan_kinds.cache_clear()

@@ -1,13 +1,13 @@
 """A process group of N ranks that only this process is part of, on a modelled network.
 
-The network has two levels, the links inside the node and the card to other nodes (:mod:`.network`), and
-each is one stream that all groups share. A collective waits for the stream that called it, holds each level
-for the time :func:`.network.price` says, and is done when both are: two collectives on different levels run
-beside each other, two on the same level one after the other. On the level that carries it longer it also
-writes plausible data where the other ranks' data would arrive, within the time it holds. ``Work.wait``
-makes the caller's stream wait for both, and the work keeps its tensors alive until then, as NCCL's does.
-Nothing here knows which implementation is calling: the price depends on the bytes and on the global ranks
-of the group alone.
+The network has two levels, the links inside the node and the card to other nodes
+(``ragged_fsdp.predict.network``), and each is one stream that all groups share. A collective waits for the
+stream that called it, holds each level for the time ``price`` there says, and is done when both are: two
+collectives on different levels run beside each other, two on the same level one after the other. On the
+level that carries it longer it also writes plausible data where the other ranks' data would arrive, within
+the time it holds. ``Work.wait`` makes the caller's stream wait for both, and the work keeps its tensors alive
+until then, as NCCL's does. Nothing here knows which implementation is calling: the price depends on the bytes
+and on the global ranks of the group alone.
 
 What a collective of buffer ``B`` (the full buffer, all ranks' parts together) copies, by ``delivery``:
 
@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .network import Network, Place, Seconds, Traffic, exchange_price, network_of, price
+from ragged_fsdp.predict.network import Network, Place, Seconds, Traffic, exchange_price, network_of, price
 
 __all__ = ["BACKEND", "DELIVERIES", "LEVELS", "PAYLOADS", "Wire", "WireGroup", "join"]
 

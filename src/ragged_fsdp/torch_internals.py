@@ -48,6 +48,7 @@ __all__ = [
     "CreationMeta",
     "DTensorSpec",
     "DisableFuncTorch",
+    "FakeTensorMode",
     "FrameAction",
     "FrameExecStrategy",
     "OpOverload",
@@ -58,6 +59,7 @@ __all__ = [
     "State",
     "StridedShard",
     "TensorMeta",
+    "TorchDispatchMode",
     "accelerator_get_stream",
     "all_gather",
     "are_functorch_transforms_active",
@@ -354,6 +356,11 @@ until new_group taking a name:
 until a public context manager of FakeTensorMode:
     torch._subclasses.fake_tensor:unset_fake_temporarily
         ranks compare real values also while memory is estimated with fake tensors
+    torch._subclasses.fake_tensor:FakeTensorMode
+        what a layer computes and keeps is counted without a device
+until a public name of the class that modes derive from:
+    torch.utils._python_dispatch:TorchDispatchMode
+        the same: every operation is seen with its tensors
 until their documentation: subclasses outside torch use both:
     torch.utils._python_dispatch:is_traceable_wrapper_subclass return_and_correct_aliasing
         tensor subclasses that wrap others, and views that ops return
@@ -419,7 +426,7 @@ from torch._C._autograd import CreationMeta
 from torch._C._autograd import _set_creation_meta as set_creation_meta
 from torch._C._functorch import peek_interpreter_stack
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import _unsafe_preserve_version_counter as unsafe_preserve_version_counter
 from torch.distributed import ProcessGroup
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
@@ -435,7 +442,11 @@ from torch.distributed.tensor._op_schema import OpSchema, OutputSharding, Runtim
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.distributed.utils import _get_root_modules as get_root_modules
 from torch.distributed.utils import _to_kwargs as to_kwargs
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    return_and_correct_aliasing,
+)
 
 local_of: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 spec_of: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")

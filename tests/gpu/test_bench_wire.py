@@ -25,8 +25,9 @@ RAIL_MS, NODE_MS = 8.0, 5.0
 @pytest.fixture
 def groups():
     """Groups of rank 0 of 8 nodes of 8, on a network slow enough to be measured."""
-    from benchmarks.step.network import Network
     from benchmarks.step.wire import Wire, join
+
+    from ragged_fsdp.predict.network import Network
 
     received = 7 * PART.nbytes
     slow = Network("slow", received / NODE_MS / 1e6, received / RAIL_MS / 1e6, 8)

@@ -14,7 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.step.case import Case  # noqa: E402
-from benchmarks.step.network import (  # noqa: E402
+from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
+
+from ragged_fsdp.predict.network import (  # noqa: E402
     PROFILES,
     Network,
     Place,
@@ -24,7 +26,6 @@ from benchmarks.step.network import (  # noqa: E402
     network_of,
     price,
 )
-from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
 
 H200 = PROFILES["h200-400g"]
 NO_LATENCY = replace(H200, inside_step_us=0.0, outside_step_us=0.0)
@@ -109,7 +110,7 @@ def test_a_flat_network_charges_every_byte():
 
 
 def test_profiles_are_named_and_explained():
-    assert set(PROFILES) == {"h200-400g", "paper", "nvl72", "flat", "free"}
+    assert set(PROFILES) == {"h200-400g", "paper", "nvl72", "b200-400g", "a100-200g", "flat", "free"}
     assert "8, 400 GB/s inside, 45 GB/s cards" in H200.text and network_of("free").free
     assert network_of(400.0).text == PROFILES["flat"].text == "one NVLink domain of 400 GB/s"
     one_domain = seconds("all_gather", 72 * GB, range(72), 0, PROFILES["nvl72"])

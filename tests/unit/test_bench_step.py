@@ -16,7 +16,6 @@ from benchmarks.step import kernels, report  # noqa: E402
 from benchmarks.step.case import Case  # noqa: E402
 from benchmarks.step.implementations import IMPLEMENTATIONS, SETTINGS, build, missing  # noqa: E402
 from benchmarks.step.layers import Layer, Stack, draw_routing  # noqa: E402
-from benchmarks.step.network import network_of  # noqa: E402
 from benchmarks.step.reduction_error import (  # noqa: E402
     COLUMNS,
     Gradients,
@@ -29,6 +28,8 @@ from benchmarks.step.reduction_error import (  # noqa: E402
 from benchmarks.step.runner import run_case  # noqa: E402
 from benchmarks.step.shapes import MODELS, layer_numel  # noqa: E402
 from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
+
+from ragged_fsdp.predict.network import network_of  # noqa: E402
 
 TINY = Case("tiny-moe", layers=2, tokens=64, ranks=8)
 

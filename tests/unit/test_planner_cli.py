@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -27,6 +29,8 @@ from ragged_fsdp.cli.plan_inputs import (
     wrap_groups,
 )
 from ragged_fsdp.layout import TensorSpec
+from ragged_fsdp.models.published import PUBLISHED
+from ragged_fsdp.models.source import find_model
 from ragged_fsdp.planner import plan_group
 
 
@@ -55,14 +59,14 @@ def tensors(tmp_path):
         ("gpt-oss-120b", 116_829_156_672, 17),
         ("gpt-oss-20b", 20_914_757_184, 17),
         ("deepseek-v3", 671_026_404_352, 781),
-        ("llama3-8b", 8_030_261_248, 9),
-        ("llama3-70b", 70_553_706_496, 9),
+        ("llama-3-8b", 8_030_261_248, 9),
+        ("llama-3-70b", 70_553_706_496, 9),
         ("qwen3-30b-a3b", 30_532_122_624, 393),
         ("qwen3-235b-a22b", 235_093_634_560, 393),
     ],
 )
 def test_named_models_have_their_published_shapes(name, parameters, layer_tensors):
-    shapes = load_shapes(name)
+    shapes = load_shapes(name, experts="published")
     assert sum(tensor.numel for tensor in shapes.tensors) == parameters
     groups = wrap_groups(shapes.tensors, ["layers"])
     assert len(groups[-1].tensors) == layer_tensors or len(groups[-2].tensors) == layer_tensors
@@ -74,14 +78,14 @@ def test_experts_fused_separate_and_expert_parallel(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     by_form = {
-        form: load_shapes(str(path), experts=form).tensors for form in ("published", "fused", "separate")
+        form: load_shapes(str(path), experts=form).tensors for form in ("published", "built", "separate")
     }
     assert by_form["published"] == by_form["separate"]
     names = [tensor.name for tensor in by_form["separate"] if ".experts." in tensor.name]
     assert len(names) == 24 and "model.layers.0.mlp.experts.7.up_proj.weight" in names
-    fused = {t.name: t.shape for t in by_form["fused"] if ".experts." in t.name}
+    fused = {t.name: t.shape for t in by_form["built"] if ".experts." in t.name}
     assert fused["model.layers.0.mlp.experts.gate_up_proj"] == (8, 64, 64)
-    local = load_shapes(str(path.parent), ep=4).tensors
+    local = load_shapes(str(path.parent), experts="separate", ep=4).tensors
     assert sum(".experts." in tensor.name for tensor in local) == 6
     with pytest.raises(ValueError, match="8 experts cannot be split over 3 ranks"):
         load_shapes(str(path), ep=3)
@@ -300,12 +304,19 @@ def test_advice_takes_replicas_and_memory_into_account(tensors):
     ("arguments", "message"),
     [
         (["no-such-model"], "neither a file nor a known model"),
+        (["llama-3-7b"], "did you mean 'llama-3-70b'?"),
+        (["LamaConfig"], "did you mean 'LlamaConfig'?"),
+        (
+            ["{tensors}", "-g", "*.upp.*=4rows"],
+            "matches none of 7 parameters; they are named like 'layers.1.up.weight'",
+        ),
+        (["{tensors}", "-g", "*=whole", "-g", "*.up.*=4rows"], "earlier rules take every parameter"),
         (["{tensors}", "-n", "x"], "expected numbers"),
         (["{tensors}", "-g", "up"], "expected PATTERN=GRANULARITY"),
         (["{tensors}", "-g", "*.up.*=100rows"], "100 rows do not divide its 256 rows"),
         (["{tensors}", "-w", "blocks.*"], "matches no module"),
         (["{tensors}", "--dtype", "int3"], "dtype must be one of"),
-        (["{tensors}", "--experts", "some"], "experts must be published"),
+        (["{tensors}", "--experts", "some"], "experts must be built"),
         (["{tensors}", "--order", "bets", "-n", "2"], "order must be one of"),
         (["{tensors}", "--svg", "x.svg"], "writes the picture of --show"),
         (["{tensors}", "-n", "4", "--show", "layers.0", "--svg", "no/x.svg"], "No such file or directory"),
@@ -326,3 +337,50 @@ def test_errors_are_one_line(tensors, tmp_path, arguments, message):
     result = run(*(argument.format(**files) for argument in arguments))
     assert result.exit_code == 2 and message in " ".join(result.output.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("name", ["nano", "LlamaConfig", "Llama3_8B"])
+def test_a_name_means_what_train_builds(name):
+    """Same names, same shapes, in the same order; spelling with or without dashes."""
+    built = find_model(name, {}, random_weights=True).build()
+    expected = [(n, tuple(p.shape)) for n, p in built.named_parameters()]
+    assert [(t.name, t.shape) for t in load_shapes(name).tensors] == expected
+
+
+def test_the_help_names_every_model_and_its_examples_run_to_sound_advice():
+    text = " ".join(run("--help").output.split())
+    assert all(name in text for name in PUBLISHED)
+    advice = run("llama-3-70b", "--advise", "--gpus", "512", "--memory", "60").output
+    assert "Recommended: FSDP over 32 ranks (HSDP, 16 replicas)" in advice
+    whole = run("llama-3-8b", "-g", "*=whole", "--advise", "--gpus", "16", "--memory", "20").output
+    assert "use a finer granularity" in " ".join(whole.split()) and "more GPUs" not in whole
+    small = run("llama-3-8b", "--advise", "--gpus", "8", "--memory", "9").output
+    assert "Use more GPUs" in " ".join(small.split())
+
+
+def test_fsdp2_s_padding_stands_beside_ours(tmp_path):
+    """128 experts over 192 ranks: FSDP2 pads the first dim to 192, and a vector of 100 to 192."""
+    path = tmp_path / "tensors.json"
+    entries = [{"name": "l.0.experts", "shape": [128, 64, 96]}, {"name": "l.0.norm", "shape": [100]}]
+    path.write_text(json.dumps(entries))
+    (size,) = json.loads(run(path, "-n", "192", "--json").stdout)["plans"][0]["sizes"]
+    numel = 128 * 64 * 96 + 100
+    assert size["fsdp2_padding_ratio"] == (192 * 64 * 96 + 192) / numel - 1
+    assert "50.0" in run(path, "-n", "192").output
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_tables_fit_the_terminal(tensors, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    for options in (["-n", "4,16"], ["-n", "4,16", "--ranks-per-node", "8"], ["--advise", "--gpus", "64"]):
+        output = run(tensors, *options).output
+        assert max(map(len, output.splitlines())) <= width
+        assert "…" not in output
+    told = "not shown at this width" in " ".join(run(tensors, "-n", "4").output.split())
+    assert told == (width < 140)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tensors):
+    command = f"{sys.executable} -m ragged_fsdp plan {tensors} -n 2:2000:2 --json | head -c 20"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.stdout.startswith('{\n "model": "tiny"') and done.stderr == ""

@@ -14,6 +14,8 @@ __all__ = ["main"]
 _COMMANDS = {
     "demo": "the two-minute tour: train, checkpoint, resume at another size, export",
     "plan": "lay a model's parameters out over FSDP ranks and show the padding",
+    "predict": "say what a training step will cost on any number of GPUs",
+    "calibrate": "measure this machine's GPU for predict",
     "train": "train a model, sharded over the processes of this machine, torchrun or SLURM",
     "inspect": "show what a checkpoint holds without loading it",
     "export": "write a checkpoint as safetensors",

@@ -1,6 +1,7 @@
 """``ragged-fsdp plan``: what a layout costs before anything is launched."""
 
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,8 +38,8 @@ from ragged_fsdp.cli.plan_display import (
     svg_picture,
 )
 from ragged_fsdp.cli.plan_inputs import (
-    NAMED_MODELS,
     Group,
+    check_rules,
     expand_rules,
     load_shapes,
     parse_sizes,
@@ -56,19 +57,21 @@ _Item = TypeVar("_Item")
 _FILE = click.Path(path_type=Path)
 _FROM_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.FloatRange(min=0)
-_HELP = f"""Lay a model's parameters out over FSDP ranks and show padding, bounds and buffers.
+_HELP = """Lay a model's parameters out over FSDP ranks and show padding, bounds and buffers.
 
-MODEL is {", ".join(NAMED_MODELS)}, a config.json, or a JSON of tensors.
+MODEL is any that `train --model` takes: deepseek-v3, gpt-oss-20b, gpt-oss-120b, llama-3-8b, llama-3-70b,
+llama-3-405b, qwen3-30b-a3b, qwen3-235b-a22b, a built-in size (nano to large), a config class of transformers
+or a folder; also a config.json, or a JSON of tensors.
 
-ragged-fsdp plan deepseek-v3 -g '*.mlp.*=128rows' -n 512,1024
+ragged-fsdp plan deepseek-v3 -g '*.experts.*=128rows' -n 512,1024
 
 ragged-fsdp plan gpt-oss-120b -g '*.experts.*_proj=1rows|16rows|128rows' -n 8:1024:8 --plot padding.svg
 
-ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.*=32rows' -n 16 --show model.layers.0
+ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.experts.*=32rows' -n 16 --show model.layers.0
 
 ragged-fsdp plan gpt-oss-120b -n 64,256 --ranks-per-node 8
 
-ragged-fsdp plan llama3-70b -g '*=whole' --advise --gpus 512 --memory 60
+ragged-fsdp plan llama-3-70b --advise --gpus 512 --memory 60
 """
 
 
@@ -92,7 +95,11 @@ ragged-fsdp plan llama3-70b -g '*=whole' --advise --gpus 512 --memory 60
     default=["layers"],
     help="what has a buffer of its own: layers, model, or a pattern of module names.",
 )
-@click.option("--experts", default="published", help="published, fused (one tensor per layer) or separate.")
+@click.option(
+    "--experts",
+    default="built",
+    help="built (as `train` has them: one tensor per layer), published (as the checkpoint) or separate.",
+)
 @click.option("--ep", type=_FROM_ONE, default=1, help="expert-parallel size: plan the experts of one rank.")
 @click.option("--dtype", default="bf16", help=f"element type of the buffers: {', '.join(_ELEMENT_BYTES)}.")
 @click.option("--unit", type=_FROM_ONE, default=128, help="a shard is a multiple of this many elements.")
@@ -159,6 +166,8 @@ def command(
             raise ValueError(f"--svg {str(svg)!r} writes the picture of --show: name a group there.")
         with status.status(f"reading {model}"):
             shapes = load_shapes(model, experts=experts, ep=ep)
+        for settings in compared:
+            check_rules(shapes.tensors, settings.rules)
         groups = wrap_groups(shapes.tensors, wrap)
         results = _plan_all(groups, sizes, compared, status)
         if show is not None:
@@ -183,6 +192,8 @@ def _errors_in_one_line(status: Console) -> Iterator[None]:
     """Print what the user got wrong without a traceback, and exit with 2."""
     try:
         yield
+    except BrokenPipeError:  # who reads has seen enough: click ends the process without a word
+        raise
     except (ValueError, TypeError, OSError) as error:
         status.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise click.exceptions.Exit(2) from None
@@ -200,9 +211,9 @@ def _sizes_for(gpus: int, node: int) -> list[int]:
 
 
 def _console() -> Console:
-    """The terminal; where output goes to a file or a pipe, lines are long enough for the tables."""
+    """The terminal; into a file or a pipe lines are as long as tables need, unless ``COLUMNS`` is set."""
     console = Console()
-    return console if console.is_terminal else Console(width=140)
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=140)
 
 
 _Compared = tuple[PlanSettings, list[SpecGroup], list[PlannedModel]]
@@ -310,15 +321,15 @@ class _Report:
             console.print(f"[bold]{escape(self.title)}[/], {escape(_label(settings))}", highlight=False)
             if self.advising:
                 candidates = self._candidates(plans)
-                console.print(advice_table(candidates, self.gpus, self.threshold))
+                console.print(advice_table(candidates, self.gpus, self.threshold, console.width))
                 console.print(recommendation(candidates), highlight=False)
                 continue
             for plan in plans if len(plans) <= _DETAILED_SIZES else ():
-                console.print(group_table(plan, self.threshold))
+                console.print(group_table(plan, self.threshold, console.width))
             if len(plans) > 1:
-                console.print(summary_table(plans, self.threshold))
+                console.print(summary_table(plans, self.threshold, console.width))
             if networks := self._networks(plans):
-                console.print(network_table(networks))
+                console.print(network_table(networks, console.width))
             for warning in self._warnings(settings, plans):
                 console.print(f"[yellow]warning:[/] {escape(warning.text)}", highlight=False)
         if self.ranks_per_node is None and not self.advising:

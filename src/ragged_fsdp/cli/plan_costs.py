@@ -25,6 +25,7 @@ __all__ = [
     "SpecGroup",
     "advise",
     "explain",
+    "fsdp2_numel",
     "merge_equal",
     "plan_model",
     "plan_spec_group",
@@ -105,6 +106,17 @@ class PlannedGroup:
     def proven(self) -> bool:
         return all(layout.proven_optimal for layout in self.layouts)
 
+    @property
+    def fsdp2_numel(self) -> int:
+        """What FSDP2 would gather: the first dim of every tensor rounded up to a multiple of the ranks."""
+        ranks = self.layouts[0].ranks
+        return sum(fsdp2_numel(tensor.shape, ranks) for tensor in self.group.source.tensors)
+
+    @property
+    def fsdp2_ratio(self) -> float:
+        """The padding of FSDP2."""
+        return self.fsdp2_numel / self.numel - 1 if self.numel else 0.0
+
     @cached_property
     def alignment_bytes(self) -> int:
         """The largest power of two that divides every tensor's address in every shard, up to 4096."""
@@ -126,6 +138,7 @@ class PlannedGroup:
             "buffer_bytes": self.buffer_numel * self.element_bytes,
             "padding_ratio": self.padding_ratio,
             "lower_bound_ratio": self.bound_ratio,
+            "fsdp2_padding_ratio": self.fsdp2_ratio,
             "proven_optimal": self.proven,
             "alignment_bytes": self.alignment_bytes,
             "buffers": [
@@ -168,6 +181,11 @@ class PlannedModel:
         return self._total(plan.bound_numel for plan in self.groups) / self.numel - 1 if self.numel else 0.0
 
     @property
+    def fsdp2_ratio(self) -> float:
+        """The padding of FSDP2 over as many ranks."""
+        return self._total(plan.fsdp2_numel for plan in self.groups) / self.numel - 1 if self.numel else 0.0
+
+    @property
     def proven(self) -> bool:
         return all(plan.proven for plan in self.groups)
 
@@ -192,11 +210,18 @@ class PlannedModel:
             "buffer_numel": self.buffer_numel,
             "padding_ratio": self.padding_ratio,
             "lower_bound_ratio": self.bound_ratio,
+            "fsdp2_padding_ratio": self.fsdp2_ratio,
             "proven_optimal": self.proven,
             "bytes_per_rank": self.bytes_per_rank,
             "largest_buffer_bytes": self.largest_buffer_bytes,
             "groups": [plan.as_json() for plan in self.groups],
         }
+
+
+def fsdp2_numel(shape: Sequence[int], ranks: int) -> int:
+    """Elements of a tensor after FSDP2 has padded its first dim for equal shards on ``ranks``."""
+    first, *rest = shape or (1,)
+    return -(-first // ranks) * ranks * math.prod(rest)
 
 
 def merge_equal(groups: Sequence[Group], settings: PlanSettings) -> list[SpecGroup]:
@@ -419,9 +444,17 @@ def recommendation(candidates: Sequence[Candidate]) -> str:
     best = next((candidate for candidate in candidates if candidate.recommended), None)
     if best is None:
         least = min(candidates, key=lambda candidate: candidate.state_bytes)
+        most = max(candidates, key=lambda candidate: candidate.plan.ranks)
+        # padding can grow as fast as shards shrink: then no number of GPUs helps
+        padded = least is not most or least.plan.padding_ratio > _TOLERABLE
+        advice = (
+            f"Padding is what fills it ({least.plan.padding_ratio:.0%}): use a finer granularity."
+            if padded
+            else "Use more GPUs, or fewer bytes of state per parameter."
+        )
         return (
             f"No FSDP size fits: the least a rank needs is {least.state_bytes / 2**30:.1f} GiB, "
-            f"at {least.plan.ranks} ranks. Use a finer granularity or more GPUs."
+            f"at {least.plan.ranks} ranks. {advice}"
         )
     mesh = f"HSDP, {best.replicas} replicas" if best.replicas > 1 else "no replicas"
     return f"Recommended: FSDP over {best.plan.ranks} ranks ({mesh}), {best.plan.padding_ratio:.3%} padding."

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import ascii_letters
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
@@ -18,11 +20,13 @@ from ragged_fsdp.cli.plan_network import Network
 from ragged_fsdp.layout import GroupLayout
 
 __all__ = [
+    "Column",
     "Curve",
     "advice_table",
     "ascii_picture",
     "bytes_text",
     "draw_curves",
+    "fitted_table",
     "group_table",
     "network_table",
     "plot",
@@ -61,15 +65,72 @@ def _optimal(plan: PlannedGroup | PlannedModel) -> str:
     return "proven" if plan.proven else f"within {plan.padding_ratio - plan.bound_ratio:.3%}"
 
 
-def group_table(plan: PlannedModel, threshold: float) -> Table:
+@dataclass(frozen=True)
+class Column:
+    """A column of a table; where the terminal is narrow, those with the largest ``spare`` go first."""
+
+    name: str
+    spare: int = 0
+    text: bool = False
+    """Whether it is of words, at the left, and may be wrapped."""
+
+
+def fitted_table(
+    title: str, columns: Sequence[Column], rows: Sequence[tuple[Sequence[str], str | None]], width: int
+) -> Table:
+    """A table of at most ``width`` columns of text; a row is its cells and a style.
+
+    What does not fit is left out by column, and the title says which: cells are never cut. ``---`` as the
+    only cell of a row draws a line.
+    """
+    cells = [row for row, _ in rows if len(row) == len(columns)]
+    needed = [
+        max(cell_len(Text.from_markup(text).plain) for text in (column.name, *(row[i] for row in cells)))
+        for i, column in enumerate(columns)
+    ]
+    shown = list(range(len(columns)))
+    while sum(needed[i] + 3 for i in shown) > width:
+        least = max((i for i in shown if columns[i].spare), key=lambda i: columns[i].spare, default=None)
+        if least is None:
+            break
+        shown.remove(least)
+    left_out = [columns[i].name for i in range(len(columns)) if i not in shown]
+    if left_out:
+        title += f" (not shown at this width: {', '.join(left_out)})"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i in shown:
+        column = columns[i]
+        justify: Literal["left", "right"] = "left" if column.text else "right"
+        table.add_column(column.name, justify=justify, no_wrap=not column.text)
+    for row, style in rows:
+        if len(row) != len(columns):
+            table.add_section()
+        else:
+            table.add_row(*(row[i] for i in shown), style=style)
+    return table
+
+
+_LINE: tuple[Sequence[str], str | None] = (("---",), None)
+
+
+def group_table(plan: PlannedModel, threshold: float, width: int) -> Table:
     """One row per group at one FSDP size, and the total."""
-    table = Table(title=f"{plan.ranks} ranks", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("group")
-    for column in ("tensors", "elements", "shard", "buffer", "per rank", "padding", "bound", "align"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("optimal")
+    columns = (
+        Column("group", text=True),
+        Column("tensors", 4),
+        Column("elements", 1),
+        Column("shard", 3),
+        Column("buffer"),
+        Column("per rank"),
+        Column("padding"),
+        Column("bound", 2),
+        Column("FSDP2"),
+        Column("align", 6),
+        Column("optimal", 5, text=True),
+    )
+    rows: list[tuple[Sequence[str], str | None]] = []
     for group in plan.groups:
-        table.add_row(
+        cells = (
             group.group.title,
             str(len(group.group.specs)),
             _short(group.numel),
@@ -78,11 +139,12 @@ def group_table(plan: PlannedModel, threshold: float) -> Table:
             bytes_text(group.shard_numel * group.element_bytes),
             _percent(group.padding_ratio, threshold),
             f"{group.bound_ratio:.3%}",
+            f"{group.fsdp2_ratio:.3%}",
             bytes_text(group.alignment_bytes),
             _optimal(group),
         )
-    table.add_section()
-    table.add_row(
+        rows.append((cells, None))
+    total = (
         "total",
         str(sum(len(group.group.specs) * group.count for group in plan.groups)),
         _short(plan.numel),
@@ -91,78 +153,96 @@ def group_table(plan: PlannedModel, threshold: float) -> Table:
         bytes_text(plan.bytes_per_rank),
         _percent(plan.padding_ratio, threshold),
         f"{plan.bound_ratio:.3%}",
+        f"{plan.fsdp2_ratio:.3%}",
         "",
         _optimal(plan),
-        style="bold",
     )
-    return table
+    title = f"{plan.ranks} ranks; padding of this layout, its lower bound, and FSDP2's"
+    return fitted_table(title, columns, [*rows, _LINE, (total, "bold")], width)
 
 
-def summary_table(plans: Sequence[PlannedModel], threshold: float) -> Table:
+def summary_table(plans: Sequence[PlannedModel], threshold: float, width: int) -> Table:
     """One row per FSDP size."""
-    table = Table(title="all groups, by FSDP size", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("ranks", "padding", "bound", "per rank", "largest buffer"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("optimal")
-    table.add_column("most padding in")
+    columns = (
+        Column("ranks"),
+        Column("padding"),
+        Column("bound", 1),
+        Column("FSDP2"),
+        Column("per rank"),
+        Column("largest buffer"),
+        Column("optimal", 2, text=True),
+        Column("most padding in", 3, text=True),
+    )
+    rows = []
     for plan in plans:
         worst = plan.worst
-        named = f"{worst.group.title} ({worst.padding_ratio:.3%})" if worst and worst.padding_ratio else ""
-        table.add_row(
+        cells = (
             f"{plan.ranks}",
             _percent(plan.padding_ratio, threshold),
             f"{plan.bound_ratio:.3%}",
+            f"{plan.fsdp2_ratio:.3%}",
             bytes_text(plan.bytes_per_rank),
             bytes_text(plan.largest_buffer_bytes),
             _optimal(plan),
-            named,
+            f"{worst.group.title} ({worst.padding_ratio:.3%})" if worst and worst.padding_ratio else "",
         )
-    return table
+        rows.append((cells, None))
+    return fitted_table("all groups, by FSDP size", columns, rows, width)
 
 
-def network_table(networks: Sequence[Network]) -> Table:
+def network_table(networks: Sequence[Network], width: int) -> Table:
     """What one GPU sends in a step over either link, by FSDP size; what ``auto`` picks is marked."""
-    title = "bytes a GPU sends in a step, nothing kept between forward and backward"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("levels")
-    table.add_column("collective")
-    for column in ("inside its node", "over its card"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
+    columns = (
+        Column("levels", text=True),
+        Column("collective", text=True),
+        Column("inside its node"),
+        Column("over its card"),
+        Column("", text=True),
+    )
+    rows: list[tuple[Sequence[str], str | None]] = []
     for network in networks:
         picked = next(entry for entry in network.traffic if entry.collective == network.auto)
         for number, entry in enumerate(network.traffic):
-            table.add_row(
+            cells = (
                 "" if number else str(network.levels),
                 f"{entry.collective}: {entry.detail}",
                 bytes_text(entry.inside_bytes),
                 bytes_text(entry.card_bytes),
                 "auto" if entry is picked else "",
-                style="bold green" if entry is picked else None,
             )
-        table.add_section()
-    return table
+            rows.append((cells, "bold green" if entry is picked else None))
+        rows.append(_LINE)
+    return fitted_table(
+        "bytes a GPU sends in a step, nothing kept between forward and backward", columns, rows, width
+    )
 
 
-def advice_table(candidates: Sequence[Candidate], gpus: int, threshold: float) -> Table:
+def advice_table(candidates: Sequence[Candidate], gpus: int, threshold: float, width: int) -> Table:
     """One row per FSDP size that divides the GPUs; the recommended one is marked."""
-    table = Table(title=f"FSDP sizes for {gpus} GPUs", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for column in ("FSDP", "replicas", "padding", "bound", "state per rank", "largest buffer"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("")
+    columns = (
+        Column("FSDP"),
+        Column("replicas"),
+        Column("padding"),
+        Column("bound", 2),
+        Column("FSDP2", 1),
+        Column("state per rank"),
+        Column("largest buffer", 3),
+        Column("", text=True),
+    )
+    rows = []
     for candidate in candidates:
-        verdict = "recommended" if candidate.recommended else "" if candidate.fits else "does not fit"
-        table.add_row(
+        cells = (
             str(candidate.plan.ranks),
             str(candidate.replicas),
             _percent(candidate.plan.padding_ratio, threshold),
             f"{candidate.plan.bound_ratio:.3%}",
+            f"{candidate.plan.fsdp2_ratio:.3%}",
             bytes_text(candidate.state_bytes),
             bytes_text(candidate.plan.largest_buffer_bytes),
-            verdict,
-            style="bold green" if candidate.recommended else None if candidate.fits else "dim",
+            "recommended" if candidate.recommended else "" if candidate.fits else "does not fit",
         )
-    return table
+        rows.append((cells, "bold green" if candidate.recommended else None if candidate.fits else "dim"))
+    return fitted_table(f"FSDP sizes for {gpus} GPUs", columns, rows, width)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
 """What ``ragged-fsdp plan`` is asked to plan: parameter shapes, and the small languages of its options.
 
-Shapes come from a model by name, a Hugging Face config, or a list of tensors. Models are built from
-``transformers`` config classes on the meta device, so nothing is downloaded and no memory is used. Expert
-weights follow the published checkpoints: DeepSeek and Qwen have one matrix per expert, GPT-OSS one tensor
-for all. ``transformers`` holds all experts of a layer in one tensor either way; ``experts="fused"`` plans
-that, ``experts="separate"`` takes every expert apart.
+Shapes come from a model by any name that ``train`` takes, a Hugging Face config, or a list of tensors.
+Models are built on the meta device, as ``train`` builds them, so nothing is downloaded and no memory is
+used. ``transformers`` holds all experts of a layer in one tensor, whatever the checkpoint does;
+``experts="published"`` plans them as the checkpoint has them (DeepSeek and Qwen: one matrix per expert),
+``experts="separate"`` takes every expert apart.
 
 The languages are granularity rules, wrap rules (which parameters share a buffer) and lists of FSDP sizes.
 """
@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -23,11 +24,11 @@ from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.policy import Elements, Granularity, Rows, parse_granularity
 
 __all__ = [
-    "NAMED_MODELS",
     "GranularityRule",
     "Group",
     "ModelShapes",
     "TensorShape",
+    "check_rules",
     "expand_rules",
     "load_shapes",
     "parse_rule",
@@ -35,42 +36,6 @@ __all__ = [
     "spec_of",
     "wrap_groups",
 ]
-
-_LLAMA3: dict[str, Any] = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
-_QWEN3_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "vocab_size": 151936,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-}
-
-NAMED_MODELS: dict[str, dict[str, Any]] = {
-    "deepseek-v3": {"model_type": "deepseek_v3"},
-    "gpt-oss-120b": {"model_type": "gpt_oss", "num_hidden_layers": 36, "num_local_experts": 128},
-    "gpt-oss-20b": {"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32},
-    "llama3-8b": _LLAMA3
-    | {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
-    "llama3-70b": _LLAMA3
-    | {"num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64},
-    "llama3-405b": _LLAMA3
-    | {
-        "num_hidden_layers": 126,
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_attention_heads": 128,
-    },
-    "qwen3-30b-a3b": _QWEN3_MOE
-    | {"num_hidden_layers": 48, "hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32},
-    "qwen3-235b-a22b": _QWEN3_MOE
-    | {
-        "num_hidden_layers": 94,
-        "hidden_size": 4096,
-        "moe_intermediate_size": 1536,
-        "num_attention_heads": 64,
-    },
-}
 
 _FUSED_AS_PUBLISHED = {"gpt_oss", "llama4", "llama4_text"}
 _EXPERT_TENSOR = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<leaf>[^.]+)$")
@@ -97,29 +62,47 @@ class ModelShapes:
     tensors: tuple[TensorShape, ...]
 
 
-def load_shapes(source: str, *, experts: str = "published", ep: int = 1) -> ModelShapes:
-    """The parameters of ``source``: a name of ``NAMED_MODELS`` or the path of a JSON file."""
-    if experts not in ("published", "fused", "separate"):
-        raise ValueError(f"experts must be published, fused or separate, got {experts!r}.")
-    if source in NAMED_MODELS:
-        config, title = dict(NAMED_MODELS[source]), source
-    else:
-        path = Path(source)
-        if path.is_dir():
-            path = path / "config.json"
-        if not path.is_file():
-            names = ", ".join(NAMED_MODELS)
-            raise ValueError(f"{source!r} is neither a file nor a known model; known are {names}.")
+def load_shapes(source: str, *, experts: str = "built", ep: int = 1) -> ModelShapes:
+    """The parameters of ``source``: a model's name, or the path of a JSON file or of a folder."""
+    if experts not in ("built", "published", "separate"):
+        raise ValueError(f"experts must be built, published or separate, got {experts!r}.")
+    path = Path(source)
+    if path.is_dir():
+        path = path / "config.json"
+    if path.is_file():
         content = _read_json(path)
         if isinstance(content, list) or (isinstance(content, dict) and "tensors" in content):
             return _from_list(path, content)
-        config, title = content, path.stem if path.stem != "config" else path.parent.name or "model"
-        if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
             raise ValueError(f"{path}: the config has no model_type; expected a Hugging Face config.json.")
-    tensors = _from_config(title, config)
-    fused = experts == "fused" or (experts == "published" and config["model_type"] in _FUSED_AS_PUBLISHED)
-    stacked = config["model_type"] not in _FUSED_AS_PUBLISHED
-    return ModelShapes(title, tuple(_with_experts(tensors, fused, stacked, ep)))
+        title = path.stem if path.stem != "config" else path.parent.name or "model"
+        family, model = content["model_type"], _from_config(title, content)
+    else:
+        title, family, model = _by_name(source)
+    tensors = [TensorShape(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    apart = experts == "separate" or (experts == "published" and family not in _FUSED_AS_PUBLISHED)
+    stacked = family not in _FUSED_AS_PUBLISHED
+    return ModelShapes(title, tuple(_with_experts(tensors, not apart, stacked, ep)))
+
+
+def _by_name(source: str) -> tuple[str, str, Any]:
+    """Name, family and meta model of what ``train --model`` would build."""
+    try:
+        from ragged_fsdp.models.config import BUILT_IN_SIZES
+        from ragged_fsdp.models.names import nearest
+        from ragged_fsdp.models.published import PUBLISHED, published_name
+        from ragged_fsdp.models.source import find_model
+    except ImportError as error:
+        raise ValueError(f"{source}: building a model needs torch ({error}).") from None
+    known = [*PUBLISHED, *BUILT_IN_SIZES]
+    name = published_name(source) or source
+    if name not in known and not name.endswith("Config"):
+        raise ValueError(
+            f"{source!r} is neither a file nor a known model; {nearest(source, known)} A Hugging Face config "
+            "class such as LlamaConfig, a folder or a config.json will do too."
+        )
+    found = find_model(name, {}, random_weights=True)
+    return name, str(found.settings.get("model_type", "")), found.build()
 
 
 def _read_json(path: Path) -> Any:
@@ -148,8 +131,8 @@ def _from_list(path: Path, content: Any) -> ModelShapes:
     return ModelShapes(title, tuple(tensors))
 
 
-def _from_config(title: str, config: dict[str, Any]) -> Iterator[TensorShape]:
-    """Builds the model on the meta device: shapes without memory."""
+def _from_config(title: str, config: dict[str, Any]) -> Any:
+    """The model on the meta device: shapes without memory."""
     try:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -165,11 +148,9 @@ def _from_config(title: str, config: dict[str, Any]) -> Iterator[TensorShape]:
     try:
         built = AutoConfig.for_model(config["model_type"], **settings)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(built)
+            return AutoModelForCausalLM.from_config(built)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{title}: transformers cannot build this config: {error}") from None
-    for name, parameter in model.named_parameters():
-        yield TensorShape(name, tuple(parameter.shape))
 
 
 def _with_experts(
@@ -235,6 +216,25 @@ def expand_rules(texts: Sequence[str]) -> list[tuple[GranularityRule, ...]]:
         pattern, separator, alternatives = text.rpartition("=")
         choices.append([parse_rule(f"{pattern}{separator}{option}") for option in alternatives.split("|")])
     return [tuple(rules) for rules in product(*choices)]
+
+
+def check_rules(tensors: Sequence[TensorShape], rules: Iterable[GranularityRule]) -> None:
+    """Raise for a rule that would do nothing: no name matches it, or an earlier rule takes all that do."""
+    left = [tensor.name for tensor in tensors]
+    everything = list(left)
+    for rule in rules:
+        matched = [name for name in everything if fnmatchcase(name, rule.pattern)]
+        if not matched:
+            near = get_close_matches(rule.pattern, everything, n=1, cutoff=0.0)
+            example = f" like {near[0]!r}" if near else ""
+            raise ValueError(
+                f"granularity {rule.text!r}: matches none of {len(everything)} parameters; "
+                f"they are named{example}."
+            )
+        taken = set(left).intersection(matched)
+        if not taken:
+            raise ValueError(f"granularity {rule.text!r}: earlier rules take every parameter it matches.")
+        left = [name for name in left if name not in taken]
 
 
 def spec_of(tensor: TensorShape, rules: Sequence[GranularityRule], nearest: bool = False) -> TensorSpec:

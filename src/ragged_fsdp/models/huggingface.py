@@ -13,13 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from ragged_fsdp.models.hf_parallel import tensor_split
 from ragged_fsdp.models.materialize import InitModule
 from ragged_fsdp.models.names import nearest
+from ragged_fsdp.models.published import PUBLISHED
 from ragged_fsdp.models.source import ModelSource
 
 __all__ = ["find_hugging_face", "model_from_settings"]
 
 
 def find_hugging_face(name: str, changes: Mapping[str, str], *, random_weights: bool) -> ModelSource:
-    """The source for a config class such as ``LlamaConfig``, or for a folder with a ``config.json``."""
+    """The source for a published model, a config class such as ``LlamaConfig``, or a folder with a config."""
     folder = Path(name) if Path(name).is_dir() else None
     config = _config(name, folder, changes)
     config.use_cache = False  # training never continues a sequence
@@ -51,6 +52,9 @@ def _config(name: str, folder: Path | None, changes: Mapping[str, str]) -> Pretr
             raise ValueError(f"model = {name!r}: the folder has no config.json")
         stored = AutoConfig.from_pretrained(folder, local_files_only=True)
         cls, values = type(stored), stored.to_dict()
+    elif name in PUBLISHED:
+        values = {**PUBLISHED[name]}
+        cls = type(AutoConfig.for_model(values.pop("model_type")))
     else:
         cls, values = _config_class(name), {}
     values.update(_parsed(cls(), changes))

@@ -1,4 +1,4 @@
-"""A model by name: one of our sizes, a Hugging Face config class, or a local Hugging Face folder.
+"""A model by name: one of our sizes, a published model, a Hugging Face config class, or a local folder.
 
 The first part of every path is the same: :class:`ModelSource` builds the model on the meta device, as
 often as asked, and knows how to give one module its initial values.
@@ -18,6 +18,7 @@ from ragged_fsdp.models.materialize import InitModule
 from ragged_fsdp.models.moe import MoETransformer
 from ragged_fsdp.models.moe_parallel import split_experts, split_tensors
 from ragged_fsdp.models.names import nearest
+from ragged_fsdp.models.published import PUBLISHED, published_name
 from ragged_fsdp.models.splits import Split
 
 __all__ = ["ModelSource", "find_model"]
@@ -54,15 +55,16 @@ def find_model(name: str, changes: Mapping[str, str], *, random_weights: bool = 
     """The source for a model's name, with fields of its config changed; ``ValueError`` if unknown."""
     if name in BUILT_IN_SIZES:
         return _built_in(name, changes)
-    if name.endswith("Config") or Path(name).is_dir():
+    name = published_name(name) or name
+    if name in PUBLISHED or name.endswith("Config") or Path(name).is_dir():
         if importlib.util.find_spec("transformers") is None:
             raise ValueError(f"model = {name!r}: needs transformers; in a checkout: pip install '.[hf]'")
         from ragged_fsdp.models.huggingface import find_hugging_face
 
         return find_hugging_face(name, changes, random_weights=random_weights)
     raise ValueError(
-        f"model = {name!r}: not a built-in size, a Hugging Face config class or a local folder; "
-        f"{nearest(name, BUILT_IN_SIZES)}"
+        f"model = {name!r}: not a built-in size, a published model, a Hugging Face config class or a local "
+        f"folder; {nearest(name, [*BUILT_IN_SIZES, *PUBLISHED])}"
     )
 
 

@@ -132,6 +132,11 @@ PROFILES = {
         # GB200 NVL72: NVLink 5 has 900 GB/s each way; 811 were measured with nccl-tests on 8 GPUs of two
         # trays (lixueduan.com/posts/ai/13-gb200-mnnvl-nccl-test). One 400 Gb/s card per GPU to other racks.
         Network("nvl72", 800.0, 45.0, 72, **_STEPS_US),
+        # 8 x B200, 8 x 400 Gb/s: NVLink 5 as above, the cards of h200-400g.
+        Network("b200-400g", 800.0, 45.0, 8, **_STEPS_US),
+        # 8 x A100, 8 x 200 Gb/s: NVLink 3 has 300 GB/s each way, of which NCCL's collectives reach about 230
+        # (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md); a 200 Gb/s card has 25, of which 22 are useful.
+        Network("a100-200g", 230.0, 22.0, 8, **_STEPS_US),
         Network("flat", 400.0),
         Network("free"),
     )
@@ -196,6 +201,22 @@ class Place:
             here=counts[nodes[own]],
             own=None if network.flat else own,
             outside=tuple(node != nodes[own] for node in nodes),
+        )
+
+    @staticmethod
+    def even(ranks: int, network: Network, apart: int = 1) -> Place:
+        """A group of ``ranks`` that lie ``apart`` in rank, seen from the first of them."""
+        per_node = network.ranks_per_node or ranks * apart
+        here = max(1, min(ranks, per_node // apart))
+        nodes, rest = divmod(ranks, here)
+        return Place(
+            ranks=ranks,
+            nodes=nodes + bool(rest),
+            fewest=rest or here,
+            most=here,
+            here=here,
+            own=None if network.flat else 0,
+            outside=(),
         )
 
     def traffic(self, sent: Sequence[int], received: Sequence[int]) -> Traffic:

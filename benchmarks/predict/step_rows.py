@@ -1,0 +1,107 @@
+"""Predictions beside every row of the step benchmark, ours and FSDP2's.
+
+The computation comes from the card of ``python -m benchmarks.predict calibrate``: one layer of each model at
+two numbers of tokens. A row is predicted as it was run: rank 0 of N on its modelled network.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.predict.layers import stack_workload
+from benchmarks.step.shapes import MODELS
+
+from ragged_fsdp.predict.card import Card
+from ragged_fsdp.predict.network import network_of
+from ragged_fsdp.predict.scale import Scale
+from ragged_fsdp.predict.step import Setup, predict
+
+__all__ = ["Row", "compared"]
+
+STEP_RESULTS = Path(__file__).parents[1] / "step" / "results"
+_LEFT_OUT = ("prefetch", "communicators", "buffers", "pending", "shard1", "budget")
+"""Options of the benchmark that ``predict`` does not have."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: what was measured, and what is predicted."""
+
+    file: str
+    model: str
+    implementation: str
+    network: str
+    ms: float
+    predicted_ms: float
+    gib: float
+    predicted_gib: float
+    held_out: bool = False
+
+    @property
+    def time_error(self) -> float:
+        return self.predicted_ms / self.ms - 1
+
+    @property
+    def memory_error(self) -> float:
+        return self.predicted_gib / self.gib - 1
+
+
+def compared(card: Card, held_out: str | None = None) -> Iterator[Row]:
+    """Every row that can be predicted; of ``held_out`` only, with its own runs taken off the card."""
+    if held_out is not None:
+        card = replace(card, layers=tuple(layer for layer in card.layers if layer.model != held_out))
+    for path in sorted(STEP_RESULTS.glob("*.json")):
+        for result in json.loads(path.read_text()).get("results", ()):
+            case = result.get("case", {})
+            if case.get("model") not in MODELS or case.get("payload") != "repeat" or "rows" not in result:
+                continue
+            if case["model"] == "small-dense" or (held_out is not None and case["model"] != held_out):
+                continue
+            for row in result["rows"]:
+                found = _row(path.stem, case, row, card)
+                if found is not None:
+                    yield replace(found, held_out=held_out is not None)
+
+
+def _row(file: str, case: dict[str, Any], row: dict[str, Any], card: Card) -> Row | None:
+    name = row.get("implementation", "")
+    known = name.startswith(("ours", "fsdp2")) and not any(option in name for option in _LEFT_OUT)
+    if "error" in row or not known or "forward_backward_ms" not in row:
+        return None
+    wire = row["wire"] if "wire" in row else row.get("bandwidth_gb_s", row.get("wire_gb_s"))
+    network = network_of(wire)
+    workload = stack_workload(case["model"], case["layers"])
+    setup = Setup(
+        gpus=case["ranks"],
+        tokens_per_gpu=case["tokens"],
+        seq_len=MODELS[case["model"]].sequence,
+        replicas=case.get("replicas", 1),
+        sharding="fsdp2" if name.startswith("fsdp2") else "ragged",
+        reduction="two_level"
+        if "two-level" in name
+        else "all_to_all"
+        if "all-to-all" in name
+        else "reduce_scatter",
+        reduce_dtype="bf16" if "bf16" in name else case["reduce_dtype"],
+        kept="nothing-kept" not in name,
+        park=8 if "reshard8" in name else 0,
+        codes="int8" in name or "float8" in name,
+        expandable_segments=case["allocator"] == "expandable",
+        scale=Scale(jitter=0.0),
+    )
+    done = predict(workload, setup, card, network).replayed
+    optimizer = sum(span.end - span.start for span in done.spans if span.label == "optimizer")
+    return Row(
+        file,
+        case["model"],
+        name,
+        network.name,
+        row["forward_backward_ms"],
+        (done.seconds - optimizer) * 1e3,
+        row["peak_allocated_gib"],
+        done.peak_bytes / 2**30,
+    )
