@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rank_pool import DEVICE
+
 __all__ = ["EXPERTS", "FAMILIES", "batch", "build", "layers_of", "loss_of", "shard", "wide_arithmetic"]
 
 EXPERTS = 5
@@ -74,7 +76,7 @@ def build(family: str, dtype: torch.dtype, experts: int = EXPERTS) -> Any:
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, experts_implementation="eager"
         )
-    model = model.to(dtype).train()
+    model = model.to(DEVICE, dtype).train()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "experts" in name or "router" in name or ".gate." in name:
@@ -83,7 +85,7 @@ def build(family: str, dtype: torch.dtype, experts: int = EXPERTS) -> Any:
 
 
 def batch(sequences: int = 12, length: int = 5) -> torch.Tensor:
-    return torch.randint(64, (sequences, length), generator=torch.Generator().manual_seed(1))
+    return torch.randint(64, (sequences, length), generator=torch.Generator().manual_seed(1)).to(DEVICE)
 
 
 def loss_of(model: nn.Module, ids: torch.Tensor, tokens: int) -> torch.Tensor:

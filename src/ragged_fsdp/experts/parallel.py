@@ -134,22 +134,27 @@ def expert_parallel(
     for name, (module, _) in found.items():
         _check_module(name, module)
     _check_named(split, found)
-    text = "\n".join(f"{n} {_shapes(m)} {splits[n]} {dispatcher}" for n, (m, _) in found.items())
+    how = dispatcher if isinstance(dispatcher, str) else "a dispatcher of the caller's"
+    text = "\n".join(f"{n} {_shapes(m)} {splits[n]} {how}" for n, (m, _) in found.items())
     differs = compare(text, [mesh.get_group()], torch.device(mesh.device_type))
     if differs is not None:
         raise ValueError(f"expert_parallel: the ranks of the mesh disagree: {differs.difference}.")
-    for name, (module, own) in found.items():
-        spread(name, module, mesh, splits[name], _sliced(own, token_mesh))
+    made = [
+        SplitExperts(name, module, mesh, splits[name], _sliced(own, token_mesh))
+        for name, (module, own) in found.items()
+    ]
+    for experts in made:  # nothing can fail from here on
+        spread(experts)
     return model
 
 
-def spread(name: str, module: nn.Module, mesh: DeviceMesh, split: ExpertSplit, make: MakeDispatcher) -> None:
+def spread(experts: SplitExperts) -> None:
     """Leave this rank its part of the experts, and let the module's forward reach those of the others."""
-    for own, parameter in expert_parameters(module).items():
+    module = experts.module
+    for name, parameter in expert_parameters(module).items():
         full = parameter.detach().contiguous()
-        part = distribute_tensor(full, mesh, [split_placement(split)], src_data_rank=None)
-        setattr(module, own, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    experts = SplitExperts(name, module, mesh, split, make)
+        part = distribute_tensor(full, experts.mesh, [split_placement(experts.split)], src_data_rank=None)
+        setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
     module.__dict__[_ATTRIBUTE] = experts
     module.forward = experts.forward  # type: ignore[method-assign]
 

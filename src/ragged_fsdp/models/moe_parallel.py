@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ragged_fsdp.experts import ExpertSplit, SharedTokens, spread
+from ragged_fsdp.experts import ExpertSplit, SharedTokens, SplitExperts, spread
 from ragged_fsdp.models.moe import Block, MoETransformer
 
 __all__ = ["split_attention", "split_tensors"]
@@ -29,7 +29,7 @@ def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
     split_attention(model, mesh)
     for name, layer in _blocks(model).items():
         even = ExpertSplit.even(layer.experts.num_experts, mesh.size())
-        spread(f"{name}.experts", layer.experts, mesh, even, SharedTokens)
+        spread(SplitExperts(f"{name}.experts", layer.experts, mesh, even, SharedTokens))
 
 
 def split_attention(model: nn.Module, mesh: DeviceMesh) -> None:
