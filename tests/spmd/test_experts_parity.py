@@ -81,6 +81,7 @@ WAYS = {
     "whole experts": {"options": {"orig_param_policy": lambda name, p: Rows(8) if p.ndim == 3 else None}},
     "hsdp, accumulated": {"hsdp": True, "pieces": 3},
     "recomputed": {"recompute": True},
+    "compiled": {"compile": True},
     "no forward twice": {"options": {"reshard_after_forward": False}, "recompute": True, "pieces": 2},
     "fsdp2": {"fully_shard": stock_fully_shard, "experts": 4},
     "fsdp2, all_gather": {"fully_shard": stock_fully_shard, "experts": 4, "dispatcher": "all_gather"},
@@ -98,6 +99,9 @@ def _spread(rank, model, way, parts=None):
         layers = cases.layers_of(model)
         for index in range(len(layers)):
             layers[index] = checkpoint_wrapper(layers[index])
+    if way.get("compile"):
+        for layer in cases.layers_of(model):
+            layer.compile(backend="eager")
     dp = mesh["rep", "dp"] if hsdp else mesh["dp"]
     options = way.get("options", {})
     cases.shard(model, dp, everyone, parts or 4, way.get("fully_shard", fully_shard), **options)
@@ -111,7 +115,7 @@ def test_every_way_is_that_of_one_process(rank):
         with cases.wide_arithmetic(family):
             ids, expected = cases.batch(), {}
             for case, way in WAYS.items():
-                if family == "ours" and case not in ("uneven", "recomputed", "hsdp, accumulated", "fsdp2"):
+                if family == "ours" and case not in ("uneven", "recomputed", "compiled", "fsdp2"):
                     continue
                 experts = way.get("experts", cases.EXPERTS)
                 if experts not in expected:

@@ -119,8 +119,9 @@ def test_auto_reduces_as_the_nodes_ask_and_says_so(rank):
 @spmd(4, timeout=400)
 def test_matrix_and_block_optimizers_under_splits(rank):
     """Muon gathers matrices over both dims; blocks of 8-bit Adam and of Shampoo stay whole on their ranks."""
-    cases = {"muon": ({"tp": 2}, {"ep": 2}), "adam8bit": ({"tp": 2}, {"ep": 2}), "shampoo": ({"ep": 2},)}
-    wide = {"hidden": "64", "expert_hidden": "64", **MODEL}
+    moves = {"ep": 4, "rebalance": 3}  # six experts lie 2, 2, 1, 1, and then elsewhere
+    cases = {"muon": ({"tp": 2}, moves), "adam8bit": ({"tp": 2}, moves), "shampoo": (moves,)}
+    wide = {"hidden": "64", "expert_hidden": "64", "experts": "6", **MODEL}
     for optimizer, splits in cases.items():
         common = {
             "optimizer": optimizer,
