@@ -11,6 +11,7 @@ from ragged_fsdp.experts import (
     Here,
     SharedTokens,
     expert_parallel,
+    fit_capacity,
     grouped_linear,
     held_part,
     load_of,
@@ -107,6 +108,13 @@ def test_what_does_not_fit_is_dropped_and_counted(rank):
         torch.distributed.all_reduce(dropped)
         assert int(load.dropped) == int(dropped) and (capacity < 2.0 or not dropped)
         assert int(load.rows["experts"].sum()) == 2 * tokens * PER_TOKEN
+        fitted = fit_capacity(module, margin=1.0)["experts"]
+        assert 0 < fitted <= 2.0 and fit_capacity(module) == {}
+        if dropped:
+            assert fitted > capacity
+        exact = _run(Squares().to(DEVICE), _inputs(tokens, rank.rank))
+        again = _run(module["experts"], _inputs(tokens, rank.rank))
+        assert all(torch.allclose(a, b) for a, b in zip(again, exact)) and not int(load_of(module).dropped)
         module.eval()  # nothing is dropped, and ranks may have other numbers of tokens
         plain = _run(Squares().to(DEVICE), _inputs(tokens + rank.rank, rank.rank))
         got = _run(module["experts"], _inputs(tokens + rank.rank, rank.rank))

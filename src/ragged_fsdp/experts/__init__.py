@@ -3,7 +3,7 @@
 :func:`expert_parallel` does it to a model; ``docs/experts.md`` has the picture.
 """
 
-from ragged_fsdp.experts.balance import ExpertLoad, balanced_splits, load_of, move_experts
+from ragged_fsdp.experts.balance import ExpertLoad, balanced_splits, fit_capacity, load_of, move_experts
 from ragged_fsdp.experts.dispatch import (
     AllGather,
     AllToAll,
@@ -41,6 +41,7 @@ __all__ = [
     "expert_count",
     "expert_modules",
     "expert_parallel",
+    "fit_capacity",
     "grouped_linear",
     "held_part",
     "load_of",

@@ -2,6 +2,7 @@
 
     load_of            rows sent to each expert of each layer since the last call, of all ranks
     balanced_splits    the splits whose busiest rank has the least load
+    fit_capacity       room for what was sent, and a margin
     move_experts       from one split to another between two steps, optimizer state included, bit for bit
 
 A rank that moves experts sends and receives what changes hands and gathers, one layer after the other, what
@@ -19,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.experts.dispatch import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.experts.parallel import SplitExperts, split_experts_of, split_placement
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.fsdp.construct.again import cut_again
 from ragged_fsdp.optim.base import ExactStateOptimizer
 
-__all__ = ["ExpertLoad", "balanced_splits", "load_of", "move_experts"]
+__all__ = ["ExpertLoad", "balanced_splits", "fit_capacity", "load_of", "move_experts"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,34 @@ def balanced_splits(load: ExpertLoad) -> dict[str, ExpertSplit]:
     return {
         name: ExpertSplit.by_load(rows.tolist(), load.splits[name].ranks) for name, rows in load.rows.items()
     }
+
+
+def fit_capacity(
+    model: nn.Module, margin: float = 1.1, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Let the capacity of each layer follow its load: the most that any rank sent another, times ``margin``.
+
+    Every rank of ``group``, or all, calls it between steps; one all-reduce, and a wait for the device. Layers
+    without a capacity, or that have not run since, stay as they are; experts that move start again from the
+    capacity that was given.
+
+    Returns:
+        The new capacities, by name of the module.
+    """
+    if not margin >= 1:
+        raise ValueError(f"fit_capacity: margin must be at least 1, got {margin!r}.")
+    found = {}
+    for name, experts in split_experts_of(model).items():
+        dispatcher = getattr(experts.dispatcher, "inner", experts.dispatcher)
+        if isinstance(dispatcher, AllToAll) and dispatcher.needed is not None:
+            found[name] = dispatcher
+    if not found:
+        return {}
+    needed = torch.stack([d.needed for d in found.values() if d.needed is not None]).double()
+    dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=group)
+    for dispatcher, most in zip(found.values(), needed.tolist()):
+        dispatcher.capacity, dispatcher.needed = margin * most, None
+    return {name: dispatcher.capacity for name, dispatcher in found.items() if dispatcher.capacity}
 
 
 @torch.no_grad()

@@ -124,6 +124,8 @@ class AllToAll:
         self._split, self._held = split, split.held[mesh.get_local_rank()]
         self.capacity = capacity
         self.for_evaluation = self if capacity is None else AllToAll(mesh, split)
+        self.needed: Tensor | None = None
+        """The capacity that would have dropped nothing since it was last taken; counted if there is one."""
         self._agreed: set[int] = set()
         self._constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
@@ -172,6 +174,8 @@ class AllToAll:
         ends = torch.cat((load.new_zeros(1), load.cumsum(0)))
         start = ends[first]  # where the slots of each rank's experts begin in the order
         count = ends[stop] - start
+        needed = count.max() * (self._ranks / max(1, slots))
+        self.needed = needed if self.needed is None else torch.maximum(self.needed, needed)
         position = torch.arange(room, device=device)
         fits = position < count.clamp(max=room).unsqueeze(1)  # (rank, position)
         at = (start.unsqueeze(1) + position).clamp(max=max(0, slots - 1))
@@ -295,19 +299,19 @@ class SlicedTokens:
     """
 
     def __init__(self, inner: Dispatcher, mesh: DeviceMesh) -> None:
-        self._inner, self._mesh = inner, mesh
+        self.inner, self._mesh = inner, mesh
         evaluation = getattr(inner, "for_evaluation", inner)
         self.for_evaluation = self if evaluation is inner else SlicedTokens(evaluation, mesh)
 
     def dispatch(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
         """Dispatch this rank's part of the common tokens."""
-        rows, counts, route = self._inner.dispatch(self._part(tokens), self._part(chosen))
+        rows, counts, route = self.inner.dispatch(self._part(tokens), self._part(chosen))
         route.extra["common"] = len(tokens)
         return rows, counts, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The tokens of all parts, on each rank."""
-        mine = self._inner.combine(outputs, self._part(weights), route)
+        mine = self.inner.combine(outputs, self._part(weights), route)
         shape = torch.Size((route.extra["common"], *mine.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
