@@ -105,6 +105,7 @@ def test_impossible_moves_change_nothing(rank):
         ({"nothing": ExpertSplit((3, 2))}, "is not spread"),
         ({name: ExpertSplit((3, 3))}, "cannot become"),
         ({name: ExpertSplit((5,))}, "cannot become"),
+        ({name: ExpertSplit((1 + rank.rank, 4 - rank.rank))}, "were given other splits; rank 0 has"),
     ):
         with pytest.raises(ValueError, match=error):
             move_experts(model, splits, optimizer)

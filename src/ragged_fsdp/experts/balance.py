@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.agreement import compare
 from ragged_fsdp.experts.dispatch import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.experts.parallel import SplitExperts, split_experts_of, split_placement
@@ -148,6 +149,7 @@ def move_experts(
         now = found[name].split
         if (split.ranks, split.experts) != (now.ranks, now.experts):
             raise ValueError(f"move_experts: {name} has {now}, which cannot become {split}.")
+    _compare(found, splits)
     moving = {name: split for name, split in splits.items() if split != found[name].split}
     for name in moving:
         _check_state(name, found[name].module, optimizer)
@@ -157,6 +159,16 @@ def move_experts(
         # as after a load: optimizers that plan where parameters and state lie do so anew
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
     return list(moving)
+
+
+def _compare(found: Mapping[str, SplitExperts], splits: Mapping[str, ExpertSplit]) -> None:
+    """Raise on every rank unless all that hold parts of the same experts were given the same splits."""
+    meshes = {experts.mesh.get_group(): experts.mesh for experts in found.values()}
+    text = "\n".join(f"{name} {splits[name].held}" for name in found if name in splits)
+    for group, mesh in meshes.items():
+        differs = compare(text, [group], torch.device(mesh.device_type))
+        if differs is not None:
+            raise ValueError(f"move_experts: the ranks were given other splits; {differs.difference}.")
 
 
 def _move(experts: SplitExperts, split: ExpertSplit, optimizer: torch.optim.Optimizer | None) -> None:
