@@ -255,6 +255,7 @@ def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement
         gathered_budget_bytes=options.gathered_budget_bytes or 0,
         gathers_first=builder.gathers_first,
     )
+    _APPLY.state(modules[0]).call = (options, agreement.mesh)
     for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
         owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
     for module in modules:

@@ -95,8 +95,8 @@ class RaggedShard(Placement):
             unit is ``numel / sum(local_units)`` elements of the inner tensor. Units are relative, so
             they are divided by their gcd: equal layouts compare equal.
 
-    ``RaggedShard`` may not stand before a ``Shard(d)`` with ``d < len(dims)``: there the order of
-    application would matter; use :class:`StridedRaggedShard`.
+    ``RaggedShard`` may not stand before a ``Shard(d)`` with ``d < len(dims)``, or before another ragged
+    placement: there the order of application would matter; use :class:`StridedRaggedShard`.
     """
 
     dims: tuple[int, ...]
@@ -174,6 +174,9 @@ class RaggedShard(Placement):
 
 class StridedRaggedShard(RaggedShard):
     """A ragged placement applied after the ``Shard`` placements to its right (TP or EP first).
+
+    A ``RaggedShard`` of whole rows, ``dims=(0,)``, may stand to its right too, and counts as one of them:
+    experts of which ranks hold any number.
 
     ``local_units`` is one tuple for all outer shards, or one tuple per outer shard, in mesh order,
     where an uneven ``Shard`` makes them differ: 5 rows over ``Shard(0)`` on 2 ranks leave 3 and 2

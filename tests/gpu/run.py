@@ -104,6 +104,10 @@ GROUPS = {  # those that take longest first
         ("-k", f"not ({_RESUMES} or {_CURVES} or {_ENDS_RANKS})"),
     ),
     "splits": Group("the trainer: tensor and expert parallelism, 4 NCCL ranks", _spmd("train", "parallel")),
+    "experts": Group(
+        "expert parallelism: parity, moves, dispatch, models of transformers; 1 to 4 NCCL ranks",
+        (*_spmd("experts"), *_spmd("train", "huggingface")),
+    ),
     "device": Group(
         "memory, offload, equality with DDP and FSDP2",
         ("tests/gpu/test_fsdp_*.py", "tests/gpu/test_muon_offload.py"),
@@ -112,7 +116,7 @@ GROUPS = {  # those that take longest first
     "optim": Group("8-bit Adam, Shampoo, fused AdamW, clipping", _spmd("optim")),
     **_by_ranks("ragged", "ragged DTensors", _spmd("ragged")),
     "kernels": Group(
-        "Muon's and the 8-bit kernels, decoding of gathered codes",
+        "Muon's and the 8-bit kernels, decoding of gathered codes, orders of rows",
         ("tests/gpu/test_*_kernels.py", "tests/gpu/test_optim_*.py"),
         ("-n", "4"),  # most of their time is the compiler's
         shares=False,

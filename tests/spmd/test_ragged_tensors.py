@@ -249,7 +249,12 @@ def test_bad_input_is_refused_before_any_collective(rank):
         (
             place(RaggedShard((0,), (1, 1)), RaggedShard((0,), (1,)), on=grid),
             ValueError,
-            "exactly one ragged",
+            "would cut dim 0 twice; use StridedRaggedShard first",
+        ),
+        (
+            place(StridedRaggedShard((0,), (1, 1)), RaggedShard((0, 1), (1,)), on=grid),
+            ValueError,
+            "must be a RaggedShard of whole rows",
         ),
         (place(RaggedShard((0,), (1, 1)), Shard(0), on=grid), ValueError, "use StridedRaggedShard"),
         (place(RaggedShard((0,), (1, 1)), on=grid), ValueError, "1 placements .* mesh of 2 dims"),
@@ -320,3 +325,38 @@ def test_three_dim_mesh(rank):
         assert_same((tensor * 2).sum(), full.sum() * 2)
         assert_same(tensor.redistribute(placements=[Shard(0), Replicate(), Replicate()]), full)
         assert whole(tensor.norm()).item() == pytest.approx(full.norm().item(), rel=1e-5)
+
+
+@spmd(4)
+def test_whole_rows_over_one_mesh_dim_and_ragged_pieces_of_them_over_another(rank):
+    """Five rows lie 4 and 1, or 0 and 5, and each part is cut again; moves and boxes keep every bit."""
+    mesh = rank.mesh(2, 2, names=("dp", "ep"))
+    full = numbers(0, 5, 4, 6, device=rank.device)
+    layouts = [
+        (StridedRaggedShard((0, 1), ((3, 13), (1, 3))), RaggedShard((0,), (4, 1))),
+        (StridedRaggedShard((0,), ((0, 0), (2, 3))), RaggedShard((0,), (0, 5))),
+        (StridedRaggedShard((0, 1, 2), ((1, 5), (29, 7))), RaggedShard((0,), (2, 3))),
+    ]
+    for placements in layouts:
+        tensor = distribute_tensor(full, mesh, placements)
+        assert_same(tensor, full, exact=True)
+        boxes = ragged_layout(tensor).boxes()
+        assert sum(math.prod(sizes) for _, sizes in boxes) == tensor.to_local().numel()
+        cut = [full[tuple(slice(o, o + s) for o, s in zip(*box))].reshape(-1) for box in boxes]
+        assert torch.equal(torch.cat([*cut, full.new_empty(0)]), tensor.to_local().reshape(-1))
+        for other in (
+            *layouts,
+            (Replicate(), RaggedShard((0,), (3, 2))),
+            (Shard(1), Replicate()),
+            (Replicate(), Shard(0)),
+        ):
+            assert_same(tensor.redistribute(placements=other), full, exact=True)
+            assert_same(
+                tensor.redistribute(placements=other).redistribute(placements=placements), full, exact=True
+            )
+        assert_same(tensor * 2 + tensor, full * 3, exact=True)
+        assert_same(tensor.sum((1, 2)), full.sum((1, 2)))
+        assert_same(tensor.sum(0), full.sum(0))
+        assert whole(tensor.norm()).item() == pytest.approx(full.norm().item(), rel=1e-5)
+    with pytest.raises(NotImplementedError, match="view"):
+        tensor.view(-1)

@@ -176,3 +176,53 @@ def test_a_run_of_a_library_s_folder_survives_an_upgrade_but_no_other_tokenizer(
     assert "the tokenizer is another" in said and "at step 3" in said
     assert "a sample of 3 tokens:\na" in said or "a sample of 3 tokens:\nthe a" in said
     assert read_manifest(run / "checkpoints/step-00000004")["info"]["step"] == 4
+
+
+EXPERT_RUNS = {
+    "gathered": {"ep": 4, "tp": 2, "dispatch": "all_gather", "activation_checkpointing": 1},
+    "capacity": {"ep": 4, "expert_capacity": 4.0},
+    "fsdp2": {"ep": 2, "sharding": "fsdp2"},
+    "moves": {"ep": 2, "rebalance": 2},
+}
+
+
+@spmd(4, timeout=400)
+def test_experts_of_the_library_s_models_are_spread(rank):
+    """``--ep`` alone and with ``--tp``, dispatch, moves: the losses of a plain run; checkpoints; export."""
+    from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
+    from train_cases import train_on_pool
+
+    model = {
+        "model": "Qwen3MoeConfig",
+        "model_set": {**COMMON, **FAMILIES["Qwen3MoeConfig"], "head_dim": "8"},
+    }
+    plain = rank.shared_dir / "plain"
+    train_on_pool(plain, **model, steps=4)
+    expected = losses_by_step(plain)
+    for name, changes in EXPERT_RUNS.items():
+        folder = rank.shared_dir / name
+        train_on_pool(folder, **model, steps=4, save_at_end=False, **changes)
+        got = losses_by_step(folder)
+        assert got.keys() == expected.keys()
+        assert all(abs(got[step] - expected[step]) < 1e-5 for step in got), (name, got, expected)
+        rows = [row["experts"] for row in read_metrics(folder) if row["kind"] == "train"]
+        assert all(row["busiest_rank"] >= 1 and row["dropped"] == 0 for row in rows), (name, rows)
+    moved = rank.shared_dir / "moved"
+    for changes in (
+        {"ep": 2, "stop_at": 1},
+        {"ep": 4, "tp": 2, "stop_at": 2},
+        {"replicas": 2, "stop_at": 3},
+        {"ep": 4},
+    ):
+        train_on_pool(moved, **model, steps=4, **changes)
+    got = losses_by_step(moved)
+    assert all(abs(got[step] - expected[step]) < 1e-4 for step in expected), (got, expected)
+    if rank.rank == 0:
+        from transformers import AutoModelForCausalLM
+
+        outputs = []
+        for run in (plain, moved):
+            export(run / "checkpoints/step-00000004", run / "export")
+            loaded = AutoModelForCausalLM.from_pretrained(run / "export")
+            outputs.append(loaded(torch.arange(12).view(1, -1)).logits)
+        assert torch.allclose(outputs[0], outputs[1], atol=1e-3)

@@ -18,6 +18,17 @@ LLAMA = {
     "intermediate_size": "50",
     "vocab_size": "257",  # tp = 2 does not divide it
 }
+QWEN = {
+    "num_hidden_layers": "2",
+    "hidden_size": "32",
+    "num_attention_heads": "4",
+    "num_key_value_heads": "2",
+    "head_dim": "8",
+    "vocab_size": "257",
+    "num_experts": "5",
+    "num_experts_per_tok": "2",
+    "moe_intermediate_size": "16",
+}
 SPLITS = {
     "tp2": {"tp": 2, "reduction": "all_to_all"},
     "tp4-fsdp1": {"tp": 4, "model_set": {"heads": "4", "kv_heads": "4"}},
@@ -28,6 +39,8 @@ SPLITS = {
     "ep4-fsdp1": {"ep": 4, "activation_checkpointing": 1},
     "ep2-hsdp": {"ep": 2, "replicas": 2, "accumulate": 2, "reduction": "all_to_all"},
     "ep2-fsdp2": {"ep": 2, "sharding": "fsdp2"},
+    "ep4-uneven-tp2": {"ep": 4, "tp": 2, "model_set": {**MODEL, "experts": "5"}},
+    "qwen-ep2-tp2": {"ep": 2, "tp": 2, "model": "Qwen3MoeConfig", "model_set": QWEN},
     "llama-tp2": {"tp": 2, "model": "LlamaConfig", "model_set": LLAMA},
 }
 
@@ -106,8 +119,9 @@ def test_auto_reduces_as_the_nodes_ask_and_says_so(rank):
 @spmd(4, timeout=400)
 def test_matrix_and_block_optimizers_under_splits(rank):
     """Muon gathers matrices over both dims; blocks of 8-bit Adam and of Shampoo stay whole on their ranks."""
-    cases = {"muon": ({"tp": 2}, {"ep": 2}), "adam8bit": ({"tp": 2}, {"ep": 2}), "shampoo": ({"ep": 2},)}
-    wide = {"hidden": "64", "expert_hidden": "64", **MODEL}
+    moves = {"ep": 4, "rebalance": 3}  # six experts lie 2, 2, 1, 1, and then elsewhere
+    cases = {"muon": ({"tp": 2}, moves), "adam8bit": ({"tp": 2}, moves), "shampoo": (moves,)}
+    wide = {"hidden": "64", "expert_hidden": "64", "experts": "6", **MODEL}
     for optimizer, splits in cases.items():
         common = {
             "optimizer": optimizer,

@@ -14,3 +14,20 @@ def test_the_picture_is_that_of_the_code():
     assert all(len(ranks) == 2 for ranks in cut)
     gathered = [row for shard in ours for row in shard]
     assert gathered == sorted(gathered, key=lambda row: ("EAB".index(row.tensor), row.block))
+
+
+def test_the_picture_of_experts_is_that_of_the_code():
+    """Rows are ordered as the dispatcher orders them, and none is lost or on a rank without its expert."""
+    import torch
+
+    from ragged_fsdp.experts.permute import by_expert
+
+    module = picture_script("experts_picture")
+    assert (PICTURES / "experts.svg").read_text() == module.draw(), "run docs/pictures/experts_picture.py"
+    for rank, chosen in enumerate(module.CHOSEN):
+        order, _ = by_expert(torch.tensor(chosen), module.SPLIT.experts)
+        assert [module.slots(rank)[slot] for slot in order.tolist()] == module.ordered(rank)
+        held = range(module.SPLIT.first[rank], module.SPLIT.first[rank] + module.SPLIT.held[rank])
+        assert {slot.expert for slot in module.grouped(rank)} <= set(held)
+    everywhere = [slot for rank in range(3) for slot in module.grouped(rank)]
+    assert len(everywhere) == len(set(everywhere)) == sum(len(module.slots(rank)) for rank in range(3))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from ragged_fsdp.models import BUILT_IN_SIZES, MoEConfig, MoETransformer
 from ragged_fsdp.models.flops import active_parameters
 from ragged_fsdp.models.materialize import materialize
-from ragged_fsdp.models.moe import grouped_matmul, loop_matmul
 from ragged_fsdp.models.sample import sample_tokens
 from ragged_fsdp.models.source import find_model
 from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole, parse_codes, parse_granularity
@@ -96,13 +95,25 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"model_set": {"heads": "3"}}, 1, "each head needs"),
         ({"tp": 2, "sharding": "ddp"}, 2, "tp = 2 needs sharding = ragged or fsdp2, not ddp"),
         ({"ep": 2, "sharding": "none"}, 1, "ep = 2 needs sharding = ragged or fsdp2, not none"),
-        ({"tp": 2, "ep": 2}, 4, "tp = 2 with ep = 2: tp splits the experts too"),
+        ({"tp": 2, "ep": 3}, 6, "so ep must be a multiple of tp"),
+        (
+            {"tp": 2, "ep": 2, "model": "GptOssConfig"},
+            4,
+            "no tensor-parallel plan for the attention of GptOss",
+        ),
+        ({"ep": 3}, 4, "ep = 3 does not divide the 4 processes; it can be 1, 2, 4"),
+        ({"dispatch": "all_gather"}, 2, "dispatch = all_gather is for expert parallelism"),
+        ({"ep": 2, "dispatch": "all_gather", "expert_capacity": 2.0}, 2, "needs dispatch = all_to_all"),
         ({"tp": 2}, 3, "tp = 2 does not divide the 3 processes"),
         ({"ep": 2, "replicas": 2}, 6, "ep = 2 does not divide the 3 processes of each of 2 replicas"),
         ({"tp": 4}, 4, "tp = 4 does not divide the model's kv_heads = 2; for this model tp can be 1, 2"),
-        ({"ep": 3, "batch": 3}, 3, "ep = 3 does not divide the model's experts = 8"),
+        (
+            {"ep": 3, "batch": 3, "sharding": "fsdp2"},
+            3,
+            "does not divide the model's 8 experts, as sharding = fsdp2",
+        ),
         ({"tp": 2, "batch": 1}, 4, "each of 2 groups of 2 processes; use at least 2"),
-        ({"ep": 2, "model": "LlamaConfig"}, 2, "ep = 2: the experts of LlamaConfig cannot be split"),
+        ({"ep": 2, "model": "LlamaConfig"}, 2, "'LlamaConfig' has no experts that can be spread"),
         ({"tp": 2, "model": "GPT2Config"}, 2, "no tensor-parallel plan for GPT2Config"),
         ({"tp": 2, "model": "Qwen3Config"}, 2, "asks for 'replicated_with_grad_allreduce'"),
         ({"tp": 3, "model": "LlamaConfig"}, 3, "tp = 3 does not divide the model's num_attention_heads = 32"),
@@ -291,13 +302,6 @@ def test_every_parameter_gets_a_gradient():
     output = model(torch.randint(256, (4, 64)))
     (output.logits.float().logsumexp(-1).mean() + output.balance_loss.mean()).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
-def test_grouped_matmul_equals_the_loop_with_an_idle_expert():
-    torch.manual_seed(0)
-    counts = torch.tensor([3, 0, 5, 1])
-    x, weight = torch.randn(9, 16), torch.randn(4, 16, 32)
-    assert torch.allclose(grouped_matmul(x, weight, counts), loop_matmul(x, weight, counts), atol=1e-5)
 
 
 def test_initial_values_depend_on_seed_and_name_alone():

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dtensor.geometry import (
     RaggedLayout,
     contiguous_spec,
     contiguous_stride,
     is_ragged,
+    outer_mesh_dims,
     ragged_layout,
     ragged_mesh_dim,
     ragged_spec,
@@ -186,7 +187,7 @@ def _run(op: Any, tensor: DTensor, model: torch.Tensor) -> DTensor:
         return wrap_local(own.view(layout.local_shape), spec_of(tensor))
     if not model.is_contiguous():
         raise refusal(op, tensor, "its result is not one run of the flat order")
-    if any(isinstance(p, Shard) for p in tensor.placements):
+    if outer_mesh_dims(tensor.placements):
         raise refusal(op, tensor, "beside a Shard placement the new shape is not one run of the flat order")
     start, shape = int(model.storage_offset()), tuple(model.shape)
     counts = [overlap(start, model.numel(), s, n) for s, n in zip(layout.starts, layout.counts)]
@@ -209,7 +210,7 @@ def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refusal(op, tensor, "its random numbers do not correspond to elements")
     if in_place and any(p.is_partial() for p in tensor.placements):
         raise refusal(op, tensor, "it would be written before its pending reduction")
-    sharded = any(isinstance(p, Shard) for p in tensor.placements)
+    sharded = bool(outer_mesh_dims(tensor.placements))
     if local.is_meta:
         drawn = op(local, *args[1:], **kwargs)
     elif op in _CHUNKABLE and local.device.type == "cpu" and not sharded:

@@ -32,6 +32,7 @@ __all__ = [
     "contiguous_stride",
     "is_ragged",
     "outer_index",
+    "outer_mesh_dims",
     "ragged_layout",
     "ragged_mesh_dim",
     "ragged_spec",
@@ -118,6 +119,16 @@ def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
         if isinstance(placement, RaggedShard):
             return mesh_dim
     return None
+
+
+def outer_mesh_dims(placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The mesh dims that cut before the ragged placement: of ``Shard``, and of a second one of whole rows."""
+    ragged = ragged_mesh_dim(placements)
+    return tuple(
+        d
+        for d, p in enumerate(placements)
+        if isinstance(p, Shard) or (isinstance(p, RaggedShard) and d != ragged)
+    )
 
 
 def is_ragged(tensor_or_spec: Any) -> bool:
@@ -227,7 +238,8 @@ def _check_all_ranks(shape: Shape, mesh_shape: Shape, placements: tuple[Placemen
 
     A rank that looked at its own part alone would go on, into a collective that the others never enter.
     """
-    outer = [range(n) if isinstance(p, Shard) else range(1) for n, p in zip(mesh_shape, placements)]
+    cut = outer_mesh_dims(placements)
+    outer = [range(n if d in cut else 1) for d, n in enumerate(mesh_shape)]
     for coordinate in product(*outer):
         compute_layout(shape, mesh_shape, coordinate, placements)
     shards = math.prod(map(len, outer))
@@ -277,9 +289,11 @@ def check_placements(shape: Shape, mesh_shape: Shape, placements: Any) -> None:
 def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]) -> int:
     check_placements(shape, mesh_shape, placements)
     found = [d for d, p in enumerate(placements) if isinstance(p, RaggedShard)]
-    if len(found) != 1:
-        raise ValueError(f"a ragged tensor has exactly one ragged placement, got {placements}.")
+    if not 1 <= len(found) <= 2:
+        raise ValueError(f"a ragged tensor has one ragged placement, or two, got {placements}.")
     ragged: Any = placements[found[0]]
+    if len(found) == 2:
+        _check_outer_rows(shape, mesh_shape, placements, found[1], ragged)
     if len(ragged.dims) > len(shape) or (shape and not ragged.dims):
         raise ValueError(f"{ragged}: dims must be a non-empty prefix of the dims of shape {shape}.")
     for mesh_dim, other in enumerate(placements):
@@ -296,28 +310,53 @@ def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Place
     return found[0]
 
 
+def _check_outer_rows(
+    shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...], mesh_dim: int, inner: RaggedShard
+) -> None:
+    """Raise unless the second ragged placement leaves whole rows that the first, ``inner``, cuts again."""
+    outer: Any = placements[mesh_dim]
+    if type(inner) is RaggedShard:
+        raise ValueError(f"{inner} before {outer} would cut dim 0 twice; use StridedRaggedShard first.")
+    if type(outer) is not RaggedShard or outer.dims != (0,):
+        raise ValueError(f"{outer} after {inner} must be a RaggedShard of whole rows, dims=(0,).")
+    if len(outer.local_units) != mesh_shape[mesh_dim]:
+        raise ValueError(
+            f"{outer}: {len(outer.local_units)} units for mesh dim {mesh_dim} of {mesh_shape[mesh_dim]}."
+        )
+    if any(isinstance(p, Shard) and p.dim % len(shape) == 0 for p in placements):
+        raise ValueError(f"{outer} beside Shard(0) would cut dim 0 twice, got {placements}.")
+    _counts(outer, outer.local_units, shape[:1])  # raises unless units are whole rows
+
+
 def shard_box(
     shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: Sequence[Placement]
 ) -> tuple[Shape, Shape]:
     """Offsets and sizes of what Shard placements leave on the rank at ``coordinate``.
 
-    Strided ones are applied after the others, from right to left.
+    Strided ones are applied after the others, from right to left. A second ragged placement counts as one: it
+    leaves whole rows.
     """
+    ragged = ragged_mesh_dim(placements)
     plain = [d for d, p in enumerate(placements) if isinstance(p, Shard)]
     strided = [d for d, p in enumerate(placements) if isinstance(p, StridedShard)]
     cuts = (
         (placements[d].dim % len(shape), mesh_shape[d], coordinate[d])  # type: ignore[attr-defined]
         for d in plain + strided[::-1]
     )
-    return chunk_of_chunks(shape, cuts)
+    offsets, sizes = chunk_of_chunks(shape, cuts)
+    for d, placement in enumerate(placements):
+        if isinstance(placement, RaggedShard) and d != ragged:  # nothing else cuts dim 0
+            rows = _counts(placement, placement.local_units, shape[:1])
+            offsets = (starts_of(rows)[coordinate[d]], *offsets[1:])
+            sizes = (rows[coordinate[d]], *sizes[1:])
+    return offsets, sizes
 
 
 def outer_index(mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> int:
     """Which of the outer shards, in mesh order, the rank at ``coordinate`` lies in."""
     index = 0
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, Shard):
-            index = index * mesh_shape[mesh_dim] + coordinate[mesh_dim]
+    for mesh_dim in outer_mesh_dims(placements):
+        index = index * mesh_shape[mesh_dim] + coordinate[mesh_dim]
     return index
 
 

@@ -24,6 +24,7 @@ from ragged_fsdp.dtensor.geometry import (
     check_placements,
     compute_layout,
     is_ragged,
+    outer_mesh_dims,
     ragged_layout,
     ragged_mesh_dim,
     unragged,
@@ -132,6 +133,8 @@ def _move(
 
 def _only_intervals(current: DTensorSpec, target: DTensorSpec, mesh_dim: int) -> bool:
     """Whether nothing but ``mesh_dim`` changes, and there the inner tensor is whole or ragged."""
+    if any(isinstance(p, RaggedShard) for d, p in enumerate(current.placements) if d != mesh_dim):
+        return False  # without the one at mesh_dim the other would be what is_ragged means
     before, after = current.placements[mesh_dim], target.placements[mesh_dim]
     if not all(p.is_replicate() or isinstance(p, RaggedShard) for p in (before, after)):
         return False
@@ -324,8 +327,10 @@ def route_between(coordinate: Shape, current: Division, target: Division) -> Rou
 def _stays(mesh_dim: int, current: Division, target: Division) -> bool:
     """Whether each rank's elements are all wanted at its own place along ``mesh_dim``."""
     before, after = current.placements[mesh_dim], target.placements[mesh_dim]
-    if before != after or not isinstance(before, Shard):
+    if before != after or any(mesh_dim not in outer_mesh_dims(d.placements) for d in (current, target)):
         return False
+    if isinstance(before, RaggedShard):
+        return True  # nothing else cuts dim 0 before it
     earlier = [
         mesh_dims[: mesh_dims.index(mesh_dim)]
         for division in (current, target)

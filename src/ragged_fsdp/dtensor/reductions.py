@@ -157,7 +157,9 @@ def _along_dims(
         filled.view(-1)[layout.start : layout.stop] = own.reshape(-1)
         local = reduce(filled, reduced, keepdim)
 
-    def after(placement: Placement) -> Placement:
+    def after(mesh_dim: int, placement: Placement) -> Placement:
+        if isinstance(placement, RaggedShard) and mesh_dim != layout.mesh_dim:  # whole rows of dim 0
+            return Partial(combine.reduce_op) if 0 in reduced else placement
         if isinstance(placement, RaggedShard):
             return placement if rows_are_whole else Partial(combine.reduce_op)
         if isinstance(placement, Shard):
@@ -166,7 +168,7 @@ def _along_dims(
             return Shard(placement.dim - (0 if keepdim else sum(d < placement.dim for d in reduced)))
         return placement
 
-    placements = tuple(after(p) for p in tensor.placements)
+    placements = tuple(after(d, p) for d, p in enumerate(tensor.placements))
     shape = _reduced_shape(tuple(tensor.shape), reduced, keepdim)
     return wrap_local(local, pending(contiguous_spec(tensor.device_mesh, placements, shape, local.dtype)))
 

@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from ragged_fsdp.models.hf_parallel import tensor_split
+from ragged_fsdp.models.hf_parallel import attention_split, tensor_split
 from ragged_fsdp.models.materialize import InitModule
 from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.published import PUBLISHED
@@ -38,7 +38,7 @@ def find_hugging_face(name: str, changes: Mapping[str, str], *, random_weights: 
         attention_width=heads * head_dim,
         settings={"family": "transformers", **json.loads(config.to_json_string(use_diff=False))},
         tp=tensor_split(config),
-        ep=f"the experts of {type(config).__name__} cannot be split; only those of the built-in sizes can",
+        tp_beside_ep=attention_split(config),
         weights=folder if has_weights and not random_weights else None,
         positions=getattr(text, "max_position_embeddings", None),
         rotary=any(hasattr(text, name) for name in ("rope_parameters", "rope_theta", "rope_scaling")),

@@ -6,22 +6,21 @@ token to ``experts_per_token`` experts, whose weights are two fused tensors per 
     token ids (B, T) -> embed -> [ x + attention(norm(x)) ; x + experts(norm(x)) ] * layers -> norm -> lm_head
 
 Shapes in comments: B sequences, T positions, N = B*T tokens, D hidden, E experts, F expert hidden, K
-experts per token. Nothing here communicates: where tokens find experts of other ranks, ``Experts.mix`` is
-replaced (:mod:`ragged_fsdp.models.moe_parallel`).
+experts per token. Nothing here communicates: where tokens find experts of other ranks, the forward of
+``Experts`` is replaced (:mod:`ragged_fsdp.experts`).
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.experts import Here, grouped_linear, held_part, mix
 from ragged_fsdp.models.config import MoEConfig
 
-__all__ = ["Attention", "Block", "Experts", "MoEOutput", "MoETransformer", "Router", "by_expert", "combine"]
+__all__ = ["Attention", "Block", "Experts", "MoEOutput", "MoETransformer", "Router"]
 
 
 class MoEOutput(NamedTuple):
@@ -152,66 +151,20 @@ class Experts(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.count = config.experts
+        self.num_experts = config.experts
         self.gate_up_proj = nn.Parameter(torch.empty(config.experts, config.hidden, 2 * config.expert_hidden))
         self.down_proj = nn.Parameter(torch.empty(config.experts, config.expert_hidden, config.hidden))
-        for weight in (
-            self.gate_up_proj,
-            self.down_proj,
-        ):  # or a model made by hand has garbage
+        for weight in (self.gate_up_proj, self.down_proj):  # or a model made by hand has garbage
             nn.init.normal_(weight, std=config.init_std)
-        self.mix: MixTokens = mix_here
-        """How tokens come to their experts and the outputs back."""
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Tokens (N, D), their experts (N, K) and weights (N, K) to the mixed outputs (N, D)."""
-        return self.mix(self, x, chosen, weights)
+        return mix(self, Here(self.num_experts), x, chosen, weights)[0]
 
     def apply_to_groups(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (R, D), ``counts[i]`` of them for the i-th expert that this rank holds, to their outputs."""
-        grouped = rows.is_cuda and rows.dtype == torch.bfloat16 and len(rows) > 0
-        multiply = grouped_matmul if grouped else loop_matmul
-        gate, up = multiply(rows, held_part(self.gate_up_proj), counts).chunk(2, dim=-1)
-        return multiply(F.silu(gate) * up, held_part(self.down_proj), counts)
-
-
-MixTokens = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
-"""Experts, tokens (N, D), chosen (N, K), weights (N, K) to the mixed outputs (N, D)."""
-
-
-def mix_here(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Mix the tokens of this rank with experts that are all on this rank."""
-    order, counts = by_expert(chosen, experts.count)
-    y = experts.apply_to_groups(x[order // chosen.shape[1]], counts)
-    return combine(y[order.argsort()], weights)  # an index_add would sum in any order
-
-
-def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The slots (N*K,), slot i being of token i // K, ordered by expert; and how many each expert has."""
-    slots = chosen.flatten()
-    counts = (slots.unsqueeze(-1) == torch.arange(experts, device=slots.device)).sum(0)
-    return slots.argsort(stable=True), counts  # bincount would wait for the device
-
-
-def combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Outputs (N*K, D) of all slots, weighted and summed per token."""
-    return (outputs.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
-
-
-def held_part(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter: all of it, or its experts."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def loop_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """``x``'s rows, grouped by expert with these counts, times their expert's matrix: the plain way."""
-    parts = x.split(counts.tolist())
-    return torch.cat([part @ weight[expert] for expert, part in enumerate(parts)])
-
-
-def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Do what ``loop_matmul`` does in one kernel, without asking the device for the counts."""
-    return F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32))
+        gate, up = grouped_linear(rows, held_part(self.gate_up_proj), counts).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate) * up, held_part(self.down_proj), counts)
 
 
 def at_least_float32(x: Tensor) -> Tensor:

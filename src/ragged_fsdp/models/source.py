@@ -16,7 +16,7 @@ from torch import nn
 from ragged_fsdp.models.config import BUILT_IN_SIZES, MoEConfig
 from ragged_fsdp.models.materialize import InitModule
 from ragged_fsdp.models.moe import MoETransformer
-from ragged_fsdp.models.moe_parallel import split_experts, split_tensors
+from ragged_fsdp.models.moe_parallel import split_attention, split_tensors
 from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.published import PUBLISHED, published_name
 from ragged_fsdp.models.splits import Split
@@ -41,8 +41,8 @@ class ModelSource:
     """The model's config as plain values, saved with every checkpoint."""
     tp: Split | str
     """How tensor parallelism splits the model, or why it cannot."""
-    ep: Split | str
-    """How expert parallelism splits the model, or why it cannot."""
+    tp_beside_ep: Split | str
+    """How tensor parallelism splits what is not experts, or why it cannot."""
     weights: Path | None = None
     """A folder of safetensors to start from, or None for random initial values."""
     positions: int | None = None
@@ -86,7 +86,7 @@ def _built_in(name: str, changes: Mapping[str, str]) -> ModelSource:
         tp=Split(
             split_tensors, {"heads": config.heads, "kv_heads": config.kv_heads, "experts": config.experts}
         ),
-        ep=Split(split_experts, {"experts": config.experts}),
+        tp_beside_ep=Split(split_attention, {"heads": config.heads, "kv_heads": config.kv_heads}),
     )
 
 

@@ -1,4 +1,4 @@
-"""How the layers of a model are split: over tensor-parallel ranks, or their experts over ranks."""
+"""How the layers of a model are split over tensor-parallel ranks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

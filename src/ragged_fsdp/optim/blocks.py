@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from ragged_fsdp.dtensor.geometry import outer_index, shard_box
+from ragged_fsdp.dtensor.geometry import outer_index, outer_mesh_dims, ragged_mesh_dim, shard_box
 from ragged_fsdp.optim.base import StateForm, wrap_state
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
@@ -243,7 +243,8 @@ def blocks_placements(
     grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...]
 ) -> tuple[Placement, ...] | None:
     """Placements under which a tensor over the grid lies where its blocks do; None if there are none."""
-    candidates = [tuple(_grid_placement(grid, p) for p in placements)]
+    outer = outer_mesh_dims(placements)  # whole rows of dim 0, which the grid has too
+    candidates = [tuple(p if d in outer else _grid_placement(grid, p) for d, p in enumerate(placements))]
     cut = [d for d, p in enumerate(placements) if isinstance(p, (Shard, StridedShard, RaggedShard))]
     if len(cut) == 1:
         parts = _along(cut[0], mesh_shape, locate_blocks(grid, mesh_shape, placements))
@@ -274,9 +275,9 @@ def _same_place(
     for coordinate, part in zip(ranks, locate_blocks(grid, mesh_shape, placements)):
         if any(isinstance(p, (Shard, StridedShard)) and p.dim >= len(shape) for p in candidate):
             return False
-        for p in candidate:
-            if isinstance(p, RaggedShard) and not _divides(p, shape, mesh_shape, coordinate, candidate):
-                return False
+        inner = ragged_mesh_dim(candidate)
+        if inner is not None and not _divides(candidate[inner], shape, mesh_shape, coordinate, candidate):
+            return False
         offset, size = shard_box(shape, mesh_shape, coordinate, candidate)
         start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, candidate)
         if part is None or stop - start != part.grid_rows * part.grid_cols:
@@ -287,7 +288,7 @@ def _same_place(
 
 
 def _divides(
-    ragged: RaggedShard, shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+    ragged: Any, shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> bool:
     rows = math.prod(shard_box(shape, mesh_shape, coordinate, placements)[1][:-1])
     units = ragged.units_of(outer_index(mesh_shape, coordinate, placements))

@@ -11,14 +11,16 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ragged_fsdp.experts.layers import in_one_kernel
 from ragged_fsdp.models.flops import flops_per_token
-from ragged_fsdp.models.moe import Experts, at_least_float32, by_expert, combine, grouped_matmul
+from ragged_fsdp.models.moe import Experts, at_least_float32
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.trainer.sharding import transformer_layers
 
@@ -87,7 +89,7 @@ def workload_of(name: str, changes: Mapping[str, str] | None = None) -> Workload
         layers.extend(kept)
         for module in model.modules():
             if isinstance(module, Experts):
-                module.mix = _mix_grouped
+                vars(module)["apply_to_groups"] = partial(_apply_in_one_kernel, module)
         return model
 
     def flops(seq_len: int) -> float:
@@ -114,13 +116,10 @@ def _loss_of(source: ModelSource) -> Callable[[nn.Module, int, int, torch.device
     return loss
 
 
-def _mix_grouped(experts: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """What a GPU does for ``mix_here``; it never asks how many rows an expert has, which is not known."""
-    order, counts = by_expert(chosen, experts.count)
-    rows = x[order // chosen.shape[1]]
-    gate, up = grouped_matmul(rows, experts.gate_up_proj, counts).chunk(2, dim=-1)
-    y = grouped_matmul(F.silu(gate) * up, experts.down_proj, counts)
-    return combine(y[order.argsort()], weights)
+def _apply_in_one_kernel(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    """What a GPU does for its experts; it never asks how many rows an expert has, which is not known."""
+    gate, up = in_one_kernel(rows, experts.gate_up_proj, counts).chunk(2, dim=-1)
+    return in_one_kernel(F.silu(gate) * up, experts.down_proj, counts)
 
 
 def kinds_of(model: nn.Module, layers: nn.ModuleList) -> tuple[tuple[Kind, ...], tuple[int, ...]]:

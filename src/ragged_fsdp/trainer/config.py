@@ -141,7 +141,28 @@ class ShardingConfig:
         at_least=1,
     )
     ep: int = _option(
-        1, "expert parallel: processes that split each layer's experts and send each other tokens", at_least=1
+        1,
+        "expert parallel: processes that split each layer's experts and send each other tokens; any number "
+        "of experts, and a multiple of tp",
+        at_least=1,
+    )
+    dispatch: str = _option(
+        "all_to_all",
+        "how tokens reach experts under ep: all_to_all sends each to its experts, all_gather to every "
+        "process of a small group",
+        choices=("all_to_all", "all_gather"),
+    )
+    expert_capacity: float = _option(
+        0.0,
+        "under ep, rows that a process may send each other one, as a multiple of an even share: shapes are "
+        "then fixed and nothing waits for the device; what does not fit is dropped and counted (0: no limit)",
+        at_least=0,
+    )
+    rebalance: int = _option(
+        0,
+        "under ep, every this many steps experts move between processes so that each gets as many rows "
+        "(0: never)",
+        at_least=0,
     )
     replicas: int = _option(1, "hsdp: groups of processes that each hold the whole model", at_least=1)
     granularity: dict[str, str] = _option(

@@ -1,10 +1,12 @@
 """Combinations of settings that cannot work, found before any process is started."""
 
+import math
 import os
 from pathlib import Path
 
 import torch
 
+from ragged_fsdp.experts import expert_count, expert_modules
 from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
@@ -30,8 +32,9 @@ def check(config: TrainConfig, world_size: int) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     tp, ep = config.sharding.tp, config.sharding.ep
-    if problem := refusal("tp", tp, source.tp) or refusal("ep", ep, source.ep):
+    if problem := refusal("tp", tp, source.tp if ep == 1 else source.tp_beside_ep):
         raise ConfigError(problem)
+    _check_experts(config.sharding, source)
     _check_rules(config.sharding, source)
     check_loggers(config.log)
     if source.positions is not None and not source.rotary and config.data.seq_len > source.positions:
@@ -56,6 +59,31 @@ def likely_mistakes(config: TrainConfig, source: ModelSource) -> list[str]:
     if config.data.tokenizer == "bytes" and has_tokenizer(Path(config.model.model)):
         said.append(f"tokenizer = bytes, although {config.model.model} has one; --tokenizer auto uses it")
     return said
+
+
+def _check_experts(config: ShardingConfig, source: ModelSource) -> None:
+    """Whether there are experts to spread, and what only some ways of sharding can do with them."""
+    for name, default in (("dispatch", "all_to_all"), ("expert_capacity", 0.0), ("rebalance", 0)):
+        if config.ep == 1 and getattr(config, name) != default:
+            raise ConfigError(
+                f"{name} = {getattr(config, name)} is for expert parallelism; set ep, or leave it"
+            )
+    if config.ep == 1:
+        return
+    if config.dispatch == "all_gather" and config.expert_capacity:
+        raise ConfigError(f"expert_capacity = {config.expert_capacity} needs dispatch = all_to_all")
+    if config.rebalance and config.sharding != "ragged":
+        raise ConfigError(f"rebalance = {config.rebalance} needs sharding = ragged, not {config.sharding}")
+    counts = {expert_count(module) for module in expert_modules(source.build()).values()}
+    if not counts:
+        raise ConfigError(f"ep = {config.ep}: the model {source.name!r} has no experts that can be spread")
+    common = math.gcd(*counts)
+    if config.sharding == "fsdp2" and common % config.ep:
+        fits = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise ConfigError(
+            f"ep = {config.ep} does not divide the model's {common} experts, as sharding = fsdp2 needs; use "
+            f"ragged, or for this model one of {fits}"
+        )
 
 
 def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
@@ -120,9 +148,10 @@ def _check_mesh(config: ShardingConfig, world_size: int) -> None:
     for name, size in (("replicas", config.replicas), ("tp", config.tp), ("ep", config.ep)):
         if size > 1 and config.sharding not in ("ragged", "fsdp2"):
             raise ConfigError(f"{name} = {size} needs sharding = ragged or fsdp2, not {config.sharding}")
-    if config.tp > 1 and config.ep > 1:
+    if config.ep > 1 and config.ep % config.tp:
         raise ConfigError(
-            f"tp = {config.tp} with ep = {config.ep}: tp splits the experts too, so choose one of them"
+            f"tp = {config.tp} with ep = {config.ep}: processes that share their tokens must be in one "
+            f"group of ep, so ep must be a multiple of tp"
         )
     if world_size % config.replicas:
         raise ConfigError(f"replicas = {config.replicas} does not divide the {world_size} processes")
@@ -130,11 +159,19 @@ def _check_mesh(config: ShardingConfig, world_size: int) -> None:
     for name, size in (("tp", config.tp), ("ep", config.ep)):
         if per_replica % size:
             each = f" of each of {config.replicas} replicas" if config.replicas > 1 else ""
-            raise ConfigError(f"{name} = {size} does not divide the {per_replica} processes{each}")
+            fits = ", ".join(str(n) for n in range(1, per_replica + 1) if per_replica % n == 0)
+            raise ConfigError(
+                f"{name} = {size} does not divide the {per_replica} processes{each}; it can be {fits}"
+            )
 
 
 def _check_batch(config: TrainConfig, data_ranks: int) -> None:
     batch, pieces = config.data.batch, config.data.accumulate
+    if config.sharding.expert_capacity and batch % (pieces * data_ranks):
+        raise ConfigError(
+            f"expert_capacity = {config.sharding.expert_capacity} needs as many sequences on all processes; "
+            f"batch = {batch} is no multiple of {pieces} micro-batches on {data_ranks}"
+        )
     if batch // pieces < data_ranks:
         what = "processes" if config.sharding.tp == 1 else f"groups of {config.sharding.tp} processes"
         raise ConfigError(

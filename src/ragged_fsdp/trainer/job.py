@@ -2,7 +2,7 @@
 
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.description import Description, describe
+from ragged_fsdp.experts import ExpertLoad, balanced_splits, expert_parallel, load_of, move_experts
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.source import ModelSource, find_model
@@ -28,7 +29,7 @@ from ragged_fsdp.trainer.ranks import Ranks, on_first_rank, seed_everything
 from ragged_fsdp.trainer.run_folder import RunLock, identity_of, starting_point
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
-from ragged_fsdp.trainer.sharding import ShardedModel, prepare_layers, reductions, shard
+from ragged_fsdp.trainer.sharding import ShardedModel, dispatcher_for, prepare_layers, reductions, shard
 from ragged_fsdp.trainer.state import Counters, restore, state_to_save
 from ragged_fsdp.trainer.step import StepResult, evaluate, train_step
 from ragged_fsdp.trainer.stop import StopRequest
@@ -68,6 +69,7 @@ class TrainingJob:
         self._view: Silent = Silent()
         self._metrics: Loggers | None = None
         self._pending: tuple[int, StepResult, dict[str, Any]] | None = None
+        self._rows_since_move: dict[str, torch.Tensor] = {}
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; returns what came of it."""
@@ -123,10 +125,17 @@ class TrainingJob:
             twin, layers=source.layers, attention_width=source.attention_width, seq_len=config.data.seq_len
         )
         self._parameters = sum(p.numel() for p in twin.parameters())
-        if ranks.split is not None:
-            split = source.tp if ranks.split.name == "tp" else source.ep
+        if ranks.tp is not None:
+            split = source.tp if ranks.ep is None else source.tp_beside_ep
             assert not isinstance(split, str)  # checked before the start
-            split.apply(model, ranks.split.inner)
+            split.apply(model, ranks.tp.inner)
+        if ranks.ep is not None:
+            expert_parallel(
+                model,
+                ranks.ep.inner,
+                dispatcher=dispatcher_for(config.sharding),
+                token_mesh=ranks.tp.inner if ranks.tp is not None else None,
+            )
         prepare_layers(model, config.sharding)
         shard(model, config.sharding, ranks, granularity_for(config.optimizer))
         self._reductions = reductions(config.sharding, ranks)
@@ -211,12 +220,30 @@ class TrainingJob:
         result = train_step(
             self.model, self.optimizer, self._train_data, counters.samples, config, self.ranks, self._clock
         )
+        load = load_of(self.model.module) if self.ranks.ep is not None else None
         self._flush()  # the row of the step before: by now its work has ended, and asking costs no wait
         counters.step += 1
         counters.samples += config.data.batch
         counters.tokens += config.data.batch * config.data.seq_len
         wall, spans = self._clock.lap()
-        self._pending = (counters.step, result, {"lr": lr, "wall": wall, "spans": spans})
+        self._pending = (counters.step, result, {"lr": lr, "wall": wall, "spans": spans, "load": load})
+        if load is not None and config.sharding.rebalance:
+            self._rebalance(load)
+
+    def _rebalance(self, load: ExpertLoad) -> None:
+        """Every ``rebalance`` steps let experts lie as the rows since the last time ask for."""
+        for name, rows in load.rows.items():
+            self._rows_since_move[name] = self._rows_since_move.get(name, 0) + rows
+        if not _due(self._counters.step, self.config.sharding.rebalance):
+            return
+        self._flush()
+        splits = balanced_splits(replace(load, rows=self._rows_since_move))
+        moved = move_experts(self.model.module, splits, self.optimizer)
+        self._rows_since_move = {}
+        if moved and self._metrics is not None:
+            text = f"experts of {len(moved)} of {len(splits)} layers moved"
+            self._metrics.write("note", self._counters.step, text=text)
+        self._clock.skip()
 
     def _flush(self) -> None:
         """Write the row of the last step, once its numbers are there."""
@@ -237,7 +264,9 @@ class TrainingJob:
         peak = peak_flops(self.ranks.device, self.config.log.peak_tflops)
         row = {
             "loss": loss,
+            "balance_loss": float(result.balance_loss),
             "grad_norm": grad_norm,
+            "experts": timing["load"].summary() if timing["load"] is not None else None,
             "lr": timing["lr"],
             "tokens": step * self.config.data.batch * self.config.data.seq_len,
             "tokens_per_s": per_s,

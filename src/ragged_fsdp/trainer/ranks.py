@@ -43,8 +43,10 @@ class Ranks:
     device: torch.device
     mesh: DeviceMesh
     """The mesh over all ranks that FSDP uses: (replica, shard) for HSDP, ``shard`` alone otherwise."""
-    split: "SplitMesh | None"
-    """A mesh over all ranks with a dim for tensor or expert parallelism; None without it."""
+    tp: "SplitMesh | None"
+    """A mesh over all ranks with a dim for tensor parallelism; None without it."""
+    ep: "SplitMesh | None"
+    """A mesh over all ranks with a dim for expert parallelism; None without it."""
     control: dist.ProcessGroup
     """A gloo group for small agreements on the host, so that asking never waits for a device."""
 
@@ -60,13 +62,20 @@ class Ranks:
 
     @property
     def mesh_text(self) -> str:
-        """``replica 2 x shard 2 x tp 2``; empty where there is one dim alone."""
-        dims = [*_dims(self.split.outer), *_dims(self.split.inner)] if self.split else _dims(self.mesh)
-        return " x ".join(f"{name} {size}" for name, size in dims) if len(dims) > 1 else ""
+        """``replica 2 x shard 2 x tp 2``, for each way of splitting; empty where there is one dim alone."""
+        meshes = [[*_dims(split.outer), *_dims(split.inner)] for split in self.splits] or [_dims(self.mesh)]
+        return " and ".join(
+            " x ".join(f"{name} {size}" for name, size in dims) for dims in meshes if len(dims) > 1
+        )
+
+    @property
+    def splits(self) -> list["SplitMesh"]:
+        """Those of tensor and expert parallelism that there are."""
+        return [split for split in (self.tp, self.ep) if split is not None]
 
     @property
     def _sharing(self) -> int:
-        return self.split.inner.size() if self.split is not None and self.split.name == "tp" else 1
+        return self.tp.inner.size() if self.tp is not None else 1
 
 
 @dataclass(frozen=True)
@@ -143,14 +152,14 @@ def lay_out(config: ShardingConfig, device: torch.device) -> Ranks:
     rank, world = dist.get_rank(), dist.get_world_size()
     replicas = {"replica": config.replicas} if config.replicas > 1 else {}
     mesh = _mesh(device, {**replicas, "shard": world // config.replicas})
-    split = None
-    name, size = ("tp", config.tp) if config.tp > 1 else ("ep", config.ep)
-    if size > 1:
-        names = (*replicas, "shard")
-        root = _mesh(device, {**replicas, "shard": world // config.replicas // size, name: size})
-        split = SplitMesh(name, root[name], root[names] if replicas else root["shard"])
+    splits: dict[str, SplitMesh | None] = {"tp": None, "ep": None}
+    for name, size in (("tp", config.tp), ("ep", config.ep)):
+        if size > 1:
+            names = (*replicas, "shard")
+            root = _mesh(device, {**replicas, "shard": world // config.replicas // size, name: size})
+            splits[name] = SplitMesh(name, root[name], root[names] if replicas else root["shard"])
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
-    return Ranks(rank, world, device, mesh, split, control)
+    return Ranks(rank, world, device, mesh, splits["tp"], splits["ep"], control)
 
 
 def _dims(mesh: DeviceMesh) -> list[tuple[str, int]]:

@@ -5,6 +5,7 @@ Four ways behind one interface, so that the same run can be compared across them
 """
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ragged_fsdp.experts import AllGather, AllToAll, Dispatcher, ExpertSplit, divide_gradients
 from ragged_fsdp.fsdp.construct.network import pick_reduction
 from ragged_fsdp.topology import find_levels, given_ranks_per_node
 from ragged_fsdp.torch_internals import checkpoint_wrapper
@@ -25,7 +28,7 @@ from ragged_fsdp.trainer.optimizers import GranularityRule
 from ragged_fsdp.trainer.ranks import Ranks
 from ragged_fsdp.trainer.rules import match_rules
 
-__all__ = ["ShardedModel", "prepare_layers", "reductions", "shard", "transformer_layers"]
+__all__ = ["ShardedModel", "dispatcher_for", "prepare_layers", "reductions", "shard", "transformer_layers"]
 
 _INTERNODE_DTYPES = {"auto": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -114,7 +117,7 @@ def shard(
         extra["internode_dtype"] = _INTERNODE_DTYPES[config.internode_dtype]
     else:
         from torch.distributed.fsdp import fully_shard  # type: ignore[assignment,no-redef]
-    if ranks.split is not None:
+    if ranks.splits:
         # What DTensor returns as a local tensor is a view; the models add to it out of place, as they should.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     common = {"mp_policy": _mixed_precision(resolved_precision(config, ranks.device)), **extra}
@@ -122,10 +125,11 @@ def shard(
     # None, not True: the layers that backward begins with may then stay gathered
     in_layers = {"reshard_after_forward": None if config.reshard_after_forward else False, **common}
     for inside, options in (*((layer, in_layers) for layer in layers), (model, common)):
-        if ranks.split is not None and (parts := _split_parts(inside, skip=layers)):
-            _apply(fully_shard, parts, mesh=ranks.split.outer, **options)
-            if ranks.split.name == "ep":
-                _divide_by_parts(parts, ranks)
+        for split in ranks.splits:
+            if parts := _split_parts(inside, split.inner, skip=layers):
+                _apply(fully_shard, parts, mesh=split.outer, **options)
+                if split.name == "ep":
+                    divide_gradients(parts, ranks.data_parts)
         _apply(fully_shard, inside, mesh=ranks.mesh, **options)
 
 
@@ -139,8 +143,7 @@ def reductions(config: ShardingConfig, ranks: Ranks) -> list[str]:
     policy = _mixed_precision(resolved_precision(config, ranks.device))
     widens = policy.param_dtype is not None and policy.param_dtype != policy.reduce_dtype
     meshes = {"gradients": ranks.mesh}
-    if ranks.split is not None:
-        meshes[f"gradients of what {ranks.split.name} splits"] = ranks.split.outer
+    meshes |= {f"gradients of what {split.name} splits": split.outer for split in ranks.splits}
     lines = []
     for what, mesh in meshes.items():
         group = mesh.get_group("shard")
@@ -161,30 +164,25 @@ def _apply(fully_shard: Callable[..., Any], *args: Any, **options: Any) -> None:
         raise ConfigError(str(error)) from error
 
 
-def _split_parts(module: nn.Module, skip: nn.Module) -> list[nn.Module]:
-    """The outermost modules all of whose parameters are split over ranks; ``skip`` is not entered."""
+def _split_parts(module: nn.Module, mesh: DeviceMesh, skip: nn.Module) -> list[nn.Module]:
+    """The outermost modules all of whose parameters are split over ``mesh``; ``skip`` is not entered."""
     parts = []
     for child in module.children():
         parameters = list(child.parameters())
         if child is skip or not parameters:
             continue
-        if all(isinstance(p, DTensor) for p in parameters):
+        if all(isinstance(p, DTensor) and p.device_mesh == mesh for p in parameters):
             parts.append(child)
         else:
-            parts += _split_parts(child, skip)
+            parts += _split_parts(child, mesh, skip)
     return parts
 
 
-def _divide_by_parts(modules: list[nn.Module], ranks: Ranks) -> None:
-    """A rank's experts have seen the tokens of all ranks that the experts are split over.
-
-    So their gradients, unlike others, are sums over several parts of the batch before FSDP reduces them; the
-    mean must still be over all parts.
-    """
-    for module in modules:
-        assert isinstance(module, FSDPModule)
-        module.set_gradient_divide_factor(ranks.data_parts)
-        module.set_force_sum_reduction_for_comms(True)  # gloo can scale no other way
+def dispatcher_for(config: ShardingConfig) -> Callable[[DeviceMesh, ExpertSplit], Dispatcher]:
+    """How tokens travel under expert parallelism."""
+    if config.dispatch == "all_gather":
+        return AllGather
+    return functools.partial(AllToAll, capacity=config.expert_capacity or None)
 
 
 def resolved_precision(config: ShardingConfig, device: torch.device) -> str:

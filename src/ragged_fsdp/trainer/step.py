@@ -25,9 +25,11 @@ __all__ = ["StepResult", "evaluate", "train_step"]
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss and gradient norm of a step. They stay on the device, so that the host need not wait to go on."""
+    """Losses and gradient norm of a step. They stay on the device, so that the host need not wait for it."""
 
     loss: Tensor
+    balance_loss: Tensor
+    """The routers' balance loss, a mean over the sequences; 0 for models that have none."""
     grad_norm: Tensor
 
 
@@ -43,7 +45,7 @@ def train_step(
     """Forward, backward and update on the samples from ``first_sample`` on."""
     batch, pieces = config.data.batch, config.data.accumulate
     step_tokens = batch * config.data.seq_len
-    loss_sum = torch.zeros((), dtype=torch.float64, device=ranks.device)
+    loss_sum = torch.zeros(2, dtype=torch.float64, device=ranks.device)
     for piece in range(pieces):
         with clock.phase("data"):
             ids = _my_sequences(batches, first_sample, share(batch, pieces, piece), ranks)
@@ -53,14 +55,14 @@ def train_step(
             loss = tokens_loss / step_tokens + balance_loss / batch
             with clock.phase("backward"):
                 (loss * ranks.data_parts).backward()
-        loss_sum += tokens_loss.detach()
+        loss_sum += torch.stack((tokens_loss.detach(), balance_loss.detach().to(tokens_loss.dtype)))
     with clock.phase("optimizer"):
         grad_norm = clip_gradients(model, config.optimizer.clip)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     with clock.phase("reduce_loss"):
-        loss_mean = _sum_over_parts(loss_sum, ranks) / step_tokens
-    return StepResult(loss_mean, grad_norm)
+        tokens_sum, balance_sum = _sum_over_parts(loss_sum, ranks)
+    return StepResult(tokens_sum / step_tokens, balance_sum / batch, grad_norm)
 
 
 def summed_losses(model: ShardedModel, ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -302,7 +302,7 @@ class GroupBuilder:
         params = [choice.param for choice in choices]
         return GroupTensors(
             [param.name for param in params],
-            [outer_shapes(param.sharded)[0] for param in params],
+            [max(outer_shapes(param.sharded), key=math.prod) for param in params],
             [choice.block for choice in choices],
             [param.dtype for param in params],
             self.options.mp_policy.param_dtype,

@@ -30,7 +30,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.dtensor import StridedRaggedShard, placement_from_layout
+from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, placement_from_layout
+from ragged_fsdp.dtensor.geometry import shard_box
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
 from ragged_fsdp.placement import ragged_dims
 from ragged_fsdp.planner import plan_buffers, plan_group
@@ -259,22 +260,17 @@ def inner_of(param: torch.Tensor) -> torch.Tensor:
 
 
 def outer_shapes(param: torch.Tensor) -> list[tuple[int, ...]]:
-    """The shapes of the inner tensors of a DTensor, in the order of its outer shards; largest first."""
+    """The shapes of the inner tensors of a DTensor, in the order of its outer shards."""
     if not isinstance(param, DTensor):
         return [tuple(param.shape)]
-    cuts = [
-        (p.dim % param.ndim, param.device_mesh.size(d))
-        for d, p in enumerate(param.placements)
-        if isinstance(p, Shard)
+    mesh_shape = tuple(param.device_mesh.shape)
+    cut = [isinstance(p, (Shard, RaggedShard)) for p in param.placements]
+    # data parallelism will cut it again, which makes the ragged placement of the parameter an outer one
+    again = (StridedRaggedShard((0,), (1,)), *param.placements)
+    return [
+        shard_box(tuple(param.shape), (1, *mesh_shape), (0, *coordinate), again)[1]
+        for coordinate in itertools.product(*(range(n if c else 1) for n, c in zip(mesh_shape, cut)))
     ]
-    shapes = []
-    for coordinate in itertools.product(*(range(count) for _, count in cuts)):
-        sizes = list(param.shape)
-        for (dim, count), index in zip(cuts, coordinate):
-            chunk = -(-sizes[dim] // count)
-            sizes[dim] = max(0, min(chunk, sizes[dim] - index * chunk))
-        shapes.append(tuple(sizes))
-    return shapes
 
 
 def shrink_to(plan: GroupPlan, shapes: Sequence[Sequence[int]]) -> GroupPlan:
@@ -299,7 +295,10 @@ def ragged_placement(plan: GroupPlan, index: int, param: torch.Tensor) -> Placem
             return _per_outer_shard(layout, shapes)
         inner = inner_of(param).shape
         placement = placement_from_layout(layout, 0, inner)
-        twice = any(isinstance(p, Shard) and p.dim % param.ndim < len(placement.dims) for p in later)
+        twice = any(
+            isinstance(p, RaggedShard) or (isinstance(p, Shard) and p.dim % param.ndim < len(placement.dims))
+            for p in later
+        )
         return placement_from_layout(layout, 0, inner, strided=True) if twice else placement
 
     return ragged

@@ -134,10 +134,18 @@ class ParamGroup(Members):
         def loaded(*_: Any) -> None:
             self.stale = True
 
+        self._state_dict_hooks: list[Any] = []
         for module in {place.module for param in self.params for place in param.places}:
-            module.register_state_dict_pre_hook(shard)
-            module.register_load_state_dict_pre_hook(shard)
-            module.register_load_state_dict_post_hook(loaded)
+            self._state_dict_hooks += [
+                module.register_state_dict_pre_hook(shard),
+                module.register_load_state_dict_pre_hook(shard),
+                module.register_load_state_dict_post_hook(loaded),
+            ]
+
+    def retire(self) -> None:
+        """Another group takes over the parameters: nothing of the module may hold this one's memory."""
+        for hook in self._state_dict_hooks:
+            hook.remove()
 
     @on_parameters
     def reset_sharded_params(self) -> None:

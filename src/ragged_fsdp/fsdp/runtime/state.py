@@ -44,6 +44,8 @@ class ModuleState(Turn, State):
         self.modules: tuple[nn.Module, ...] = ()
         self.device = torch.device("cpu")
         self.mp_policy = MixedPrecisionPolicy()
+        self.call: Any = None
+        """Options and mesh of the call, should its parameters be cut again."""
         self.schedule = Schedule(self)
         self._lists: list[ModuleState] = []
         """The states below the root that were given a list of modules, which may run in parts."""

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.agreement import compare
-from ragged_fsdp.dtensor.geometry import compute_layout, ragged_mesh_dim, shard_box
+from ragged_fsdp.dtensor.geometry import compute_layout, outer_mesh_dims, ragged_mesh_dim, shard_box
 from ragged_fsdp.optim.exchange.matrices import Flattened, MatrixLayout, MatrixRule, matrix_shape
 from ragged_fsdp.optim.exchange.plan import Cost, ExchangePlan, PlannedParameter, plan_exchange
 from ragged_fsdp.optim.exchange.run import Exchange, Team
@@ -320,9 +320,10 @@ def _regions(
         return [(box,) if math.prod(box[1]) else () for box in boxes]
     layouts = {}
     regions: list[Region] = []
+    cut_before = outer_mesh_dims(placements)
     for coordinate in coordinates:
         # Ranks that differ only along the ragged dim and in replicas cut the same box.
-        outer = tuple(c if isinstance(p, Shard) else 0 for c, p in zip(coordinate, placements))
+        outer = tuple(c if d in cut_before else 0 for d, c in enumerate(coordinate))
         if outer not in layouts:
             layouts[outer] = compute_layout(shape, mesh_shape, outer, placements)
         regions.append(tuple(layouts[outer].boxes_of(coordinate[ragged_dim])))

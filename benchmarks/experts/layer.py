@@ -1,0 +1,384 @@
+"""One layer of experts as rank 0 of a group: its products, what moving tokens costs, the wire.
+
+    PYTHONPATH=. python -m benchmarks.experts.layer --out benchmarks/experts/layer.json
+
+One process stands for rank 0 of EP ranks. Every other rank sends it what it would send itself, so rows are as
+many as with balanced routers. What an exchange would deliver is copied from memory; those copies are timed
+alone and taken off, as NCCL's would be the wire's. ``moves_ms`` is then all that is neither products nor
+wire: orders, permutations, sums, counts. The wire is priced, not run: 64 ranks in nodes of eight, 400 GB/s
+inside, a 45 GB/s card each (``benchmarks/step/network.py``), everything in bf16. ``fsdp_wire_ms`` are the
+gathers and the reduction of a rank's experts over the ranks that hold the same, beside which all else runs.
+
+    ours            ``AllToAll``, exact
+    capacity        ``AllToAll`` with room for 1.25 of an even share
+    torchtitan      its standard dispatch, written with the operators it uses: gather, exchange, index,
+                    grouped products, index_put, exchange, scatter_add
+    transformers    its all-reduce EP: the ranks share all tokens of the group, mask, and all-reduce
+    FSDP alone      every rank gathers all experts of the layer; gathers and reductions run beside products
+
+Times are forward and backward, the median of some runs. ``host_waits`` counts waits for the device in a
+forward and backward (torch's sync debug mode).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from benchmarks.device_time import device_ms
+from benchmarks.step.network import Place, network_of, price
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ragged_fsdp.experts import AllToAll, ExpertSplit, Here, grouped_linear
+from ragged_fsdp.experts.layers import apply_experts
+
+NODES = "h200-400g"
+RUNS = 7
+FSDP_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of a model."""
+
+    hidden: int
+    expert_hidden: int
+    experts: int
+    per_token: int
+
+    def weight_bytes(self, experts: int) -> int:
+        """Bytes of the products' weights in bf16."""
+        return experts * 3 * self.hidden * self.expert_hidden * 2
+
+
+SHAPES = {"qwen3-30b-a3b": Shape(2048, 768, 128, 8), "gpt-oss-120b": Shape(2880, 2880, 128, 4)}
+SMALL = {"small": Shape(32, 16, 16, 2)}
+
+
+class Held(nn.Module):
+    """The experts of one rank."""
+
+    def __init__(self, shape: Shape, experts: int, device: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_experts = experts
+        sizes = (shape.hidden, 2 * shape.expert_hidden), (shape.expert_hidden, shape.hidden)
+        self.up, self.down = (
+            nn.Parameter(torch.randn(experts, *size, device=device, dtype=dtype) * 0.02) for size in sizes
+        )
+
+    def apply_to_groups(self, rows: Tensor, counts: Tensor) -> Tensor:
+        gate, up = grouped_linear(rows, self.up, counts).chunk(2, dim=-1)
+        return grouped_linear(nn.functional.silu(gate) * up, self.down, counts)
+
+
+class Mirror:
+    """Stands for the exchanges: counts as if all ranks routed alike, rows from memory; copies are counted."""
+
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        self._device, self._dtype = device, dtype
+        self._memory = torch.empty(0, device=device, dtype=dtype)
+        self.copied: list[int] = []
+
+    def __call__(self, out: Tensor, given: Tensor, received: Any = None, sent: Any = None, **_: Any) -> None:
+        if not out.is_floating_point():
+            part = received[0] if received else given.numel() // dist.get_world_size()
+            ranks = dist.get_world_size()
+            out.view(ranks, -1).copy_(given.reshape(-1)[:part].expand(ranks, -1))
+            return
+        if out.numel() > self._memory.numel():
+            self._memory = torch.randn(out.numel(), device=self._device, dtype=self._dtype)
+        out.view(-1).copy_(self._memory[: out.numel()])
+        self.copied.append(out.numel())
+
+    def copies_ms(self, timed: Callable[[Callable[[], object]], float]) -> float:
+        """What the copies since the last call take alone."""
+        sizes, self.copied = self.copied, []
+        out = torch.empty(max(sizes, default=0), device=self._device, dtype=self._dtype)
+        return sum(timed(lambda n=n: out[:n].copy_(self._memory[:n])) for n in sizes)
+
+
+@contextlib.contextmanager
+def mirrored(mirror: Mirror) -> Iterator[None]:
+    before = dist.all_to_all_single
+    dist.all_to_all_single = mirror  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.all_to_all_single = before
+
+
+def torchtitan_style(held: Held, tokens: Tensor, chosen: Tensor, weights: Tensor, ranks: int) -> Tensor:
+    """Gather, exchange, order by expert, products, back, scatter_add: with torch's own operators."""
+    per_token, experts = chosen.shape[1], held.num_experts * ranks
+    order = chosen.view(-1).argsort(stable=True)
+    counts = torch.histc(chosen.view(-1).float(), bins=experts, min=0, max=experts).long()
+    token_of = (order // per_token).view(-1, 1).expand(-1, tokens.shape[1])
+    routed = torch.gather(tokens, 0, token_of)
+    sent = counts.view(ranks, -1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    there, here = sent.sum(1).tolist(), received.sum(1).tolist()
+    arrived = _Exchange.apply(routed, there, here)
+    expert = torch.arange(held.num_experts, device=tokens.device).repeat(ranks)
+    grouping = expert.repeat_interleave(received.view(-1), output_size=len(arrived)).argsort(stable=True)
+    outputs = held.apply_to_groups(arrived[grouping], received.sum(0))
+    ungrouped = torch.empty_like(outputs).index_put((grouping,), outputs)
+    back = _Exchange.apply(ungrouped, here, there)
+    scored = (back.float() * weights.view(-1)[order].view(-1, 1)).to(tokens.dtype)
+    return torch.zeros_like(tokens).scatter_add(0, token_of, scored)
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        ctx.back = received, sent
+        out = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(out, rows, received, sent)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return _Exchange.apply(grads[0].contiguous(), *ctx.back), None, None
+
+
+def transformers_all_reduce(held: Held, shape: Shape, ranks: int) -> Callable[..., Tensor]:
+    """The library's own function for experts of which a rank holds some: the others are masked."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    module: Any = SimpleNamespace(
+        num_experts=held.num_experts,
+        gate_up_proj=held.up,
+        down_proj=held.down,
+        has_gate=True,
+        has_bias=False,
+        is_transposed=True,
+        has_post_expert_norm=False,
+        _is_expert_parallel=True,
+        _apply_gate=lambda both: nn.functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1],
+    )
+
+    def forward(tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        elsewhere = chosen >= held.num_experts
+        local = chosen.masked_fill(elsewhere, held.num_experts)
+        return grouped_mm_experts_forward(module, tokens, local, weights.masked_fill(elsewhere, 0.0))
+
+    return forward
+
+
+@dataclass
+class Bench:
+    """What the measurements share."""
+
+    device: str
+    dtype: torch.dtype
+    tokens: int
+
+    def timed(self, call: Callable[[], object]) -> float:
+        """The median of some runs, in milliseconds, after two to warm up."""
+        for _ in range(2):
+            call()
+        if self.device == "cuda":
+            return statistics.median(device_ms(call) for _ in range(RUNS))
+        times = []
+        for _ in range(RUNS):
+            began = time.perf_counter()
+            call()
+            times.append((time.perf_counter() - began) * 1e3)
+        return statistics.median(times)
+
+    def waits(self, call: Callable[[], object]) -> int | None:
+        """How often ``call`` waits for the device; None where there is none."""
+        if self.device != "cuda":
+            return None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                call()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return sum("synchronizing" in str(w.message) for w in caught)
+
+    def inputs(self, shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, balanced choices and weights."""
+        generator = torch.Generator(device=self.device).manual_seed(0)
+        options: Any = {"device": self.device, "generator": generator}
+        x = torch.randn(tokens, shape.hidden, dtype=self.dtype, **options)
+        chosen = torch.rand(tokens, shape.experts, **options).topk(shape.per_token, dim=1)[1]
+        weights = torch.rand(tokens, shape.per_token, **options)
+        return x.requires_grad_(), chosen, weights.requires_grad_()
+
+
+def wire_ms(kind: str, nbytes: float, group: range) -> float:
+    """A collective of rank 0 with others of the modelled network."""
+    network = network_of(NODES)
+    seconds = price(kind, nbytes, Place.of(group, 0, network), network) if len(group) > 1 else (0.0,)
+    return max(seconds) * 1e3
+
+
+def fsdp_wire_ms(shape: Shape, ep: int) -> float:
+    """Two gathers and a reduction of a rank's experts over the ranks that hold the same ones."""
+    nbytes, group = shape.weight_bytes(shape.experts // ep), range(0, FSDP_RANKS, ep)
+    return 2 * wire_ms("all_gather", nbytes, group) + wire_ms("reduce_scatter", nbytes, group)
+
+
+def measure(bench: Bench, name: str, shape: Shape, ranks: int) -> list[dict[str, Any]]:
+    """Every way for one layer and group size."""
+    held = Held(shape, shape.experts // ranks, bench.device, bench.dtype)
+    tokens, chosen, weights = bench.inputs(shape, bench.tokens)
+    mirror, mesh = Mirror(bench.device, bench.dtype), init_device_mesh(bench.device, (ranks,))
+    split = ExpertSplit.even(shape.experts, ranks)
+    row_bytes = bench.tokens * shape.per_token * shape.hidden * 2
+    rows: list[dict[str, Any]] = []
+
+    def layer(dispatcher: AllToAll) -> Callable[[], Tensor]:
+        def forward() -> Tensor:
+            arrived, counts, route = dispatcher.dispatch(tokens, chosen)
+            return dispatcher.combine(apply_experts(held, arrived, counts), weights, route).to(tokens.dtype)
+
+        return forward
+
+    with mirrored(mirror):
+        arrived, counts, _ = AllToAll(mesh, split).dispatch(tokens, chosen)
+        given = torch.randn_like(arrived).requires_grad_()
+        products = bench.timed(lambda given=given: _backward(apply_experts(held, given, counts)))
+        del arrived, given
+        ways: dict[str, Callable[[], Tensor]] = {
+            "ours": layer(AllToAll(mesh, split)),
+            "capacity": layer(AllToAll(mesh, split, capacity=1.25)),
+            "torchtitan": lambda: torchtitan_style(held, tokens, chosen, weights, ranks),
+        }
+        for way, forward in ways.items():
+            mirror.copied.clear()
+            _backward(forward())
+            copies = mirror.copies_ms(bench.timed)
+            total = bench.timed(lambda forward=forward: _backward(forward()))
+            waits = bench.waits(lambda forward=forward: _backward(forward()))
+            wire = 4 * wire_ms("all_to_all", row_bytes * (1.25 if way == "capacity" else 1.0), range(ranks))
+            rows.append(_row(name, shape, ranks, way, total - copies, products, wire, waits))
+    rows += _all_reduce(bench, name, shape, ranks, held, products)
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def _all_reduce(
+    bench: Bench, name: str, shape: Shape, ranks: int, held: Held, products: float
+) -> list[dict[str, Any]]:
+    """The library's way on the tokens of the whole group; left out where those do not fit the device."""
+    try:
+        tokens, chosen, weights = bench.inputs(shape, bench.tokens * ranks)
+        forward = transformers_all_reduce(held, shape, ranks)
+        total = bench.timed(lambda: _backward(forward(tokens, chosen, weights)))
+        waits = bench.waits(lambda: _backward(forward(tokens, chosen, weights)))
+    except torch.OutOfMemoryError:
+        gc.collect()
+        torch.cuda.empty_cache()
+        return [{"layer": name, "ep": ranks, "way": "transformers", "out_of_memory": True}]
+    wire = 2 * wire_ms("all_reduce", bench.tokens * ranks * shape.hidden * 2, range(ranks))
+    return [_row(name, shape, ranks, "transformers", total, products, wire, waits)]
+
+
+def fsdp_alone(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
+    """All experts on this rank, after a gather over all ranks that runs beside other layers."""
+    held = Held(shape, shape.experts, bench.device, bench.dtype)
+    tokens, chosen, weights = bench.inputs(shape, bench.tokens)
+    here = Here(shape.experts)
+
+    def forward() -> Tensor:
+        rows, counts, route = here.dispatch(tokens, chosen)
+        return here.combine(apply_experts(held, rows, counts), weights, route).to(tokens.dtype)
+
+    compute = bench.timed(lambda: _backward(forward()))
+    wire = fsdp_wire_ms(shape, 1)
+    row = {
+        "layer": name,
+        "ep": 1,
+        "way": "FSDP alone",
+        "compute_ms": round(compute, 3),
+        "fsdp_wire_ms": round(wire, 3),
+        "layer_ms": round(max(compute, wire), 3),
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def _row(
+    name: str,
+    shape: Shape,
+    ranks: int,
+    way: str,
+    compute: float,
+    products: float,
+    wire: float,
+    waits: int | None,
+) -> dict[str, Any]:
+    weights = fsdp_wire_ms(shape, ranks)
+    return {
+        "layer": name,
+        "ep": ranks,
+        "way": way,
+        "products_ms": round(products, 3),
+        "moves_ms": round(compute - products, 3),
+        "moves_of_products": round((compute - products) / products, 3),
+        "wire_ms": round(wire, 3),
+        "fsdp_wire_ms": round(weights, 3),
+        "layer_ms": round(max(compute + wire, weights), 3),
+        "host_waits": waits,
+    }
+
+
+def _backward(out: Tensor) -> None:
+    out.backward(torch.ones_like(out))
+
+
+def main() -> None:
+    """Measure every layer and group size and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the file of results (JSON)")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank")
+    parser.add_argument("--ep", type=int, nargs="+", default=[8, 64], help="group sizes")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--small", action="store_true", help="a tiny layer, to see that it runs")
+    options = parser.parse_args()
+    bench = Bench(
+        options.device, torch.bfloat16 if options.device == "cuda" else torch.float32, options.tokens
+    )
+    rows: list[dict[str, Any]] = []
+    for name, shape in (SMALL if options.small else SHAPES).items():
+        for ranks in (1, *options.ep):
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+            try:
+                rows += [fsdp_alone(bench, name, shape)] if ranks == 1 else measure(bench, name, shape, ranks)
+            finally:
+                dist.destroy_process_group()
+    machine = {
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "network": network_of(NODES).text,
+        "tokens": options.tokens,
+        "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

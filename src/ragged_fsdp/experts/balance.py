@@ -1,0 +1,216 @@
+"""Where tokens went, and experts that move to where there is room.
+
+    load_of            rows sent to each expert of each layer since the last call, of all ranks
+    balanced_splits    the splits whose busiest rank has the least load
+    fit_capacity       room for what was sent, and a margin
+    move_experts       from one split to another between two steps, optimizer state included, bit for bit
+
+A rank that moves experts sends and receives what changes hands and gathers, one layer after the other, what
+its data-parallel group holds of them: memory peaks at the experts of one layer, as in a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ragged_fsdp.agreement import compare
+from ragged_fsdp.experts.dispatch import AllToAll
+from ragged_fsdp.experts.layers import expert_parameters
+from ragged_fsdp.experts.parallel import SplitExperts, split_experts_of, split_placement
+from ragged_fsdp.experts.split import ExpertSplit
+from ragged_fsdp.fsdp.construct.again import cut_again
+from ragged_fsdp.optim.base import ExactStateOptimizer
+
+__all__ = ["ExpertLoad", "balanced_splits", "fit_capacity", "load_of", "move_experts"]
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """Rows that each expert of each layer was sent, over all ranks; tensors stay on their device."""
+
+    rows: dict[str, Tensor]
+    """By name of the module, one number per expert."""
+    dropped: Tensor
+    """Rows that did not fit a capacity, of all layers."""
+    splits: dict[str, ExpertSplit]
+    """Who held which experts."""
+
+    def summary(self) -> dict[str, float]:
+        """The busiest rank and the busiest expert of any layer, as multiples of the mean; and drops.
+
+        Asks the device for the numbers.
+        """
+        busiest_rank = busiest_expert = 1.0
+        total = 0.0
+        for name, counts in self.rows.items():
+            load = [float(count) for count in counts.tolist()]
+            total += sum(load)
+            if any(load):
+                busiest_rank = max(busiest_rank, self.splits[name].busiest(load))
+                busiest_expert = max(busiest_expert, max(load) * len(load) / sum(load))
+        dropped = float(self.dropped)
+        return {
+            "busiest_rank": busiest_rank,
+            "busiest_expert": busiest_expert,
+            "dropped": dropped,
+            "dropped_share": dropped / total if total else 0.0,
+        }
+
+
+def load_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> ExpertLoad:
+    """Take what the layers have counted in training since the last call, summed over ``group`` (all ranks).
+
+    Every rank of the group calls it; one small all-reduce, and nothing waits for the device. Where ranks
+    share their tokens (``token_mesh``) each has counted its part.
+    """
+    found = split_experts_of(model)
+    if not found:
+        raise ValueError("load_of: no experts are spread over ranks; call expert_parallel first.")
+    device = next((e.load.device for e in found.values() if e.load is not None), torch.device("cpu"))
+    parts, dropped = [], torch.zeros(1, dtype=torch.int64, device=device)
+    for experts in found.values():
+        counts = experts.load
+        parts.append(
+            torch.zeros(experts.split.experts, dtype=torch.int64, device=device) if counts is None else counts
+        )
+        if experts.dropped is not None:
+            dropped = dropped + experts.dropped
+        experts.load = experts.dropped = None
+    flat = torch.cat([*parts, dropped])
+    dist.all_reduce(flat, group=group)
+    *rows, dropped = flat.split([*(len(part) for part in parts), 1])
+    return ExpertLoad(dict(zip(found, rows)), dropped[0], {n: e.split for n, e in found.items()})
+
+
+def balanced_splits(load: ExpertLoad) -> dict[str, ExpertSplit]:
+    """For each layer the split whose busiest rank would have had the least of ``load``; asks the device."""
+    return {
+        name: ExpertSplit.by_load(rows.tolist(), load.splits[name].ranks) for name, rows in load.rows.items()
+    }
+
+
+def fit_capacity(
+    model: nn.Module, margin: float = 1.1, group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """Let the capacity of each layer follow its load: the most that any rank sent another, times ``margin``.
+
+    Every rank of ``group``, or all, calls it between steps; one all-reduce, and a wait for the device. Layers
+    without a capacity, or that have not run since, stay as they are; experts that move start again from the
+    capacity that was given.
+
+    Returns:
+        The new capacities, by name of the module.
+    """
+    if not margin >= 1:
+        raise ValueError(f"fit_capacity: margin must be at least 1, got {margin!r}.")
+    found = {}
+    for name, experts in split_experts_of(model).items():
+        dispatcher = getattr(experts.dispatcher, "inner", experts.dispatcher)
+        if isinstance(dispatcher, AllToAll) and dispatcher.needed is not None:
+            found[name] = dispatcher
+    if not found:
+        return {}
+    needed = torch.stack([d.needed for d in found.values() if d.needed is not None]).double()
+    dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=group)
+    for dispatcher, most in zip(found.values(), needed.tolist()):
+        dispatcher.capacity, dispatcher.needed = margin * most, None
+    return {name: dispatcher.capacity for name, dispatcher in found.items() if dispatcher.capacity}
+
+
+@torch.no_grad()
+def move_experts(
+    model: nn.Module, splits: Mapping[str, ExpertSplit], optimizer: torch.optim.Optimizer | None = None
+) -> list[str]:
+    """Let experts lie as ``splits`` says from the next step on; every rank calls it, between steps.
+
+    Values, and the optimizer's state with an entry per element or per block, move bit for bit; the parameters
+    stay the objects that the optimizer holds. Only modules under our ``fully_shard`` can move.
+
+    Args:
+        model: after ``expert_parallel`` and ``fully_shard``.
+        splits: by name of the module of experts, as :func:`balanced_splits` returns it; those of other ranks
+            must be the same.
+        optimizer: the one that holds the model's parameters, if there is one.
+
+    Returns:
+        The names of the modules that moved: those whose split changed.
+    """
+    found = split_experts_of(model)
+    for name, split in splits.items():
+        if name not in found:
+            raise ValueError(f"move_experts: {name!r} is not spread; there are {', '.join(found)}.")
+        now = found[name].split
+        if (split.ranks, split.experts) != (now.ranks, now.experts):
+            raise ValueError(f"move_experts: {name} has {now}, which cannot become {split}.")
+    _compare(found, splits)
+    moving = {name: split for name, split in splits.items() if split != found[name].split}
+    for name in moving:
+        _check_state(name, found[name].module, optimizer)
+    for name, split in moving.items():
+        _move(found[name], split, optimizer)
+    if moving and optimizer is not None:
+        # as after a load: optimizers that plan where parameters and state lie do so anew
+        optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    return list(moving)
+
+
+def _compare(found: Mapping[str, SplitExperts], splits: Mapping[str, ExpertSplit]) -> None:
+    """Raise on every rank unless all that hold parts of the same experts were given the same splits."""
+    meshes = {experts.mesh.get_group(): experts.mesh for experts in found.values()}
+    text = "\n".join(f"{name} {splits[name].held}" for name in found if name in splits)
+    for group, mesh in meshes.items():
+        differs = compare(text, [group], torch.device(mesh.device_type))
+        if differs is not None:
+            raise ValueError(f"move_experts: the ranks were given other splits; {differs.difference}.")
+
+
+def _move(experts: SplitExperts, split: ExpertSplit, optimizer: torch.optim.Optimizer | None) -> None:
+    module = experts.module
+    parameters: dict[str, Any] = expert_parameters(module)
+    cut_again(module, {name: [split_placement(split)] for name in parameters})
+    experts.use(split)
+    if optimizer is None:
+        return
+    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for parameter in parameters.values():
+        state = optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, DTensor):
+                placements = _placements(optimizer, parameter, groups[parameter], key, value)
+                state[key] = value.redistribute(placements=placements)
+
+
+def _placements(
+    optimizer: torch.optim.Optimizer, parameter: Any, group: dict[str, Any], key: str, value: DTensor
+) -> Any:
+    """Where a tensor of the state belongs now that its parameter has moved."""
+    if value.shape == parameter.shape:
+        return parameter.placements
+    assert isinstance(optimizer, ExactStateOptimizer)  # checked before anything moved
+    form = optimizer._expected_state(parameter, group)[key]
+    assert form is not None and form.placements is not None
+    return form.placements
+
+
+def _check_state(name: str, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise on state that cannot follow its parameter, before anything has moved."""
+    for own, parameter in expert_parameters(module).items():
+        state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.ndim == 0:
+                continue
+            follows = isinstance(value, DTensor) and (
+                value.shape == parameter.shape or isinstance(optimizer, ExactStateOptimizer)
+            )
+            if not follows:
+                raise NotImplementedError(
+                    f"move_experts: the state {key!r} of {name}.{own}, of shape {tuple(value.shape)}, is not "
+                    f"laid out like the parameter, so it cannot move with it."
+                )

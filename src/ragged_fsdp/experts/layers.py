@@ -1,0 +1,128 @@
+"""What the experts of a layer are: how many, which parameters hold them, and how they are applied to rows.
+
+Two kinds of modules are known. One says so itself, by having what :class:`GroupedExperts` names. The other
+is a module of transformers in which all experts of a layer are fused (the class is decorated with
+``use_experts_implementation``): Qwen3-MoE, GPT-OSS, DeepSeek-V3, Mixtral and everything written like them.
+Both are called as ``experts(tokens (N, D), chosen (N, K), weights (N, K)) -> (N, D)``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "GroupedExperts",
+    "apply_experts",
+    "expert_count",
+    "expert_modules",
+    "expert_parameters",
+    "grouped_linear",
+    "held_part",
+    "in_one_kernel",
+]
+
+_FUSED = ("num_experts", "has_gate", "has_bias", "is_transposed", "down_proj", "_apply_gate")
+"""What transformers gives a module of fused experts."""
+
+
+@runtime_checkable
+class GroupedExperts(Protocol):
+    """What a module of experts must have to be split over ranks.
+
+    Parameters whose first dim is ``num_experts`` are split, along that dim; the others stay whole. The
+    module's ``forward`` takes tokens (N, D), chosen experts (N, K) and weights (N, K).
+    """
+
+    num_experts: int
+
+    def apply_to_groups(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows (R, D), ``counts[i]`` of them for the i-th expert that this rank holds, to their outputs.
+
+        The parameters hold this rank's experts alone: ``to_local()`` of them. Rows after the last group are
+        padding, whose outputs and gradients are not used.
+        """
+        ...
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether the module holds experts of a known kind."""
+    return isinstance(module, GroupedExperts) or all(hasattr(module, name) for name in _FUSED)
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of experts in ``model``, by name."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def expert_count(module: nn.Module) -> int:
+    """How many experts the layer has, on all ranks together."""
+    return int(module.num_experts)  # type: ignore[arg-type]
+
+
+def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that hold one entry per expert, by name."""
+    count = expert_count(module)
+    return {n: p for n, p in module.named_parameters(recurse=False) if p.ndim and p.shape[0] == count}
+
+
+def apply_experts(module: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
+    """Rows grouped by the experts that this rank holds to their outputs; rows after them are padding."""
+    if isinstance(module, GroupedExperts):
+        return module.apply_to_groups(rows, counts)
+    fused: Any = module
+    up = _linear(fused, "gate_up_proj" if fused.has_gate else "up_proj", rows, counts)
+    hidden = fused._apply_gate(up) if fused.has_gate else fused.act_fn(up)
+    outputs = _linear(fused, "down_proj", hidden, counts)
+    if getattr(fused, "has_post_expert_norm", False):
+        # padding holds anything, and times a gradient of zero that may still be NaN in the norm's weight
+        padding = torch.arange(len(rows), device=rows.device) >= counts.sum()
+        outputs = fused.post_expert_norm(outputs.masked_fill(padding.unsqueeze(-1), 0.0))
+    return outputs
+
+
+def _linear(module: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    weight, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
+    matrices = held_part(weight) if module.is_transposed else held_part(weight).transpose(-2, -1)
+    return grouped_linear(rows, matrices, counts, None if bias is None else held_part(bias))
+
+
+def held_part(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter: all of it, or its experts."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Rows (R, D), grouped by expert with these counts, times their expert's matrix of (E, D, F).
+
+    Rows after the groups come out as zeros, or as anything at all: nobody may use them.
+    """
+    if not len(weight) or not len(rows):
+        # no group, but autograd must reach both: the ranks wait for each other in its collectives
+        out = (rows.sum() + weight.sum()) * rows.new_zeros(len(rows), weight.shape[-1])
+        return out if bias is None else out + bias.sum() * 0
+    grouped = rows.is_cuda and rows.dtype == torch.bfloat16
+    out = (in_one_kernel if grouped else _one_by_one)(rows.to(weight.dtype), weight, counts)
+    if bias is None:
+        return out
+    # rows after the groups use an entry of zeros: their gradient is garbage and must reach no expert
+    ends = counts.cumsum(0)
+    expert = torch.searchsorted(ends, torch.arange(len(rows), device=rows.device), right=True)
+    return out + torch.cat((bias, bias.new_zeros(1, bias.shape[-1])))[expert]
+
+
+def _one_by_one(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Apply one expert after the other: the plain way, which asks the device for the counts."""
+    sizes = counts.tolist()
+    *parts, padding = rows.split([*sizes, len(rows) - sum(sizes)])
+    outputs = [part @ weight[expert] for expert, part in enumerate(parts)]
+    return torch.cat([*outputs, padding.new_zeros(len(padding), weight.shape[-1])])
+
+
+def in_one_kernel(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Do what ``_one_by_one`` does in one kernel, without asking the device for the counts."""
+    return F.grouped_mm(rows, weight, offs=counts.cumsum(0, dtype=torch.int32))

@@ -1,0 +1,283 @@
+"""``expert_parallel``: the experts of a model's layers spread over ranks, in place, before ``fully_shard``.
+
+What is changed of a module of experts: its parameters become DTensors over the mesh, ``Shard(0)`` where every
+rank holds as many experts and ``RaggedShard`` otherwise, and its ``forward`` sends rows to their experts. The
+router, and all else, stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ragged_fsdp.agreement import compare
+from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
+from ragged_fsdp.experts.dispatch import AllGather, AllToAll, Dispatcher, Route, SlicedTokens
+from ragged_fsdp.experts.layers import apply_experts, expert_count, expert_modules, expert_parameters
+from ragged_fsdp.experts.split import ExpertSplit
+from ragged_fsdp.fsdp.autograd import in_backward
+
+__all__ = [
+    "SplitExperts",
+    "divide_gradients",
+    "expert_parallel",
+    "mix",
+    "split_experts_of",
+    "split_placement",
+    "spread",
+]
+
+MakeDispatcher = Callable[[DeviceMesh, ExpertSplit], Dispatcher]
+
+_BACKENDS: dict[str, MakeDispatcher] = {"all_to_all": AllToAll, "all_gather": AllGather}
+_STYLES = ("ep_dispatch_experts", *_BACKENDS)
+_OF_PARAMETERS = "grouped_gemm"
+_ATTRIBUTE = "_ragged_fsdp_experts"
+
+
+class SplitExperts:
+    """What a module of experts has become: who holds which, how tokens get there, where they went."""
+
+    def __init__(
+        self, name: str, module: nn.Module, mesh: DeviceMesh, split: ExpertSplit, make: MakeDispatcher
+    ) -> None:
+        self.name, self.module, self.mesh = name, module, mesh
+        self._make = make
+        parameters = list(inspect.signature(type(module).forward).parameters)
+        self._arguments = parameters[1:4]
+        self.load: Tensor | None = None
+        """Slots sent to each expert by this rank's tokens, in training, since they were last taken."""
+        self.dropped: Tensor | None = None
+        """How many of those were dropped; None where none can be."""
+        self.use(split)
+
+    def use(self, split: ExpertSplit) -> None:
+        """Send tokens as ``split`` says from now on; the parameters must follow."""
+        self.split, self.dispatcher = split, self._make(self.mesh, split)
+
+    @torch.compiler.disable  # the host must know how many rows there are, and ranks must meet in order
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Tokens (N, D), their experts (N, K) and weights (N, K) to the mixed outputs (N, D)."""
+        tokens, chosen, weights = (*args, *(kwargs[name] for name in self._arguments[len(args) :]))
+        dispatcher = self.dispatcher
+        if not self.module.training:
+            dispatcher = getattr(dispatcher, "for_evaluation", dispatcher)
+        mixed, route = mix(self.module, dispatcher, tokens, chosen, weights)
+        if self.module.training and not in_backward():  # a recomputed layer has been counted
+            self._count(route.load, route.dropped)
+        return mixed
+
+    def _count(self, load: Tensor, dropped: Tensor | None) -> None:
+        self.load = load if self.load is None else self.load + load
+        if dropped is not None:
+            self.dropped = dropped if self.dropped is None else self.dropped + dropped
+
+
+def mix(
+    module: nn.Module, dispatcher: Dispatcher, tokens: Tensor, chosen: Tensor, weights: Tensor
+) -> tuple[Tensor, Route]:
+    """Tokens (N, D) through the experts that each was sent to, weighted; and where they went."""
+    rows, counts, route = dispatcher.dispatch(tokens, chosen)
+    mixed = dispatcher.combine(apply_experts(module, rows, counts), weights, route)
+    return mixed.to(tokens.dtype), route
+
+
+def expert_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: Mapping[str, str] | None = None,
+    *,
+    dispatcher: str | MakeDispatcher = "all_to_all",
+    split: ExpertSplit | Mapping[str, ExpertSplit] | None = None,
+    token_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """Spread the experts of ``model`` over the ranks of ``mesh``, in place; call it before ``fully_shard``.
+
+    Every rank has its own tokens; their rows travel to the experts and back. Afterwards shard the modules of
+    experts over the ranks that hold the same ones, everything else over all ranks, and tell the former how
+    many parts a batch has (:func:`divide_gradients`): a gradient of an expert is a sum over the ranks of
+    ``mesh`` already.
+
+    Args:
+        model: any module; on the meta device or with the same values on all ranks.
+        mesh: 1-D, the ranks to spread experts over; or a mesh with a dim named ``ep``. Any number of ranks
+            will do for any number of experts.
+        plan: names of modules of experts, with ``*`` for numbers, to how tokens reach them: ``all_to_all``,
+            ``all_gather``, or transformers' ``ep_dispatch_experts`` for what ``dispatcher`` says. An
+            ``ep_plan`` of transformers is one. None spreads every module of experts that is found.
+        dispatcher: ``all_to_all``, ``all_gather``, or a function of mesh and split that makes a
+            :class:`~ragged_fsdp.experts.Dispatcher`.
+        split: how many experts each rank holds, for all modules or by name; even where not given.
+        token_mesh: 1-D, ranks that share their tokens because attention is tensor parallel; each sends a part
+            of them. They must be in one group of ``mesh``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model has no experts, the plan or the split does not fit it, or the ranks disagree;
+            nothing has been changed then.
+    """
+    mesh = _checked_mesh(mesh)
+    make = _maker(dispatcher)
+    found = _planned(model, plan, make)
+    splits = {name: _split_for(name, module, mesh.size(), split) for name, (module, _) in found.items()}
+    for name, (module, _) in found.items():
+        _check_module(name, module)
+    _check_named(split, found)
+    how = dispatcher if isinstance(dispatcher, str) else "a dispatcher of the caller's"
+    text = "\n".join(f"{n} {_shapes(m)} {splits[n]} {how}" for n, (m, _) in found.items())
+    differs = compare(text, [mesh.get_group()], torch.device(mesh.device_type))
+    if differs is not None:
+        raise ValueError(f"expert_parallel: the ranks of the mesh disagree: {differs.difference}.")
+    made = [
+        SplitExperts(name, module, mesh, splits[name], _sliced(own, token_mesh))
+        for name, (module, own) in found.items()
+    ]
+    for experts in made:  # nothing can fail from here on
+        spread(experts)
+    return model
+
+
+def spread(experts: SplitExperts) -> None:
+    """Leave this rank its part of the experts, and let the module's forward reach those of the others."""
+    module = experts.module
+    for name, parameter in expert_parameters(module).items():
+        full = parameter.detach().contiguous()
+        part = distribute_tensor(full, experts.mesh, [split_placement(experts.split)], src_data_rank=None)
+        setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    module.__dict__[_ATTRIBUTE] = experts
+    module.forward = experts.forward  # type: ignore[method-assign]
+
+
+def split_experts_of(model: nn.Module) -> dict[str, SplitExperts]:
+    """The modules of ``model`` whose experts are spread over ranks, by name."""
+    found = ((name, module.__dict__.get(_ATTRIBUTE)) for name, module in model.named_modules())
+    return {name: experts for name, experts in found if experts is not None}
+
+
+def divide_gradients(modules: Iterable[nn.Module], parts: int) -> None:
+    """Let the gradients of sharded modules of experts be means over ``parts`` of a batch.
+
+    A rank's experts have seen the tokens of all ranks that the experts are spread over. So their gradients,
+    unlike others, are sums over several parts of the batch before ``fully_shard`` reduces them, and the mean
+    must be over all parts. Works on modules of our ``fully_shard`` and of torch's.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise TypeError(
+                f"divide_gradients: expected a module after fully_shard, got {type(module).__name__}."
+            )
+        module.set_gradient_divide_factor(parts)
+        module.set_force_sum_reduction_for_comms(True)  # gloo can scale no other way
+
+
+def split_placement(split: ExpertSplit) -> Placement:
+    """How a parameter with an entry per expert lies on the mesh."""
+    return Shard(0) if split.is_even else RaggedShard((0,), split.held)
+
+
+def _checked_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expert_parallel: mesh must be a DeviceMesh, got {mesh!r}.")
+    if mesh.ndim == 1:
+        return mesh
+    names: Sequence[str] = mesh.mesh_dim_names or ()
+    if "ep" not in names:
+        raise ValueError(
+            f"expert_parallel: mesh must have one dim, or one named 'ep', got {tuple(mesh.shape)} named "
+            f"{tuple(names)}; pass the dim that experts are to be spread over, such as mesh['experts']."
+        )
+    return mesh["ep"]
+
+
+def _maker(dispatcher: str | MakeDispatcher) -> MakeDispatcher:
+    if callable(dispatcher):
+        return dispatcher
+    if dispatcher not in _BACKENDS:
+        raise ValueError(
+            f"expert_parallel: dispatcher must be one of {', '.join(_BACKENDS)} or a function that makes "
+            f"one, got {dispatcher!r}."
+        )
+    return _BACKENDS[dispatcher]
+
+
+def _sliced(make: MakeDispatcher, token_mesh: DeviceMesh | None) -> MakeDispatcher:
+    if token_mesh is None or token_mesh.size() == 1:
+        return make
+    return lambda mesh, split: SlicedTokens(make(mesh, split), token_mesh)
+
+
+def _planned(
+    model: nn.Module, plan: Mapping[str, str] | None, default: MakeDispatcher
+) -> dict[str, tuple[nn.Module, MakeDispatcher]]:
+    """The modules to spread and how tokens reach each."""
+    known = expert_modules(model)
+    if not known:
+        raise ValueError(
+            f"expert_parallel: {type(model).__name__} has no module of experts: neither one of transformers "
+            "in which all experts of a layer are fused, nor one with num_experts and apply_to_groups "
+            "(ragged_fsdp.experts.GroupedExperts)."
+        )
+    if plan is None:
+        return {name: (module, default) for name, module in known.items()}
+    found: dict[str, tuple[nn.Module, MakeDispatcher]] = {}
+    for pattern, style in plan.items():
+        if style == _OF_PARAMETERS:  # parameters follow their module
+            continue
+        if style not in _STYLES:
+            raise ValueError(
+                f"expert_parallel: plan[{pattern!r}] is {style!r}; expected one of {', '.join(_STYLES)}."
+            )
+        names = [n for n in known if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")]
+        if not names:
+            raise ValueError(
+                f"expert_parallel: plan[{pattern!r}] names no module of experts; there are "
+                f"{', '.join(known)}."
+            )
+        found.update((n, (known[n], _BACKENDS.get(style, default))) for n in names)
+    return {name: found[name] for name in known if name in found}
+
+
+def _split_for(
+    name: str, module: nn.Module, ranks: int, given: ExpertSplit | Mapping[str, ExpertSplit] | None
+) -> ExpertSplit:
+    count = expert_count(module)
+    split = given.get(name) if isinstance(given, Mapping) else given
+    if split is None:
+        return ExpertSplit.even(count, ranks)
+    if split.ranks != ranks or split.experts != count:
+        raise ValueError(
+            f"expert_parallel: {name} has {count} experts for {ranks} ranks, but its split is of "
+            f"{split.experts} on {split.ranks}."
+        )
+    return split
+
+
+def _check_named(given: Any, found: Mapping[str, Any]) -> None:
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in found:
+            raise ValueError(
+                f"expert_parallel: split names {name!r}, which is not spread; there are {', '.join(found)}."
+            )
+
+
+def _check_module(name: str, module: nn.Module) -> None:
+    for own, parameter in expert_parameters(module).items():
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"expert_parallel: {name}.{own} is a DTensor already; call it once, and before fully_shard."
+            )
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, tuple[int, ...], str]]:
+    return [(n, tuple(p.shape), str(p.dtype)) for n, p in expert_parameters(module).items()]

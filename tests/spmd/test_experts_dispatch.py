@@ -1,0 +1,164 @@
+"""Dispatchers alone: ranks without tokens, one expert for all, a capacity; and what is refused."""
+
+import pytest
+import torch
+from torch import nn
+
+from ragged_fsdp.experts import (
+    AllGather,
+    AllToAll,
+    ExpertSplit,
+    Here,
+    SharedTokens,
+    expert_parallel,
+    fit_capacity,
+    grouped_linear,
+    held_part,
+    load_of,
+    mix,
+)
+from rank_pool import DEVICE, spmd
+
+EXPERTS, CHANNELS, PER_TOKEN = 4, 6, 2
+
+
+class Squares(nn.Module):
+    """Experts of a user's own, with a parameter that is not one per expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.weight = nn.Parameter(torch.randn(EXPERTS, CHANNELS, CHANNELS, generator=_seeded(5)).double())
+        self.scale = nn.Parameter(torch.full((CHANNELS,), 0.5).double())
+
+    def forward(self, tokens, chosen, weights):
+        return mix(self, Here(EXPERTS), tokens, chosen, weights)[0]
+
+    def apply_to_groups(self, rows, counts):
+        return grouped_linear(rows, held_part(self.weight), counts).square() * self.scale
+
+
+def _seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def _inputs(tokens, seed, chosen=None):
+    x = torch.randn(tokens, CHANNELS, generator=_seeded(seed)).double()
+    any_ = torch.rand(tokens, EXPERTS, generator=_seeded(seed)).argsort(1)[:, :PER_TOKEN]
+    w = torch.rand(tokens, PER_TOKEN, generator=_seeded(seed + 99)).double()
+    x, w = x.to(DEVICE).requires_grad_(), w.to(DEVICE).requires_grad_()
+    return x, (any_ if chosen is None else torch.full_like(any_, chosen)).to(DEVICE), w
+
+
+def _run(module, inputs):
+    """Outputs and gradients of tokens and weights."""
+    x, chosen, w = inputs
+    out = module(x, chosen, w)
+    (out * torch.arange(CHANNELS, device=out.device)).sum().backward()
+    return out.detach(), x.grad, w.grad
+
+
+@spmd(1, 3)
+def test_any_number_of_tokens_on_each_rank(rank):
+    """Rank r has 0, 3 or 5 tokens; every way gives what one process gives, where all go to one expert too."""
+    tokens = (0, 3, 5)[(rank.rank + 1) % 3]
+    held = {1: (4,), 3: (1, 0, 3)}[rank.world_size]
+    for chosen in (None, 2):
+        expected = _run(Squares().to(DEVICE), _inputs(tokens, rank.rank, chosen))
+        for make in (AllToAll, AllGather):
+            module = nn.ModuleDict({"experts": Squares().to(DEVICE)})
+            expert_parallel(module, rank.mesh(), dispatcher=make, split=ExpertSplit(held))
+            got = _run(module["experts"], _inputs(tokens, rank.rank, chosen))
+            for ours, theirs in zip(got, expected):
+                assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12), (make, chosen)
+            load = load_of(module)
+            assert int(load.rows["experts"].sum()) == PER_TOKEN * (8 if rank.world_size == 3 else 3)
+    common = _run(Squares().to(DEVICE), _inputs(4, 0))
+    module = nn.ModuleDict({"experts": Squares().to(DEVICE)})
+    expert_parallel(module, rank.mesh(), dispatcher=SharedTokens, split=ExpertSplit(held))
+    for ours, theirs in zip(_run(module["experts"], _inputs(4, 0)), common):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@spmd(2)
+def test_what_does_not_fit_is_dropped_and_counted(rank):
+    """The last slots of a rank's experts lose; the outputs are those with their weights at zero."""
+    tokens = 6
+    for capacity in (0.25, 0.5, 1.0, 2.0):
+        module = nn.ModuleDict({"experts": Squares().to(DEVICE)})
+        split = ExpertSplit((1, 3))
+        expert_parallel(
+            module, rank.mesh(), dispatcher=lambda m, s, c=capacity: AllToAll(m, s, capacity=c), split=split
+        )
+        x, chosen, w = _inputs(tokens, rank.rank)
+        room = min(12, -(-int(capacity * 12) // 2))
+        keep = torch.ones_like(w)
+        for first, stop in ((0, 1), (1, 4)):
+            slots = chosen.flatten()
+            mine = slots.argsort(stable=True)
+            mine = mine[(slots[mine] >= first) & (slots[mine] < stop)]
+            keep.view(-1)[mine[room:]] = 0
+        expected = _run(Squares().to(DEVICE), (x, chosen, (w * keep).detach().requires_grad_()))
+        x.grad = None
+        out, grad_x, grad_w = _run(module["experts"], (x, chosen, w))
+        assert torch.allclose(out, expected[0]) and torch.allclose(grad_x, expected[1])
+        assert torch.allclose(grad_w, expected[2] * keep)
+        load = load_of(module)
+        dropped = torch.tensor(float((keep == 0).sum()), device=DEVICE)
+        torch.distributed.all_reduce(dropped)
+        assert int(load.dropped) == int(dropped) and (capacity < 2.0 or not dropped)
+        assert int(load.rows["experts"].sum()) == 2 * tokens * PER_TOKEN
+        fitted = fit_capacity(module, margin=1.0)["experts"]
+        assert 0 < fitted <= 2.0 and fit_capacity(module) == {}
+        if dropped:
+            assert fitted > capacity
+        exact = _run(Squares().to(DEVICE), _inputs(tokens, rank.rank))
+        again = _run(module["experts"], _inputs(tokens, rank.rank))
+        assert all(torch.allclose(a, b) for a, b in zip(again, exact)) and not int(load_of(module).dropped)
+        module.eval()  # nothing is dropped, and ranks may have other numbers of tokens
+        plain = _run(Squares().to(DEVICE), _inputs(tokens + rank.rank, rank.rank))
+        got = _run(module["experts"], _inputs(tokens + rank.rank, rank.rank))
+        assert torch.allclose(got[0], plain[0])
+        module.train()
+    module = nn.ModuleDict({"experts": Squares().to(DEVICE)})
+    expert_parallel(module, rank.mesh(), dispatcher=lambda m, s: AllToAll(m, s, capacity=2.0))
+    with pytest.raises(ValueError, match="rank 0 has '5 tokens', rank 1 has '6 tokens'"):
+        module["experts"](*_inputs(5 + rank.rank, 0))
+
+
+@spmd(2)
+def test_what_cannot_be_spread_is_refused_and_left_as_it_was(rank):
+    mesh = rank.mesh()
+    grid = rank.mesh(2, 1, names=("a", "b"))
+
+    def model():
+        return nn.ModuleDict({"experts": Squares()})
+
+    for arguments, error in (
+        ((nn.Linear(2, 2), mesh), "Linear has no module of experts"),
+        ((model(), grid), r"got \(2, 1\) named \('a', 'b'\)"),
+        (
+            (model(), mesh, {"layers.*.experts": "all_to_all"}),
+            "names no module of experts; there are experts",
+        ),
+        ((model(), mesh, {"experts": "moe_tp_experts"}), "is 'moe_tp_experts'; expected one of"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            expert_parallel(*arguments)
+    for options, error in (
+        ({"dispatcher": "deepep"}, "dispatcher must be one of all_to_all, all_gather"),
+        ({"split": ExpertSplit((1, 1))}, "has 4 experts for 2 ranks, but its split is of 2 on 2"),
+        ({"split": {"expert": ExpertSplit((2, 2))}}, "split names 'expert', which is not spread"),
+        ({"dispatcher": lambda m, s: AllToAll(m, s, capacity=-1.0)}, "capacity must be None or positive"),
+        ({"split": ExpertSplit((1 + rank.rank, 3 - rank.rank))}, "the ranks of the mesh disagree"),
+    ):
+        module = model()
+        with pytest.raises(ValueError, match=error):
+            expert_parallel(module, mesh, **options)
+        assert type(module["experts"].weight) is nn.Parameter
+    spread = model()
+    expert_parallel(spread, mesh)
+    with pytest.raises(ValueError, match="is a DTensor already"):
+        expert_parallel(spread, mesh)
+    with pytest.raises(TypeError, match="must be a DeviceMesh"):
+        expert_parallel(model(), None)

@@ -1,0 +1,118 @@
+"""Experts that move between ranks while a model trains, and runs that never notice."""
+
+import pytest
+import torch
+
+import experts_cases as cases
+from ragged_fsdp import fully_shard
+from ragged_fsdp.experts import (
+    ExpertSplit,
+    balanced_splits,
+    expert_parallel,
+    load_of,
+    move_experts,
+    split_experts_of,
+)
+from ragged_fsdp.optim import AdamW8bit, Muon, block_policy
+from rank_pool import spmd
+
+ROUNDS = [(2, 3), (5, 0), (0, 5), (4, 1)]
+
+
+def _wholes(model, optimizer):
+    """Parameters and optimizer state, whole, by name."""
+    names = {p: n for n, p in model.named_parameters()}
+    found = {n: p.detach().full_tensor() for p, n in names.items()}
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{names[p]}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return {n: t.clone() for n, t in found.items()}
+
+
+def _model(rank, family, optimizer):
+    model = cases.build(family, torch.float32)
+    mesh = rank.mesh(rank.world_size // 2, 2, names=("dp", "ep"))
+    expert_parallel(model, mesh["ep"])
+    policy = {"orig_param_policy": block_policy((8, 8))} if optimizer is AdamW8bit else {}
+    cases.shard(model, mesh["dp"], rank.mesh(), rank.world_size, fully_shard, **policy)
+    options = {"block_shape": (8, 8)} if optimizer is AdamW8bit else {}
+    return model, optimizer(model.parameters(), lr=1e-2, **options)
+
+
+def _step(model, optimizer, rank):
+    ids = cases.batch().tensor_split(rank.world_size)[rank.rank]
+    (cases.loss_of(model, ids, 60) * rank.world_size).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@spmd(2, 4)
+def test_experts_move_with_their_state_bit_for_bit(rank):
+    """Values and state are the same whole tensors after every move, and the steps after it as if none was."""
+    for optimizer in (torch.optim.AdamW, AdamW8bit, Muon):
+        still, its = _model(rank, "ours", optimizer)
+        model, own = _model(rank, "ours", optimizer)
+        for held in ROUNDS:
+            _step(model, own, rank)
+            _step(still, its, rank)
+            before, objects = _wholes(model, own), list(model.parameters())
+            names = list(split_experts_of(model))
+            moved = move_experts(model, {names[0]: ExpertSplit(held)}, own)
+            assert moved == ([names[0]] if held != (3, 2) else [])
+            after = _wholes(model, own)
+            assert before.keys() == after.keys()
+            assert all(torch.equal(before[n], after[n]) for n in before), optimizer
+            assert all(p is q for p, q in zip(objects, model.parameters()))
+            first = split_experts_of(model)[names[0]].module
+            rows = first.gate_up_proj.to_local().shape
+            assert held[rank.rank % 2] or not rows.numel()
+        _step(model, own, rank)
+        _step(still, its, rank)
+        got, expected = _wholes(model, own), _wholes(still, its)
+        bound = {"rtol": 0.2, "atol": 2e-2} if optimizer is AdamW8bit else {"rtol": 1e-4, "atol": 1e-5}
+        for name in expected:
+            if "codes" not in name and "scales" not in name:
+                assert torch.allclose(got[name].float(), expected[name].float(), **bound), (optimizer, name)
+
+
+@spmd(2)
+def test_load_is_counted_once_and_splits_follow_it(rank):
+    model, optimizer = _model(rank, "ours", torch.optim.AdamW)
+    _step(model, optimizer, rank)
+    load = load_of(model)
+    assert {int(rows.sum()) for rows in load.rows.values()} == {60 * 2} and int(load.dropped) == 0
+    summary = load.summary()
+    assert summary["busiest_rank"] >= 1 and summary["busiest_expert"] >= summary["busiest_rank"] / 2
+    splits = balanced_splits(load)
+    for name, rows in load.rows.items():
+        assert splits[name].busiest(rows.tolist()) <= load.splits[name].busiest(rows.tolist())
+    move_experts(model, splits, optimizer)
+    _step(model, optimizer, rank)
+    again = load_of(model)
+    assert again.splits == splits and {int(rows.sum()) for rows in again.rows.values()} == {60 * 2}
+    model.eval()
+    with torch.no_grad():
+        model(cases.batch())
+    assert all(not rows.any() for rows in load_of(model).rows.values())  # evaluation is not counted
+
+
+@spmd(2)
+def test_impossible_moves_change_nothing(rank):
+    model, optimizer = _model(rank, "ours", torch.optim.AdamW)
+    name = next(iter(split_experts_of(model)))
+    for splits, error in (
+        ({"nothing": ExpertSplit((3, 2))}, "is not spread"),
+        ({name: ExpertSplit((3, 3))}, "cannot become"),
+        ({name: ExpertSplit((5,))}, "cannot become"),
+        ({name: ExpertSplit((1 + rank.rank, 4 - rank.rank))}, "were given other splits; rank 0 has"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            move_experts(model, splits, optimizer)
+    ids = cases.batch(4)
+    cases.loss_of(model, ids, 60).backward()
+    with pytest.raises(RuntimeError, match="has a gradient"):
+        move_experts(model, {name: ExpertSplit((1, 4))}, optimizer)
+    assert split_experts_of(model)[name].split == ExpertSplit((3, 2))
+    optimizer.zero_grad()
+    _step(model, optimizer, rank)

@@ -1,0 +1,154 @@
+"""Experts spread over ranks compute what one process computes, however they lie and tokens travel."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard as stock_fully_shard
+
+import experts_cases as cases
+from ragged_fsdp import Rows, fully_shard
+from ragged_fsdp.experts import AllToAll, ExpertSplit, expert_parallel
+from ragged_fsdp.optim import clip_grad_norm_
+from ragged_fsdp.torch_internals import checkpoint_wrapper
+from rank_pool import spmd
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
+FLOORS = {torch.float64: 1e-3, torch.float32: 1e-1}  # below it a bound is absolute
+
+
+def _whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _train(model, ids, parts, index, steps, *, scale=1.0, pieces=1, sync=None):
+    """Gradients after the first backward, the norm, and the parameters after ``steps`` of SGD."""
+    mine, first, norm = ids.tensor_split(parts)[index], {}, None
+    for step in range(steps):
+        for number, piece in enumerate(mine.tensor_split(pieces)):
+            if sync is not None:
+                sync(number == pieces - 1)
+            (cases.loss_of(model, piece, ids.numel()) * scale).backward()
+        if step == 0:
+            first = {n: _whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+            norm = clip_grad_norm_(model.parameters(), float("inf"))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=0.05)
+                    parameter.grad = None
+    return first, norm, {n: _whole(p.detach()).clone() for n, p in model.named_parameters()}
+
+
+def _assert_same(got, expected, case):
+    assert got.keys() == expected.keys(), (case, got.keys() ^ expected.keys())
+    for name, tensor in expected.items():
+        scale = tensor.abs().max().clamp(min=FLOORS[tensor.dtype])
+        error = (got[name] - tensor).abs().max() / scale
+        assert error <= BOUNDS[tensor.dtype], (case, name, float(error))
+
+
+@pytest.mark.parametrize("family", cases.FAMILIES)
+@spmd(1, 2, 3, 4)
+def test_gradients_and_ten_steps_are_those_of_one_process(rank, family):
+    """Five experts on every number of ranks, in fp64 and fp32; the norm over both meshes too."""
+    for dtype, bound in BOUNDS.items():
+        wide = dtype == torch.float64
+        with cases.wide_arithmetic(family) if wide else contextlib.nullcontext():
+            ids, steps = cases.batch(), 10 if wide else 1
+            expected = _train(cases.build(family, dtype), ids, 1, 0, steps)
+            model = cases.build(family, dtype)
+            mesh = rank.mesh(1, rank.world_size, names=("dp", "ep"))
+            expert_parallel(model, mesh["ep"])
+            cases.shard(model, mesh["dp"], rank.mesh(), rank.world_size, fully_shard)
+            got = _train(model, ids, rank.world_size, rank.rank, steps, scale=rank.world_size)
+            _assert_same(got[0], expected[0], "gradients")
+            _assert_same(got[2], expected[2], "parameters")
+            assert abs(got[1] - expected[1]) <= bound * expected[1]
+
+
+def _capacity(mesh, split):
+    return AllToAll(mesh, split, capacity=float(mesh.size()))
+
+
+WAYS = {
+    "all_gather": {"dispatcher": "all_gather"},
+    "capacity for all": {"dispatcher": _capacity},
+    "uneven": {"split": ExpertSplit((1, 4))},
+    "a rank without experts": {"split": ExpertSplit((5, 0)), "dispatcher": "all_gather"},
+    "all on the second": {"split": ExpertSplit((0, 5))},
+    "plan of the library": {"plan": {"layers.*.mlp.experts": "ep_dispatch_experts"}},
+    "whole experts": {"options": {"orig_param_policy": lambda name, p: Rows(8) if p.ndim == 3 else None}},
+    "hsdp, accumulated": {"hsdp": True, "pieces": 3},
+    "recomputed": {"recompute": True},
+    "compiled": {"compile": True},
+    "no forward twice": {"options": {"reshard_after_forward": False}, "recompute": True, "pieces": 2},
+    "fsdp2": {"fully_shard": stock_fully_shard, "experts": 4},
+    "fsdp2, all_gather": {"fully_shard": stock_fully_shard, "experts": 4, "dispatcher": "all_gather"},
+}
+
+
+def _spread(rank, model, way, parts=None):
+    """Two ranks to an ep group, two groups; returns the model ready to train."""
+    hsdp = way.get("hsdp")
+    mesh = rank.mesh(2, 1, 2, names=("rep", "dp", "ep")) if hsdp else rank.mesh(2, 2, names=("dp", "ep"))
+    everyone = rank.mesh(2, 2, names=("replicate", "shard")) if hsdp else rank.mesh()
+    given = {k: way[k] for k in ("dispatcher", "split", "plan") if k in way}
+    expert_parallel(model, mesh["ep"], **given)
+    if way.get("recompute"):
+        layers = cases.layers_of(model)
+        for index in range(len(layers)):
+            layers[index] = checkpoint_wrapper(layers[index])
+    if way.get("compile"):
+        for layer in cases.layers_of(model):
+            layer.compile(backend="eager")
+    dp = mesh["rep", "dp"] if hsdp else mesh["dp"]
+    options = way.get("options", {})
+    cases.shard(model, dp, everyone, parts or 4, way.get("fully_shard", fully_shard), **options)
+    return model
+
+
+@spmd(4)
+def test_every_way_is_that_of_one_process(rank):
+    """Ours and GPT-OSS (biases, interleaved gates) under what else there is: fp64, two steps."""
+    for family in ("GptOssConfig", "ours"):
+        with cases.wide_arithmetic(family):
+            ids, expected = cases.batch(), {}
+            for case, way in WAYS.items():
+                if family == "ours" and case not in ("uneven", "recomputed", "compiled", "fsdp2"):
+                    continue
+                experts = way.get("experts", cases.EXPERTS)
+                if experts not in expected:
+                    expected[experts] = _train(cases.build(family, torch.float64, experts), ids, 1, 0, 2)
+                model = _spread(rank, cases.build(family, torch.float64, experts), way)
+                pieces = way.get("pieces", 1)
+                sync = model.set_requires_gradient_sync if pieces > 1 else None
+                got = _train(model, ids, 4, rank.rank, 2, scale=4, pieces=pieces, sync=sync)
+                got = [
+                    {n.replace("_checkpoint_wrapped_module.", ""): t for n, t in g.items()} for g in got[::2]
+                ]
+                _assert_same(got[0], expected[experts][0], case)
+                _assert_same(got[1], expected[experts][2], case)
+
+
+@spmd(4)
+def test_a_wrong_divisor_and_a_lost_token_are_seen(rank):
+    """What the comparison above is for: it must fail where one of these is wrong."""
+    ids = cases.batch()
+    expected = _train(cases.build("ours", torch.float64), ids, 1, 0, 1)
+
+    def check(lose, parts):
+        model = _spread(rank, cases.build("ours", torch.float64), {"dispatcher": lose} if lose else {}, parts)
+        got = _train(model, ids, 4, rank.rank, 1, scale=4)
+        _assert_same(got[0], expected[0], "gradients")
+
+    class Loses(AllToAll):
+        def combine(self, outputs, weights, route):
+            if rank.rank == 1:
+                route.row_of = torch.where(route.row_of == 3, -1, route.row_of)
+            return super().combine(outputs, weights, route)
+
+    check(None, 4)
+    for lose, parts in ((None, 2), (Loses, 4)):
+        with pytest.raises(AssertionError):
+            check(lose, parts)

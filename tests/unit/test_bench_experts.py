@@ -1,0 +1,70 @@
+"""The benchmark of a layer of experts runs, and its ways compute the same layer."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.experts import layer  # noqa: E402
+
+
+def test_the_peers_compute_what_ours_computes():
+    """On one rank, where nothing is exchanged: outputs and gradients of all ways."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    shape, bench = layer.SMALL["small"], layer.Bench("cpu", torch.float32, 12)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    before = dist.all_to_all_single
+    dist.all_to_all_single = lambda out, given, *_, **__: out.copy_(given)
+    try:
+        held = layer.Held(shape, shape.experts, "cpu", torch.float32)
+        split = layer.ExpertSplit.even(shape.experts, 1)
+        dispatcher = layer.AllToAll(init_device_mesh("cpu", (1,)), split)
+        found = []
+        for way in range(3):
+            tokens, chosen, weights = bench.inputs(shape, 12)
+            if way == 0:
+                rows, counts, route = dispatcher.dispatch(tokens, chosen)
+                out = dispatcher.combine(layer.apply_experts(held, rows, counts), weights, route)
+            elif way == 1:
+                out = layer.torchtitan_style(held, tokens, chosen, weights, 1)
+            else:
+                out = layer.transformers_all_reduce(held, shape, 1)(tokens, chosen, weights)
+            out.square().sum().backward()
+            found.append((out.detach(), tokens.grad, weights.grad))
+    finally:
+        dist.all_to_all_single = before
+        dist.destroy_process_group()
+    for other in found[1:]:
+        for ours, theirs in zip(found[0], other):
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-7)
+
+
+def test_it_runs_and_writes_every_way(tmp_path):
+    out = tmp_path / "layer.json"
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.experts.layer",
+        "--device",
+        "cpu",
+        "--small",
+        "--tokens",
+        "8",
+    ]
+    done = subprocess.run(
+        [*command, "--ep", "4", "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    assert [r["way"] for r in rows] == ["FSDP alone", "ours", "capacity", "torchtitan", "transformers"]
+    assert all(r["layer_ms"] >= r["fsdp_wire_ms"] for r in rows)
+    assert layer.wire_ms("all_to_all", 1e9, range(8)) == pytest.approx(1e9 * 7 / 8 / 400e9 * 1e3, rel=0.05)
