@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ragged_fsdp.checkpoint.contents import CheckpointReader, StoredTensor
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
+from ragged_fsdp.weights.names import hugging_face_naming
 
 __all__ = ["export"]
 
@@ -65,8 +66,7 @@ def _conversion(settings: dict[str, Any]) -> tuple[TakeApart, dict[str, Any]]:
     config = dict(settings)
     if config.pop("family", None) != "transformers":
         return (lambda name, value: {name: value}), settings
-    from ragged_fsdp.models.hf_names import StoredParts
     from ragged_fsdp.models.huggingface import model_from_settings
 
-    twin = model_from_settings(config)
-    return (lambda name, value: StoredParts(twin, name, value).take_apart(value)), config
+    naming: Any = hugging_face_naming(model_from_settings(config))
+    return naming, config
