@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 
 from ragged_fsdp import weights
 from ragged_fsdp.cli.inspect import command as inspect
@@ -86,6 +87,10 @@ def test_a_sharded_model_equals_the_library_s(rank, family):
         plain.save_pretrained(folder)
     torch.distributed.barrier()
     weights.load(model, folder)
+    stored = load_file(folder / "model.safetensors")
+    streamed = dict(weights.stream(model).tensors())  # a layer's single experts are views of its buffer
+    assert streamed.keys() == stored.keys()
+    assert all(torch.equal(streamed[name], value) for name, value in stored.items())
     again = model(ids).logits
     if rank.rank == 0:
         assert torch.allclose(again, plain(ids).logits, atol=1e-5)
