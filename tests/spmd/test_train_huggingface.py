@@ -5,8 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
 
+from ragged_fsdp import weights
 from ragged_fsdp.checkpoint.store import read_manifest
+from ragged_fsdp.cli.inspect import command as inspect
 from ragged_fsdp.trainer.exporting import export
 from rank_pool import spmd
 from train_cases import on_one, said_on_pool, save_words, train
@@ -54,7 +58,6 @@ def _unsharded(source):
 def test_a_sharded_model_equals_the_library_s(rank, family):
     """Initial values, one step's gradients, and weights loaded from the library's own files."""
     from ragged_fsdp import fully_shard
-    from ragged_fsdp.models.hf_weights import load_weights
     from ragged_fsdp.models.materialize import materialize
     from ragged_fsdp.models.source import find_model
     from ragged_fsdp.trainer.sharding import transformer_layers
@@ -84,15 +87,19 @@ def test_a_sharded_model_equals_the_library_s(rank, family):
                 parameter.add_(0.01)
         plain.save_pretrained(folder)
     torch.distributed.barrier()
-    load_weights(model, source.build(), folder)
+    weights.load(model, folder)
+    stored = load_file(folder / "model.safetensors")
+    streamed = dict(weights.stream(model).tensors())  # a layer's single experts are views of its buffer
+    assert streamed.keys() == stored.keys()
+    assert all(torch.equal(streamed[name], value) for name, value in stored.items())
     again = model(ids).logits
     if rank.rank == 0:
         assert torch.allclose(again, plain(ids).logits, atol=1e-5)
     if family == "LlamaConfig":
         (folder / "model.safetensors").rename(folder / "gone") if rank.rank == 0 else None
         torch.distributed.barrier()
-        with pytest.raises(ValueError, match="has no tensor"):
-            load_weights(model, source.build(), folder)
+        with pytest.raises((ValueError, RuntimeError), match=r"has no \*\.safetensors"):
+            weights.load(model, folder)
 
 
 def test_a_local_folder_is_trained_and_exported_for_the_library(tmp_path):
@@ -102,8 +109,11 @@ def test_a_local_folder_is_trained_and_exported_for_the_library(tmp_path):
     from ragged_fsdp.models.source import find_model
 
     family = "Qwen3MoeConfig"
-    source = find_model(family, {**COMMON, **FAMILIES[family]})
+    source = find_model(family, {**COMMON, **FAMILIES[family], "tie_word_embeddings": "true"})
     _unsharded(source).save_pretrained(tmp_path / "library")
+    settings = json.loads((tmp_path / "library/config.json").read_text())
+    (tmp_path / "library/config.json").write_text(json.dumps({**settings, "use_cache": True}))
+    (tmp_path / "library/tokenizer.json").write_text("{}")
     train(tmp_path / "run", model=str(tmp_path / "library"), steps=2)
     checkpoint = tmp_path / "run/checkpoints/step-00000002"
     files = export(checkpoint, tmp_path / "export", max_file_bytes=20_000)
@@ -111,6 +121,22 @@ def test_a_local_folder_is_trained_and_exported_for_the_library(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
     stored = json.loads((tmp_path / "export/config.json").read_text())
     assert stored["model_type"] == "qwen3_moe" and "family" not in stored
+    assert stored["use_cache"] is True and stored["tie_word_embeddings"] is True
+    assert {"tokenizer.json", "generation_config.json"} <= {p.name for p in (tmp_path / "export").iterdir()}
+    assert not list(tmp_path.glob(".*")), "temporary folders are left"
+    with pytest.raises(ValueError, match="exists and is not empty"):
+        export(checkpoint, tmp_path / "export")
+    assert export(checkpoint, tmp_path / "export", overwrite=True) == [tmp_path / "export/model.safetensors"]
+    shown = CliRunner().invoke(inspect, [str(tmp_path / "export"), "--json"], catch_exceptions=False)
+    names = [tensor["name"] for tensor in json.loads(shown.output)["tensors"]]
+    assert "lm_head.weight" not in names and "model.layers.0.mlp.experts.0.gate_proj.weight" in names
+    trained = AutoModelForCausalLM.from_config(loaded.config)
+    weights.load(trained, checkpoint)
+    prompt = torch.arange(1, 9)[None]
+    written = [
+        model.eval().generate(prompt, max_new_tokens=8, do_sample=False) for model in (loaded, trained)
+    ]
+    assert torch.equal(*written)
     metrics = [json.loads(line) for line in Path(tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     reported = [row["loss"] for row in metrics if row["kind"] == "eval"][-1]
     assert _evaluate(loaded) == pytest.approx(reported, abs=1e-4)

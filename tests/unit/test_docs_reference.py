@@ -15,6 +15,7 @@ MODULES = [
     "ragged_fsdp",
     "ragged_fsdp.optim",
     "ragged_fsdp.planner",
+    "ragged_fsdp.weights",
     "ragged_fsdp.dtensor",
     "ragged_fsdp.integrations.substitute",
     "ragged_fsdp.integrations.lightning",

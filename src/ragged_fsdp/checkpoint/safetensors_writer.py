@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["TensorToWrite", "write_safetensors"]
+__all__ = ["TYPE_NAMES", "TensorToWrite", "write_safetensors"]
 
-_TYPE_NAMES = {
+TYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -100,11 +100,11 @@ def _write_file(
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:
-        if tensor.dtype not in _TYPE_NAMES:
+        if tensor.dtype not in TYPE_NAMES:
             raise ValueError(f"{tensor.name}: safetensors cannot hold {tensor.dtype}")
         end = start + tensor.byte_count
         place = {
-            "dtype": _TYPE_NAMES[tensor.dtype],
+            "dtype": TYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }

@@ -92,7 +92,7 @@ def _export_and_report(out: Path) -> Path:
     from ragged_fsdp.trainer.report import write_report
 
     checkpoint = find_checkpoint(out / "run")
-    files = export(checkpoint, out / "export")
+    files = export(checkpoint, out / "export", overwrite=True)
     click.echo(f"{checkpoint} -> {files[0]} ({files[0].stat().st_size / 2**20:.1f} MiB)")
     write_report({"demo": out / "run"}, out / "report.html")
     return files[0]

@@ -18,11 +18,15 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="keep", help="type of the weights")
 @click.option("--max-file-gib", type=click.FloatRange(min=0, min_open=True), default=5.0, help="largest file")
 @click.option("--best", is_flag=True, help="of a run, the best checkpoint instead of the newest")
-def command(checkpoint: Path, out: Path, dtype: str, max_file_gib: float, best: bool) -> None:
-    """Write the model in CHECKPOINT (or in a run's newest checkpoint) to the folder OUT.
+@click.option("--overwrite", is_flag=True, help="replace OUT if it is there")
+def command(
+    checkpoint: Path, out: Path, dtype: str, max_file_gib: float, best: bool, overwrite: bool
+) -> None:
+    """Write the model in CHECKPOINT (or in a run's newest checkpoint) to the folder OUT, ready to serve.
 
     Tensors are streamed one at a time. Names are those of the model's library, so that transformers can
-    load the folder; several files get an index.
+    load the folder; several files get an index. Tokenizer and generation settings of the folder that the run
+    started from are copied. OUT appears when it is complete.
     """
     import torch
     from rich.console import Console
@@ -38,6 +42,7 @@ def command(checkpoint: Path, out: Path, dtype: str, max_file_gib: float, best: 
                 out,
                 dtype=getattr(torch, type_name) if type_name else None,
                 max_file_bytes=round(max_file_gib * 2**30),
+                overwrite=overwrite,
                 on_tensor=lambda name: status.update(f"writing {name}"),
             )
         except (ValueError, OSError) as error:

@@ -18,23 +18,51 @@ __all__ = ["command"]
 @click.option("--all", "show_all", is_flag=True, help="list all tensors, not only the model's")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
 def command(checkpoint: Path, verify: bool, show_all: bool, as_json: bool) -> None:
-    """Show the step, the losses, the tensors and the files of CHECKPOINT (or of a run's newest one)."""
+    """Show the step, the losses, the tensors and the files of CHECKPOINT (or of a run's newest one).
+
+    A folder of safetensors, exported or of another tool, is shown too; files that are not as long as they say
+    are refused.
+    """
     from ragged_fsdp.checkpoint.contents import CheckpointReader
     from ragged_fsdp.checkpoint.store import damage
 
-    path = find_checkpoint(checkpoint)
     try:
-        reader = CheckpointReader(path)
+        if any(checkpoint.glob("*.safetensors")):
+            summary, show_all = _exported(checkpoint), True
+            summary["problems"] = [] if verify else None
+        else:
+            path = find_checkpoint(checkpoint)
+            summary = _summary(CheckpointReader(path))
+            summary["problems"] = damage(path) if verify else None
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    summary = _summary(reader)
-    summary["problems"] = damage(path) if verify else None
     if as_json:
         click.echo(json.dumps(summary, indent=1))
     else:
         _print(summary, show_all)
     if summary["problems"]:
         raise SystemExit(1)
+
+
+def _exported(folder: Path) -> dict[str, Any]:
+    """What the safetensors of a folder hold, from their headers, which are checked against the files."""
+    from ragged_fsdp.weights.files import read_header, safetensors_files
+
+    entries = {}
+    for file, wanted in safetensors_files(folder).items():
+        entries.update(read_header(folder, file, wanted))
+    tensors = [
+        {
+            "name": name,
+            "shape": list(entry.shape),
+            "dtype": str(entry.dtype).removeprefix("torch."),
+            "pieces": 1,
+            "bytes": entry.nbytes,
+        }
+        for name, entry in sorted(entries.items())
+    ]
+    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.is_file()}
+    return {"path": str(folder), "info": {}, "tensors": tensors, "values": [], "files": files}
 
 
 def _summary(reader: Any) -> dict[str, Any]:
@@ -94,4 +122,4 @@ def _print(summary: dict[str, Any], show_all: bool) -> None:
         for problem in summary["problems"]:
             console.print(f"[red]damaged:[/red] {escape(str(problem))}")
         if not summary["problems"]:
-            console.print("every file is as it was written")
+            console.print("every file is as it was written" if info else "every file is as long as it says")

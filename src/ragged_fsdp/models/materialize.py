@@ -14,6 +14,7 @@ import torch.distributed.tensor as dtensor
 from torch import Tensor, nn
 
 from ragged_fsdp.models.names import plain_name
+from ragged_fsdp.weights.targets import retie, tied_names
 
 __all__ = ["InitModule", "copy_full", "materialize", "seed_for"]
 
@@ -52,10 +53,9 @@ def materialize(
 
     ``buffers_only`` leaves modules without buffers empty: their weights will be loaded from a file.
     """
-    tied = _tied_names(model)
+    tied = tied_names(model)
     model.to_empty(device=device)
-    for first, other in tied:
-        _replace_parameter(model, other, model.get_parameter(first))
+    retie(model, tied)
     held = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     targets = {plain_name(name): tensor for name, tensor in held}
     # Tied tensors are initialised by the first module that holds them, as an unsharded model would be.
@@ -73,18 +73,6 @@ def materialize(
             if prefix + name in wanted:
                 copy_full(targets[prefix + name], full.detach())
         module.to_empty(device="meta", recurse=False)
-
-
-def _tied_names(model: nn.Module) -> list[tuple[str, str]]:
-    """(first name, other name) of parameters held under several names: ``to_empty`` forgets what is tied."""
-    first: dict[nn.Parameter, str] = {}
-    named = list(model.named_parameters(remove_duplicate=False))
-    return [(first[p], name) for name, p in named if first.setdefault(p, name) != name]
-
-
-def _replace_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    module_name, _, own_name = name.rpartition(".")
-    setattr(model.get_submodule(module_name), own_name, parameter)
 
 
 def _own_tensors(module: nn.Module) -> dict[str, Tensor]:

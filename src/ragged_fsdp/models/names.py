@@ -3,16 +3,9 @@
 import difflib
 from collections.abc import Collection
 
+from ragged_fsdp.weights.names import plain_name
+
 __all__ = ["nearest", "plain_name"]
-
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing, torch.compile
-
-
-def plain_name(name: str) -> str:
-    """``layers.0._checkpoint_wrapped_module.norm.weight`` is ``layers.0.norm.weight``."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
 
 
 def nearest(name: str, valid: Collection[str]) -> str:

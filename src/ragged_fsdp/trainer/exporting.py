@@ -1,6 +1,8 @@
 """A checkpoint as safetensors under the names its model's library uses."""
 
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from torch import Tensor
 
 from ragged_fsdp.checkpoint.contents import CheckpointReader, StoredTensor
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
+from ragged_fsdp.weights.names import hugging_face_naming
+from ragged_fsdp.weights.targets import targets_of
 
 __all__ = ["export"]
 
@@ -17,6 +21,20 @@ TakeApart = Callable[[str, Tensor], dict[str, Tensor]]
 """Name and value of a model's tensor to names and values in the file."""
 
 _PREFIX = "model."
+_SERVING = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What a server reads beside the weights."""
 
 
 def export(
@@ -25,17 +43,26 @@ def export(
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 2**30,
+    overwrite: bool = False,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> list[Path]:
-    """Write the model in ``checkpoint`` to ``out``; memory holds one of its tensors at a time.
+    """Write the model in ``checkpoint`` to the new folder ``out``; memory holds one of its tensors at a time.
 
-    ``dtype`` converts floating-point tensors; ``on_tensor`` is told the name of each as it is written.
+    ``dtype`` converts floating-point tensors; ``on_tensor`` is told the name of each as it is written. Beside
+    the weights lies what a server needs: the config, and tokenizer and generation settings of the folder that
+    the run started from. The folder appears under its name when it is complete; one that is there is refused,
+    or replaced with ``overwrite``.
     """
     reader = CheckpointReader(checkpoint)
     stored = {t.name.removeprefix(_PREFIX): t for t in reader.tensors(_PREFIX)}
     if not stored:
         raise ValueError(f"{checkpoint} holds no 'model.*' tensors")
-    take_apart, config = _conversion(reader.info.get("model", {}))
+    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not empty; give another folder, or say that it be overwritten")
+    origin = _origin(reader.info)
+    take_apart, config, tied = _conversion(reader.info.get("model", {}), origin)
+    for name in tied & stored.keys():
+        del stored[name]
 
     def converted(name: str, value: Tensor) -> dict[str, Tensor]:
         parts = take_apart(name, value)
@@ -48,10 +75,35 @@ def export(
         return converted(name, reader.load(stored[name]))
 
     planned = [tensor for name, source in stored.items() for tensor in _plan(name, source, converted)]
-    files = write_safetensors(out, planned, read_group, max_file_bytes=max_file_bytes)
-    if config:
-        (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-    return files
+    writing = out.with_name(f".writing-{out.name}")
+    shutil.rmtree(writing, ignore_errors=True)  # left by an export that was interrupted
+    try:
+        files = write_safetensors(writing, planned, read_group, max_file_bytes=max_file_bytes)
+        if config:
+            if dtype is not None:
+                config["dtype"] = str(dtype).removeprefix("torch.")
+            (writing / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
+        for name in _SERVING if origin is not None else ():
+            if (origin / name).is_file():  # type: ignore[operator]
+                shutil.copyfile(origin / name, writing / name)  # type: ignore[operator]
+        if out.exists():
+            replaced = out.with_name(f".replaced-{out.name}")
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(out, replaced)
+            os.rename(writing, out)
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            os.rename(writing, out)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+    return [out / file.name for file in files]
+
+
+def _origin(info: dict[str, Any]) -> Path | None:
+    """The Hugging Face folder that the run started from, if it is still there."""
+    name = info.get("config", {}).get("model", {}).get("model", "")
+    return Path(name) if name and (Path(name) / "config.json").is_file() else None
 
 
 def _plan(name: str, source: StoredTensor, converted: TakeApart) -> list[TensorToWrite]:
@@ -60,13 +112,19 @@ def _plan(name: str, source: StoredTensor, converted: TakeApart) -> list[TensorT
     return [TensorToWrite(k, tuple(v.shape), v.dtype, group=name) for k, v in parts.items()]
 
 
-def _conversion(settings: dict[str, Any]) -> tuple[TakeApart, dict[str, Any]]:
-    """How the model's library names and cuts its tensors, and its ``config.json``."""
+def _conversion(settings: dict[str, Any], origin: Path | None) -> tuple[TakeApart, dict[str, Any], set[str]]:
+    """How the model's library names and cuts its tensors, its ``config.json``, and names of tied tensors
+    that are stored under another."""
     config = dict(settings)
     if config.pop("family", None) != "transformers":
-        return (lambda name, value: {name: value}), settings
-    from ragged_fsdp.models.hf_names import StoredParts
+        return (lambda name, value: {name: value}), settings, set()
     from ragged_fsdp.models.huggingface import model_from_settings
 
     twin = model_from_settings(config)
-    return (lambda name, value: StoredParts(twin, name, value).take_apart(value)), config
+    naming: Any = hugging_face_naming(twin)
+    # training switched it off: a server continues sequences, as the folder says or as the library does
+    config.pop("use_cache", None)
+    if origin is not None:
+        given = json.loads((origin / "config.json").read_text())
+        config.update({"use_cache": given["use_cache"]} if "use_cache" in given else {})
+    return naming, config, {name for target in targets_of(twin) for name in target.names[1:]}

@@ -1,6 +1,7 @@
 """A training run as one rank lives it: set up, resume, loop, finish."""
 
 import math
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from ragged_fsdp.trainer.state import Counters, restore, state_to_save
 from ragged_fsdp.trainer.step import StepResult, evaluate, train_step
 from ragged_fsdp.trainer.stop import StopRequest
 from ragged_fsdp.trainer.timing import StepClock, device_name, memory_bytes, peak_flops
+from ragged_fsdp.weights import load as load_weights
 
 __all__ = ["TrainingJob"]
 
@@ -148,9 +150,8 @@ class TrainingJob:
             buffers_only=source.weights is not None,
         )
         if source.weights is not None and self._begin.path is None:
-            from ragged_fsdp.models.hf_weights import load_weights
-
-            load_weights(model, twin, source.weights)
+            shown = ranks.rank == 0 and sys.stderr.isatty()
+            load_weights(model, source.weights, strict="missing", progress=shown, group=ranks.control)
         self.model = ShardedModel(model, config.sharding, ranks)
         self.optimizer = build_optimizer(config.optimizer, model)
         self._lr = LearningRate(self.optimizer)

@@ -1,0 +1,35 @@
+"""Weights in and out of a sharded model: :func:`load` from files, :func:`stream` to inference."""
+
+from ragged_fsdp.weights.buckets import Bucket, Delta, Record
+from ragged_fsdp.weights.codes import block_fp8
+from ragged_fsdp.weights.loading import LoadReport, load
+from ragged_fsdp.weights.names import Stored
+from ragged_fsdp.weights.receivers import (
+    open_shared,
+    receive,
+    send,
+    serve_checkpoint_engine,
+    sglang_bucket,
+    share,
+    vllm_source,
+)
+from ragged_fsdp.weights.streaming import Stream, stream
+
+__all__ = [
+    "Bucket",
+    "Delta",
+    "LoadReport",
+    "Record",
+    "Stored",
+    "Stream",
+    "block_fp8",
+    "load",
+    "open_shared",
+    "receive",
+    "send",
+    "serve_checkpoint_engine",
+    "sglang_bucket",
+    "share",
+    "stream",
+    "vllm_source",
+]

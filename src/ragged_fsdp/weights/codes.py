@@ -1,0 +1,122 @@
+"""Weights as float8 codes with a scale for each block of 128 x 128: the format of DeepSeek-V3's checkpoints.
+
+``x.weight`` becomes codes of the same shape, ``x.weight_scale_inv`` holds what a block's codes are multiplied
+by, one fp32 per block, those at the edges being smaller. A block's scale depends on its own elements alone,
+so what is gathered is coded as the whole weight would be, and no rank asks another.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ragged_fsdp.fsdp.gather.block_codes import encode
+from ragged_fsdp.policy import BlockCodes
+from ragged_fsdp.weights.buckets import Bucket, Record
+
+__all__ = ["block_fp8", "coded", "encoded_bucket", "encoded_records"]
+
+IsCoded = Callable[[str, tuple[int, ...]], bool]
+_BLOCK = 128
+_CODES = BlockCodes("float8_e4m3fn", (_BLOCK, _BLOCK))
+_ALIGN_BYTES = 16
+# what DeepSeek-V3's own checkpoints, and transformers' converter, leave as it is
+_KEPT = re.compile(r"(^|\.)(lm_head|embed_\w+|wte|wpe|\w*norm\w*|gate|router)\.weight$")
+
+
+def coded(codes: str | IsCoded | None) -> IsCoded | None:
+    """Which outside tensors are sent as codes: what ``codes=`` means."""
+    if codes is None or callable(codes):
+        return codes
+    if codes != "fp8":
+        raise ValueError(f"stream: codes must be 'fp8', a function or None, got {codes!r}.")
+    return lambda name, shape: len(shape) == 2 and name.endswith(".weight") and not _KEPT.search(name)
+
+
+def block_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a weight of two dims; the reference, and what the stream uses."""
+    rows, columns = weight.shape
+    bands, tiles = -(-rows // _BLOCK), -(-columns // _BLOCK)
+    whole = weight
+    if (rows, columns) != (bands * _BLOCK, tiles * _BLOCK):
+        whole = weight.new_zeros(bands * _BLOCK, tiles * _BLOCK)  # zeros change no block's largest element
+        whole[:rows, :columns] = weight
+    view = whole.view(bands, _BLOCK, tiles, _BLOCK)
+    codes = torch.empty(view.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty((bands, tiles), dtype=torch.float32, device=weight.device)
+    encode(view, _CODES, (codes, scales))
+    return codes.view(bands * _BLOCK, tiles * _BLOCK)[:rows, :columns].contiguous(), scales
+
+
+def encoded_records(record: Record, is_coded: IsCoded) -> list[Record]:
+    """What a tensor is sent as: itself, or codes and scales; offsets are left at 0."""
+    if not _is_coded(record, is_coded):
+        return [record]
+    rows, columns = record.shape
+    scales = (-(-rows // _BLOCK), -(-columns // _BLOCK))
+    return [
+        Record(record.name, torch.float8_e4m3fn, record.shape, 0),
+        Record(f"{record.name}_scale_inv", torch.float32, scales, 0),
+    ]
+
+
+def _is_coded(record: Record, is_coded: IsCoded) -> bool:
+    wanted = is_coded(record.name, record.shape)
+    if wanted and (
+        len(record.shape) != 2 or not record.dtype.is_floating_point or record.dtype.itemsize == 1
+    ):
+        raise ValueError(
+            f"{record.name}: codes need a matrix of floating-point numbers, this is {record.dtype} of shape "
+            f"{record.shape}"
+        )
+    return wanted
+
+
+def encoded_bucket(bucket: Bucket, is_coded: IsCoded) -> Bucket:
+    """A new bucket with codes in place of the tensors that are coded; neighbours of one width at a time."""
+    records: list[Record] = []
+    end = 0
+    for record in bucket.records:
+        for made in encoded_records(record, is_coded):
+            records.append(Record(made.name, made.dtype, made.shape, end))
+            end += -(-made.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    source = bucket.data
+    data = torch.empty(end, dtype=torch.uint8, device=source.device)
+    places = iter(records)
+    for run in _runs(bucket.records, is_coded):
+        if not _is_coded(run[0], is_coded):
+            next(places).of(data).copy_(run[0].of(source))
+            continue
+        rows = sum(record.shape[0] for record in run)
+        first = Record(run[0].name, run[0].dtype, (rows, run[0].shape[1]), run[0].offset)
+        codes, scales = block_fp8(first.of(source))
+        row = band = 0
+        for record in run:
+            height, bands = record.shape[0], -(-record.shape[0] // _BLOCK)
+            next(places).of(data).copy_(codes[row : row + height])
+            next(places).of(data).copy_(scales[band : band + bands])
+            row, band = row + height, band + bands
+    return Bucket(bucket.label, data, records)
+
+
+def _runs(records: tuple[Record, ...], is_coded: IsCoded) -> list[list[Record]]:
+    """Coded tensors that follow each other without a gap, as wide as each other, in whole blocks: experts."""
+    runs: list[list[Record]] = []
+    for record in records:
+        last = runs[-1][-1] if runs else None
+        joins = (
+            last is not None
+            and _is_coded(record, is_coded)
+            and _is_coded(last, is_coded)
+            and (record.dtype, record.shape[1:]) == (last.dtype, last.shape[1:])
+            and record.offset == last.offset + last.nbytes
+            and last.shape[0] % _BLOCK == 0
+        )
+        if joins:
+            runs[-1].append(record)
+        else:
+            runs.append([record])
+    return runs

@@ -1,0 +1,105 @@
+"""What the safetensors files of a folder hold, and where: from their headers, proven against their sizes.
+
+A file is eight bytes with the length of its header, a JSON header with type, shape and place of every tensor,
+then the tensors. A folder of several files has an index that says which file holds which tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ragged_fsdp.checkpoint.safetensors_writer import TYPE_NAMES
+
+__all__ = ["Entry", "read_header", "safetensors_files"]
+
+_DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor: its file, type and shape, and where its bytes begin in the file."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def safetensors_files(folder: Path) -> dict[str, list[str] | None]:
+    """File names, each with the tensors that the index wants of it; None without an index: all of them."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder")
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise ValueError(f"{folder} has several indices: {[path.name for path in indices]}; expected one")
+    if not indices:
+        found = sorted(path.name for path in folder.glob("*.safetensors"))
+        if not found:
+            raise ValueError(f"{folder} has no *.safetensors and is no distributed checkpoint (.metadata)")
+        return dict.fromkeys(found)
+    try:
+        placed: dict[str, str] = json.loads(indices[0].read_text())["weight_map"]
+        by_file: dict[str, list[str] | None] = {file: [] for file in sorted(set(placed.values()))}
+        for name, file in placed.items():
+            by_file[file].append(name)  # type: ignore[union-attr]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{indices[0]} is no index of safetensors: {error!r}") from error
+    missing = [file for file in by_file if not (folder / file).is_file()]
+    if missing:
+        raise ValueError(
+            f"{folder} lacks {missing[0]}, which {indices[0].name} names ({len(missing)} missing)"
+        )
+    return by_file
+
+
+def read_header(folder: Path, file: str, wanted: list[str] | None) -> dict[str, Entry]:
+    """The tensors of a file by name; ``ValueError`` if it is shorter than its header says, or damaged."""
+    path = folder / file
+    size = path.stat().st_size
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        if not 2 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            raise ValueError(
+                f"{path} is damaged or no safetensors file: a header of {length} of {size} bytes"
+            )
+        text = opened.read(length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        entries = {name: _entry(path, name, given, _LENGTH_BYTES + length) for name, given in header.items()}
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: its header is damaged: {error!r}") from error
+    end = max((entry.start + entry.nbytes for entry in entries.values()), default=_LENGTH_BYTES + length)
+    if end > size:
+        raise ValueError(f"{path} is truncated: {size} bytes, its header tells of {end}")
+    if wanted is None:
+        return entries
+    for name in wanted:
+        if name not in entries:
+            raise ValueError(f"{path} has no tensor {name!r}, which the index says it holds")
+    return {name: entries[name] for name in wanted}
+
+
+def _entry(path: Path, name: str, given: dict[str, Any], data: int) -> Entry:
+    if given["dtype"] not in _DTYPES:
+        raise ValueError(f"{path}: {name} has the type {given['dtype']}; known are {sorted(_DTYPES)}")
+    begin, end = given["data_offsets"]
+    entry = Entry(path.name, _DTYPES[given["dtype"]], tuple(given["shape"]), data + begin)
+    if begin < 0 or end - begin != entry.nbytes:
+        raise ValueError(
+            f"{path}: {name} has {end - begin} bytes; {entry.dtype} of shape {entry.shape} has {entry.nbytes}"
+        )
+    return entry

@@ -1,0 +1,371 @@
+"""``stream``: a sharded model's weights, group after group, to whoever runs inference.
+
+A pass gathers the next group while the consumer has the one before: two are in memory at a time, and no
+third copy. Before each gather the ranks tell each other whether they go on, so that a consumer that stops or
+raises on one rank ends the pass on all of them::
+
+    consumer              next    [ uses bucket 0 ........ ]  next    [ uses bucket 1 ........ ]
+    rank       go? gather 0 wait    go? gather 1 ...............wait    go? gather 2 ...........
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.tensor import DTensor
+
+from ragged_fsdp.agreement import compare
+from ragged_fsdp.dbuffer.checks import device_of
+from ragged_fsdp.topology import subgroup
+from ragged_fsdp.weights.buckets import Bucket, Record
+from ragged_fsdp.weights.changes import Changes
+from ragged_fsdp.weights.codes import coded, encoded_bucket, encoded_records
+from ragged_fsdp.weights.names import Naming, default_naming
+from ragged_fsdp.weights.sources import GroupSource, LooseSource, sources_of
+from ragged_fsdp.weights.targets import Target, targets_of
+
+__all__ = ["Stream", "stream"]
+
+_GO, _STOP = 0, 1
+
+
+def stream(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    names: Naming | Mapping[str, str] | None = None,
+    codes: str | Callable[[str, tuple[int, ...]], bool] | None = None,
+    delta: bool = False,
+    snapshot: bool = False,
+) -> Stream:
+    """The weights of ``model`` as a :class:`Stream`, to be iterated on all of its ranks in step.
+
+    Args:
+        dtype: of floating-point tensors; default is that of the parameters. 8-bit ones are sent as they are.
+        names: the names outside, and the parts of tensors there, as for :func:`load`.
+        codes: ``"fp8"`` sends linear layers as float8 codes and a scale per 128 x 128 block; a function of
+            the outside name and the shape says which tensors.
+        delta: whether later passes send only blocks that have changed since the pass before.
+        snapshot: copy this rank's shards now, and gather from the copies over process groups of their own:
+            training may go on before and during the pass, in another thread too.
+
+    Raises:
+        ValueError: on every rank, if an argument is not usable, a parameter has no memory yet, or the ranks
+            do not stream the same.
+    """
+    for module in model.modules():
+        if isinstance(module, TorchFSDPModule):
+            module.reshard()
+    made: Stream | None = None
+    failure: Exception | None = None
+    try:
+        made = Stream(model, dtype, names, codes, delta, snapshot)
+    except Exception as error:
+        failure = error
+    groups, device = _groups_of(targets_of(model))
+    told = f"{type(failure).__name__}: {failure}" if failure is not None else None
+    found = compare(made.description if made is not None else "", groups, device, failure=told)
+    if failure is not None:
+        raise failure
+    if found is not None and found.failures:
+        raise ValueError(f"rank {found.failures[0][0]} cannot stream: {found.failures[0][1]}")
+    if found is not None:
+        raise ValueError(f"the ranks do not stream the same: {found.difference}")
+    assert made is not None
+    made.open(groups, device)
+    return made
+
+
+class Stream:
+    """The weights of a model; each iteration is a pass over all of them. Made by :func:`stream`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None,
+        names: Naming | Mapping[str, str] | None,
+        codes: str | Callable[[str, tuple[int, ...]], bool] | None,
+        delta: bool,
+        snapshot: bool,
+    ) -> None:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"stream: dtype must be a floating-point dtype or None, got {dtype!r}.")
+        if codes is not None and delta:
+            raise ValueError("stream: codes and delta cannot be had together")
+        self._model = model
+        self._naming = default_naming(model, names)
+        self._is_coded = coded(codes)
+        targets = targets_of(model)
+        without = [target.name for target in targets if target.tensor.is_meta]
+        if without:
+            raise ValueError(f"stream: {without[0]!r} is on the meta device and has no weights")
+        self._sources = sources_of(model, targets, self._naming, dtype)
+        self.delta = delta
+        """Whether passes after the first have changes."""
+        self._changes = Changes() if delta else None
+        self._shards: dict[int, Tensor] | None = {} if snapshot else None
+        for source in self._sources:
+            split = [m.target for m in source.members if isinstance(m.target.tensor, DTensor)]
+            if snapshot and isinstance(source, LooseSource) and split:
+                raise ValueError(
+                    f"stream: snapshot=True, but {split[0].name!r} is gathered over process groups of the "
+                    "model (tensor or expert parallelism, an explicit Shard, several dtypes in one group)"
+                )
+            if delta and isinstance(source, GroupSource) and source.copied:
+                member, at = source.copied[0]
+                raise ValueError(
+                    f"stream: delta=True, but {member.parts[at].stored!r} is no run of the model's "
+                    f"{member.target.name!r}, whose blocks are compared"
+                )
+        self._records = [record for source in self._sources for record in self._of(source)]
+        counts = Counter(record.name for record in self._records)
+        if twice := [name for name, count in counts.items() if count > 1]:
+            raise ValueError(f"stream: names= gives two tensors the name {twice[0]!r}")
+        lines = [f"{r.name} {r.shape} {r.dtype}" for r in self._records]
+        self.description = "\n".join([*lines, f"delta {delta} snapshot {snapshot}"])
+        self._running = False
+        self._kept: dict[int, list[Tensor]] = {}
+
+    def open(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        """Take the snapshot, if there is to be one, and the process groups to gather over."""
+        used = [s.process_group for s in self._sources if isinstance(s, GroupSource)]
+        own = {
+            group: _twin(group, device) if self._shards is not None else group
+            for group in dict.fromkeys([*groups, *used])
+        }
+        self._flag_groups = [own[group] for group in groups if group.size() > 1]
+        self._own = own
+        self._device = device
+        self._side = None
+        if device.type != "cpu":
+            self._side = torch.get_device_module(device).Stream(device=device)
+        if self._shards is not None:
+            self.refresh()
+
+    def refresh(self) -> None:
+        """With ``snapshot``: copy the shards again, at the end of a later step."""
+        if self._shards is None:
+            raise ValueError("refresh: the stream was made without snapshot=True")
+        self._shards = {
+            index: source.snapshot()
+            for index, source in enumerate(self._sources)
+            if isinstance(source, GroupSource)
+        }
+        self._kept = {
+            index: [m.target.tensor.detach().clone() for m in source.members]
+            for index, source in enumerate(self._sources)
+            if isinstance(source, LooseSource)
+        }
+        if self._side is not None:  # a pass may run on a stream that knows nothing of this one
+            self._side.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
+
+    def metadata(self) -> list[Record]:
+        """Names, dtypes and shapes, in the order of a pass; nothing is gathered. Offsets count in buckets."""
+        return list(self._records)
+
+    @property
+    def device(self) -> torch.device:
+        """Where buckets lie on this rank."""
+        return self._device
+
+    @property
+    def largest_bytes(self) -> int:
+        """Bytes of the largest bucket that is gathered; a pass holds two of them at most."""
+        return max((source.nbytes for source in self._sources), default=0)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """A pass as ``(name, tensor)``, for any ``load_weights``."""
+        if self._changes is not None:
+            raise ValueError(
+                "tensors: with delta=True a pass has changes of tensors; iterate over the stream"
+            )
+        with iter(self) as buckets:
+            for bucket in buckets:
+                yield from bucket.tensors()
+
+    def __iter__(self) -> _Pass:
+        """A pass: buckets, or with ``delta`` from the second pass on changes of them."""
+        if self._running:
+            raise RuntimeError("the stream is being iterated; its gathers cannot be those of two passes")
+        self._running = True
+        return _Pass(self)
+
+    def ended(self, *, complete: bool) -> None:
+        """A pass is over; of one that was not complete the receiver has some: the next sends everything."""
+        self._running = False
+        if self._changes is not None and not complete:
+            self._changes.forget()
+
+    def prepare(self, index: int) -> Callable[[], Callable[[], list[Any]]]:
+        """Take the memory of a source's gather; returns what starts it, which returns what finishes it."""
+        source = self._sources[index]
+        if isinstance(source, LooseSource):
+            return lambda: partial(list, [self._encoded(self._loose(index, source))])
+        group = self._own[source.process_group]
+        shard = self._shards[index] if self._shards is not None else None
+        if self._changes is not None:
+            shard = source.snapshot() if shard is None else shard
+            if self._changes.knows(index):
+                changes = self._changes
+                return lambda: partial(list, [changes.since(index, source, shard, group)])
+            self._changes.keep(index, shard)
+        flat = source.allocate()
+
+        def start() -> Callable[[], list[Any]]:
+            gathered = source.gather(flat, shard, self._side, group)
+            return lambda: [self._encoded(b) for b in source.buckets(gathered.wait(), self._naming)]
+
+        return start
+
+    def _loose(self, index: int, source: LooseSource) -> Bucket:
+        live = [member.target.tensor for member in source.members]
+        return source.bucket(self._kept.get(index, live), self._naming)
+
+    def _encoded(self, bucket: Bucket) -> Bucket:
+        return encoded_bucket(bucket, self._is_coded) if self._is_coded is not None else bucket
+
+    def _of(self, source: GroupSource | LooseSource) -> list[Record]:
+        """The records of a source, without its values."""
+        records = []
+        for member in source.members:
+            kind = source.dtype if isinstance(source, GroupSource) else source.sent(member)
+            records += [Record(part.stored, kind, part.shape, 0) for part in member.parts]
+        if isinstance(source, GroupSource) and source.copied:
+            behind = {member.parts[index].stored for member, index in source.copied}
+            records.sort(key=lambda record: record.name in behind)
+        if self._is_coded is None:
+            return records
+        return [made for record in records for made in encoded_records(record, self._is_coded)]
+
+
+class _Pass:
+    """One pass; ends on all ranks where it ends on one.
+
+    The ranks tell each other once before each launch, and a rank that ends before the last launch tells once
+    more: so every rank takes part in the same exchanges.
+    """
+
+    def __init__(self, of: Stream) -> None:
+        self._of = of
+        self._launched = 0
+        self._ahead: Callable[[], list[Any]] | None = None
+        """Finishes the gather under way."""
+        self._ready: list[Any] = []
+        self._over = False
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._over:
+            raise StopIteration
+        if not self._ready:
+            if self._launched == 0 or self._ahead is None:
+                self._launch()
+            if self._ahead is None:
+                self._end(complete=True)
+                raise StopIteration
+            finish, self._ahead = self._ahead, None
+            self._ready = finish()
+            for bucket in self._ready:
+                if isinstance(bucket, Bucket):
+                    bucket.on_use = _weakly(self._launch)
+        return self._ready.pop(0)
+
+    def _launch(self) -> None:
+        """Start the next gather, unless it is under way or there is none, once all ranks want it."""
+        of = self._of
+        if self._over or self._ahead is not None or self._ready or self._launched == len(of._sources):
+            return
+        index = self._launched
+        try:
+            start = of.prepare(index)
+        except BaseException:
+            self.close()
+            raise
+        self._launched += 1
+        if _tell(of._flag_groups, _GO, of._device) != _GO:
+            self._end(complete=False)
+            raise RuntimeError(
+                f"the stream ended before bucket {index + 1} of {len(of._sources)}: "
+                "its consumer has stopped or failed on another rank"
+            )
+        self._ahead = start()
+
+    def close(self) -> None:
+        """End the pass on this rank, and with it on the others, unless it is at its end."""
+        if self._over:
+            return
+        at_end = self._launched == len(self._of._sources)
+        if not at_end and dist.is_initialized():
+            _tell(self._of._flag_groups, _STOP, self._of._device)
+        self._end(complete=at_end and self._ahead is None and not self._ready)
+
+    def _end(self, *, complete: bool) -> None:
+        self._over = True
+        if self._ahead is not None:
+            self._ahead()  # memory that a collective still writes must not go back
+            self._ahead = None
+        self._of.ended(complete=complete)
+
+    def __enter__(self) -> _Pass:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method, while its object lives: a bucket that a loop left behind must not keep the pass open."""
+    weak = weakref.WeakMethod(method)
+
+    def call() -> None:
+        alive = weak()
+        if alive is not None:
+            alive()
+
+    return call
+
+
+def _tell(groups: Sequence[dist.ProcessGroup], flag: int, device: torch.device) -> int:
+    """The largest flag of all ranks: one small all-reduce per process group."""
+    if not groups:
+        return flag
+    told = torch.tensor([flag], dtype=torch.int32, device=device)
+    for group in groups:
+        dist.all_reduce(told, op=dist.ReduceOp.MAX, group=group)
+    return int(told.item())
+
+
+def _groups_of(targets: Sequence[Target]) -> tuple[list[dist.ProcessGroup], torch.device]:
+    """The process groups of the model, in the order of its tensors, and the device of this rank."""
+    groups: dict[dist.ProcessGroup, None] = {}
+    device = torch.device("cpu")
+    for target in targets:
+        if isinstance(target.tensor, DTensor):
+            mesh = target.tensor.device_mesh
+            device = device_of(mesh)
+            for dim in range(mesh.ndim):
+                groups.setdefault(mesh.get_group(dim))
+    return list(groups), device
+
+
+_TWINS: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
+
+
+def _twin(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A process group of the same ranks, for collectives beside those of training; made once."""
+    if group not in _TWINS:
+        _TWINS[group] = subgroup(group, range(group.size()), device)
+    return _TWINS[group]

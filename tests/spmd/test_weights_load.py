@@ -1,0 +1,215 @@
+"""Weights from a folder into sharded models: right values, no byte twice, refusals that change nothing."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from ragged_fsdp import Rows, fully_shard, weights
+from ragged_fsdp.weights import spans
+from rank_pool import spmd
+from weights_cases import Model, cut_experts, stored, write
+
+
+def sharded(mesh, *, meta=True, dtype=torch.float32):
+    with torch.device("meta" if meta else "cpu"):
+        model = Model().to(dtype)
+        if not meta:
+            for p in model.parameters():
+                nn.init.zeros_(p)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, orig_param_policy=lambda n, p: Rows(8) if p.ndim == 3 else None)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def assert_equal(model, reference, dtype=None):
+    theirs = reference.state_dict()
+    for name, value in model.state_dict().items():
+        ours = value.full_tensor() if isinstance(value, DTensor) else value
+        expected = theirs[name].to(dtype) if dtype and theirs[name].is_floating_point() else theirs[name]
+        assert torch.equal(ours, expected), name
+
+
+def init(module):
+    module.table.fill_(3.0)
+
+
+@spmd(1, 3, 4)
+def test_every_rank_reads_what_it_holds(rank):
+    """Two files, cut experts, tied and frozen weights, meta device, casts, replicas: each byte once."""
+    torch.manual_seed(0)
+    reference = Model()
+    tensors = stored(reference, cut_experts)
+    folder = rank.shared_dir / "cut"
+    if rank.rank == 0:
+        write(folder, tensors)
+    dist.barrier()
+    meshes = [rank.mesh()]
+    if rank.world_size == 4:
+        meshes.append(rank.mesh(2, 2, names=("replica", "shard")))
+    whole = sum(t.numel() * t.element_size() for t in tensors.values())
+    everywhere = sum(b.numel() * 8 for n, b in reference.state_dict().items() if n.endswith("count"))
+    for mesh in meshes:
+        model = sharded(mesh)
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spans, "GAP_BYTES", 0)  # or short gaps between these short runs would be read too
+            report = weights.load(
+                model,
+                folder,
+                names=cut_experts,
+                init=init,
+                progress=lambda *done, seen=seen: seen.append(done),
+            )
+        assert_equal(model, reference)
+        assert model.head.weight is model.embed.weight
+        assert torch.equal(model.blocks[0].table, reference.blocks[0].table)
+        assert model.blocks[0].frozen.requires_grad is False and report.missing == ()
+        assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] == report.bytes_read
+        read = torch.tensor(report.bytes_read)
+        dist.all_reduce(read)
+        assert read.item() == whole + (rank.world_size - 1) * everywhere  # buffers are on every rank
+    model = sharded(rank.mesh(), dtype=torch.bfloat16)
+    weights.load(model, folder, names=cut_experts, init=init)
+    assert_equal(model, reference, torch.bfloat16)
+
+
+@spmd(3)
+def test_other_layouts_and_kinds_of_folders(rank):
+    """Tensor parallelism, torch's own FSDP, one file, a tied name, and a distributed checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    torch.manual_seed(0)
+    reference = Model()
+    own = lambda name, tensor: name  # noqa: E731
+    if rank.rank == 0:
+        tensors = stored(reference, own)
+        tensors["head.weight"] = tensors.pop("embed.weight")
+        write(rank.shared_dir / "own", tensors, files=1)
+        (rank.shared_dir / "own/model.safetensors.index.json").unlink()
+    dist.barrier()
+    mesh = rank.mesh()
+    model = sharded(mesh, meta=False)
+    report = weights.load(model, rank.shared_dir / "own")
+    assert report.tensors == 11 and report.unexpected == ()
+    assert_equal(model, reference)
+
+    model = Model()
+    for dim, name in ((1, "experts"), (2, "experts"), (0, "frozen")):
+        block = model.blocks[dim % 2]
+        setattr(
+            block,
+            name,
+            nn.Parameter(distribute_tensor(getattr(block, name).detach() * 0, mesh, [Shard(dim)])),
+        )
+    torch_fully_shard(model.blocks[0].proj, mesh=mesh)
+    weights.load(model, rank.shared_dir / "own")
+    assert_equal(model, reference)
+
+    source = sharded(mesh, meta=False)
+    weights.load(source, rank.shared_dir / "own")
+    dcp.save(
+        {"model": source.state_dict(), "optim": {"x": torch.ones(3)}}, checkpoint_id=rank.shared_dir / "dcp"
+    )
+    model = sharded(mesh)
+    weights.load(model, rank.shared_dir / "dcp", init=init)
+    assert_equal(model, reference)
+    file = next((rank.shared_dir / "dcp").glob("__1_*"))
+    dist.barrier()
+    if rank.rank == 0:
+        file.write_bytes(file.read_bytes()[:-10])
+    dist.barrier()
+    with pytest.raises((ValueError, RuntimeError), match="is truncated"):
+        weights.load(model, rank.shared_dir / "dcp")
+
+
+@spmd(2)
+def test_stored_together_and_held_apart(rank):
+    """The other way round: the file has the experts as one tensor, the model has them apart."""
+    fused = torch.randn(4, 6, 8)
+    if rank.rank == 0:
+        save_file(
+            {"experts": fused, "permuted": fused[0].flip(0).contiguous()}, rank.shared_dir / "f.safetensors"
+        )
+    dist.barrier()
+    model = nn.ModuleDict({str(i): nn.Linear(8, 6, bias=False) for i in range(4)})
+    model["flipped"] = nn.Linear(8, 6, bias=False)
+    for layer in model.values():
+        fully_shard(layer, mesh=rank.mesh())
+
+    def naming(name, tensor):
+        if name.startswith("flipped"):
+            return {"permuted": tensor.flip(0)}  # not a view: every element is asked where it belongs
+        return {weights.Stored("experts", int(name.split(".")[0])): tensor}
+
+    weights.load(model, rank.shared_dir, names=naming)
+    for index in range(4):
+        assert torch.equal(model[str(index)].weight.full_tensor(), fused[index])
+    assert torch.equal(model["flipped"].weight.full_tensor(), fused[0])
+
+
+@spmd(2)
+def test_refusals_on_every_rank_change_nothing(rank):
+    """Missing and unexpected tensors, other shapes, codes, short and missing files, ranks that differ."""
+    torch.manual_seed(0)
+    tensors = stored(Model(), lambda name, tensor: name)
+    wrong = {
+        "missing": {n: t for n, t in tensors.items() if n != "blocks.1.proj.bias"},
+        "extra": {**tensors, "blocks.9.odd": torch.ones(2)},
+        "shape": {**tensors, "blocks.0.frozen": torch.ones(5, 3)},
+        "codes": {**tensors, "blocks.0.frozen": torch.ones(3, 5).to(torch.float8_e4m3fn)},
+    }
+    if rank.rank == 0:
+        for name, content in wrong.items():
+            write(rank.shared_dir / name, content)
+        write(rank.shared_dir / "short", tensors)
+        file = rank.shared_dir / "short/part-1.safetensors"
+        file.write_bytes(file.read_bytes()[:-8])
+        write(rank.shared_dir / "gone", tensors)
+        (rank.shared_dir / "gone/part-1.safetensors").unlink()
+        (rank.shared_dir / "empty").mkdir()
+        write(rank.shared_dir / "good", tensors)
+    dist.barrier()
+    model = sharded(rank.mesh(), meta=False)
+    errors = {
+        "missing": "has no tensor for 'blocks.1.proj.bias'",
+        "extra": "has 'blocks.9.odd', which the model does not have",
+        "shape": r"blocks.0.frozen has shape \(5, 3\); \(3, 5\) is expected",
+        "codes": "blocks.0.frozen is stored as torch.float8_e4m3fn",
+        "short": "is truncated",
+        "gone": "lacks part-1.safetensors",
+        "empty": r"has no \*.safetensors",
+        "nowhere": "is not a folder",
+    }
+    for name, message in errors.items():
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            weights.load(model, rank.shared_dir / name)
+    other = {"embed.weight": "elsewhere"} if rank.rank else None
+    with pytest.raises(
+        ValueError, match=r"has no tensor for 'embed.weight'|do not load the same|cannot load"
+    ):
+        weights.load(model, rank.shared_dir / "good", names=other)
+
+    def raises(name, tensor):
+        if rank.rank:
+            raise KeyError(name)
+        return name
+
+    with pytest.raises((ValueError, KeyError), match=r"KeyError|embed"):
+        weights.load(model, rank.shared_dir / "good", names=raises)
+    on_meta = sharded(rank.mesh())
+    with pytest.raises(ValueError, match=r"no checkpoint holds the buffer 'blocks.0.table'"):
+        weights.load(on_meta, rank.shared_dir / "good")
+    with pytest.raises(ValueError, match=r"'blocks.1.proj.bias', which would have no values"):
+        weights.load(on_meta, rank.shared_dir / "missing", strict=False, init=init)
+    assert all(p.is_meta for p in on_meta.parameters())
+    assert all(not p.to_local().any() for p in model.parameters()), "a refused load wrote weights"
+
+    report = weights.load(model, rank.shared_dir / "missing", strict=False)
+    assert report.missing == ("blocks.1.proj.bias",)
+    report = weights.load(model, rank.shared_dir / "extra", strict="missing")
+    assert report.unexpected == ("blocks.9.odd",)

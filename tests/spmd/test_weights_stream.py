@@ -1,0 +1,297 @@
+"""Weights out of sharded models: bits, order, memory, ends of passes, codes and deltas."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from ragged_fsdp import MixedPrecisionPolicy, Rows, fully_shard, weights
+from rank_pool import spmd
+from weights_cases import Model, cut_experts, stored
+
+
+class Trained(Model):
+    """With a forward, for steps beside a pass."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.nn.functional.pad(block(x), (0, 17))
+        return self.head(x)
+
+
+def build(mesh, *, dtype=torch.float32, seed=0, shard_dim=None):
+    torch.manual_seed(seed)
+    model = Trained().to(dtype)
+    reference = Trained().to(dtype)
+    reference.load_state_dict(model.state_dict())
+    for block in model.blocks:
+        block.forward = block.proj.forward
+        fully_shard(
+            block,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(torch.bfloat16),
+            orig_param_policy=lambda n, p: Rows(4) if p.ndim == 3 else None,
+            shard_placement_fn=None if shard_dim is None else lambda p: Shard(shard_dim % p.ndim),
+        )
+    fully_shard(model, mesh=mesh)
+    return model, reference
+
+
+def assert_streamed(received, reference, naming=lambda name, tensor: name, dtype=None):
+    expected = stored(reference, naming)
+    assert set(received) == set(expected)
+    for name, value in expected.items():
+        wanted = value.to(dtype) if dtype is not None and value.is_floating_point() else value
+        assert received[name].dtype == wanted.dtype and torch.equal(received[name], wanted), name
+
+
+@spmd(1, 3)
+def test_a_stream_has_the_bits_of_the_whole_model(rank):
+    """Own names and parts, casts, tied and frozen weights once, buffers; passes can be repeated."""
+    model, reference = build(rank.mesh())
+    stream = weights.stream(model)
+    for _ in range(2):
+        received = dict(stream.tensors())
+        assert_streamed(received, reference)
+    described = [(r.name, r.dtype, r.shape) for r in stream.metadata()]
+    assert described == [(name, value.dtype, tuple(value.shape)) for name, value in received.items()]
+    assert [name for name, _, _ in described].count("embed.weight") == 1 and "head.weight" not in received
+    cut = weights.stream(model, names=cut_experts, dtype=torch.bfloat16)
+    received, starts = {}, set()
+    for bucket in cut:
+        for name, value in bucket.tensors():
+            received[name] = value
+            if ".gate" in name:
+                starts.add(value.untyped_storage().data_ptr())
+    assert_streamed(received, reference, cut_experts, torch.bfloat16)
+    assert len(starts) == 2  # parts of one layer are views of its buffer
+    assert [r.name for r in cut.metadata()] == list(received)
+
+
+@spmd(4)
+def test_replicas_tensor_parallelism_and_explicit_shards(rank):
+    model, reference = build(rank.mesh(2, 2, names=("replica", "shard")))
+    assert_streamed(dict(weights.stream(model).tensors()), reference)
+    model, reference = build(rank.mesh(), shard_dim=0)
+    assert_streamed(dict(weights.stream(model).tensors()), reference)
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
+    model = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 4))
+    model.load_state_dict(plain.state_dict())
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    for index, dim in enumerate((0, 1)):
+        weight = distribute_tensor(model[index].weight.detach(), mesh["tp"], [Shard(dim)])
+        model[index].weight = nn.Parameter(weight)
+        bias = distribute_tensor(model[index].bias.detach(), mesh["tp"])
+        model[index].bias = nn.Parameter(bias)
+    fully_shard(model, mesh=mesh["dp"])
+    assert_streamed(dict(weights.stream(model).tensors()), plain)
+    with pytest.raises(ValueError, match=r"snapshot=True, but '0.weight' is gathered over process groups"):
+        weights.stream(model, snapshot=True)
+
+
+@spmd(3)
+def test_two_buckets_are_in_memory_at_a_time(rank):
+    """Counted by their storages, in a loop over buckets and in one over tensors."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+    for layer in model:
+        fully_shard(layer, mesh=rank.mesh())
+    alive = []
+    make = torch.empty
+
+    def counting(*args, **kwargs):
+        made = make(*args, **kwargs)
+        if made.numel() > 200:
+            alive.append(torch.multiprocessing.reductions.StorageWeakRef(made.untyped_storage()))
+        return made
+
+    most = 0
+    stream = weights.stream(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", counting)
+        for bucket in stream:
+            for _name, _tensor in bucket.tensors():
+                most = max(most, sum(not ref.expired() for ref in alive))
+        assert len(alive) == 6 and most == 2
+        del bucket, _tensor
+        for _name, _tensor in stream.tensors():
+            most = max(most, sum(not ref.expired() for ref in alive))
+    assert len(alive) == 12 and most == 2
+    assert stream.largest_bytes < 2 * 16 * 17 * 4
+
+
+@spmd(3)
+def test_a_pass_that_ends_on_one_rank_ends_on_all(rank):
+    """The consumer stops or raises on one rank, at any bucket; the next pass and training go on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
+    for layer in model:
+        fully_shard(layer, mesh=rank.mesh())
+    stream = weights.stream(model)
+
+    class Boom(Exception):
+        pass
+
+    for at in range(4):
+        seen = 0
+        if rank.rank == 1:
+            with pytest.raises(Boom):
+                for bucket in stream:
+                    if seen == at:
+                        raise Boom
+                    seen += bucket.data.numel() > 0
+        else:
+            with pytest.raises(RuntimeError, match=r"ended before bucket \d of 5: its consumer has stopped"):
+                for bucket in stream:
+                    seen += bucket.data.numel() > 0
+        assert len(list(stream)) == 5
+    kept = None
+    for bucket in stream:
+        kept = bucket  # all ranks stop alike, and hold a bucket
+        break
+    assert kept.data.numel()
+    unused = iter(stream)
+    with pytest.raises(RuntimeError, match="is being iterated"):
+        iter(stream)
+    unused.close()
+    first = next(iter(stream))  # on the last bucket nobody waits for anybody
+    if rank.rank == 0:
+        names = [name for name, _ in stream.tensors()]
+        assert len(names) == 10
+    else:
+        with iter(stream) as buckets:
+            for _ in range(5):
+                last = next(buckets)
+        assert last.records[0].name == "4.weight"
+    del first
+    model(torch.randn(2, 8)).sum().backward()
+
+
+@spmd(2)
+def test_refusals(rank):
+    model, _ = build(rank.mesh())
+    with pytest.raises(TypeError, match="dtype must be a floating-point dtype"):
+        weights.stream(model, dtype=torch.int8)
+    with pytest.raises(ValueError, match="codes must be 'fp8'"):
+        weights.stream(model, codes="int3")
+    with pytest.raises(ValueError, match=r"gives two tensors the name 'x'|cannot stream"):
+        weights.stream(model, names=lambda name, tensor: "x")
+    with pytest.raises(ValueError, match=r"do not stream the same: rank 0 has 'embed.weight"):
+        weights.stream(model, names={"embed.weight": "e"} if rank.rank else None)
+    with pytest.raises(ValueError, match=r"two tensors the name 'embed.weight'|rank 1 cannot stream"):
+        weights.stream(model, names={"blocks.0.frozen": "embed.weight"} if rank.rank else None)
+    with pytest.raises(ValueError, match="that is for load"):
+        weights.stream(model, names=lambda n, t: {weights.Stored("all", 0): t})
+    with torch.device("meta"):
+        empty = nn.Linear(4, 4)
+    fully_shard(empty, mesh=rank.mesh())
+    with pytest.raises(ValueError, match="'weight' is on the meta device"):
+        weights.stream(empty)
+    delta = weights.stream(model, delta=True)
+    with pytest.raises(ValueError, match="iterate over the stream"):
+        next(delta.tensors())
+
+
+@spmd(2)
+def test_a_snapshot_is_streamed_beside_training(rank):
+    """What a thread receives are the weights of the step at which it was taken."""
+    model, reference = build(rank.mesh())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    stream = weights.stream(model, snapshot=True)
+    received = {}
+    thread = threading.Thread(target=lambda: received.update(stream.tensors()))
+    thread.start()
+    for _ in range(3):
+        model(torch.randn(4, 24)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    thread.join()
+    assert_streamed(received, reference)
+    now = {name: value.clone() for name, value in weights.stream(model).tensors()}
+    assert not torch.equal(now["embed.weight"], received["embed.weight"])
+    stream.refresh()
+    again = dict(stream.tensors())
+    assert all(torch.equal(again[name], value) for name, value in now.items())
+
+
+@spmd(3)
+def test_codes_are_those_of_the_whole_weight(rank):
+    """Whole blocks and edges, experts coded together, what is not coded as it is."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"fc": nn.Linear(200, 300), "lm_head": nn.Linear(130, 7), "norm": nn.LayerNorm(9), "moe": nn.Module()}
+    )
+    model["moe"].experts = nn.Parameter(torch.randn(3, 256, 140))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    fully_shard(list(model.values()), mesh=rank.mesh())
+
+    def names(name, tensor):
+        if "experts" not in name:
+            return name
+        return {f"moe.{i}.{k}.weight": tensor[i, 128 * k :][:128] for i in range(3) for k in range(2)}
+
+    stream = weights.stream(model, names=names, codes="fp8", dtype=torch.bfloat16)
+    received = dict(stream.tensors())
+    assert [r.name for r in stream.metadata()] == list(received)
+    expected = {
+        f"moe.{i}.{k}.weight": whole["moe.experts"][i, 128 * k :][:128] for i in range(3) for k in (0, 1)
+    }
+    expected["fc.weight"] = whole["fc.weight"]
+    for name, value in expected.items():
+        codes, scales = weights.block_fp8(value.bfloat16())
+        assert torch.equal(received[name].view(torch.uint8), codes.view(torch.uint8)), name
+        assert torch.equal(received[f"{name}_scale_inv"], scales), name
+        full = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: value.shape[0], : value.shape[1]]
+        assert (received[name].float() * full - value).abs().max() <= full.max() * 448 / 16
+    for name in ("lm_head.weight", "norm.weight", "fc.bias"):
+        assert torch.equal(received[name], whole[name].bfloat16())
+    with pytest.raises(ValueError, match=r"fc.bias: codes need a matrix"):
+        weights.stream(model, codes=lambda name, shape: name == "fc.bias")
+
+
+@spmd(1, 3)
+def test_a_delta_has_what_changed_and_little_more(rank):
+    """Passes applied one after the other leave the receiver with the weights; a stopped one is sent again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 97) if i % 2 else nn.Linear(97, 96) for i in range(4)))
+    for layer in model:
+        fully_shard(layer, mesh=rank.mesh())
+    stream = weights.stream(model, dtype=torch.bfloat16, delta=True)
+    receiver = {r.name: torch.zeros(r.shape, dtype=r.dtype) for r in stream.metadata()}
+    for bucket in stream:
+        assert isinstance(bucket, weights.Bucket)
+        bucket.apply(receiver)
+
+    def check():
+        for name, value in model.state_dict().items():
+            assert torch.equal(receiver[name], value.full_tensor().bfloat16()), name
+
+    check()
+    assert sum(d.nbytes for d in stream) == 0
+    with torch.no_grad():
+        for local in (model[0].weight.to_local(), model[2].bias.to_local()):
+            local.view(-1)[: min(40, local.numel())].add_(1.0)
+        local = model[3].weight.to_local().view(-1)
+        local[-300:] = float("nan")
+        local[-10:] = -0.0
+    deltas = list(stream)
+    changed = sum(d.values.nbytes for d in deltas)
+    for d in deltas:
+        assert isinstance(d, weights.Delta)
+        d.apply(receiver)
+    for name, value in model.state_dict().items():
+        bits = value.full_tensor().bfloat16().view(torch.int16)
+        assert torch.equal(receiver[name].view(torch.int16), bits), name
+    assert changed > 0 and sum(d.nbytes for d in deltas) <= 1.01 * changed
+    assert len(deltas[1].starts) == 0
+
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    next(passing := iter(stream)).apply(receiver)
+    passing.close()
+    assert all(isinstance(bucket, weights.Bucket) for bucket in stream)
+    gc.collect()

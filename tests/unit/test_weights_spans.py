@@ -1,0 +1,118 @@
+"""Which elements of a stored tensor a rank reads, against indexing; files that are not what they say."""
+
+import json
+import math
+import random
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from ragged_fsdp.routes import flat_boxes
+from ragged_fsdp.weights.files import read_header, safetensors_files
+from ragged_fsdp.weights.names import parts_of
+from ragged_fsdp.weights.spans import GAP_BYTES, Piece, jobs_of, transfers
+
+
+def _views(t):
+    """Ways in which a stored tensor may lie in a model tensor of three dims."""
+    yield "whole", t
+    yield "flat", t.view(-1)
+    yield "matrix", t.flatten(0, 1)
+    yield "expert", t[2]
+    yield "half", t[1, : t.shape[1] // 2]
+    yield "columns", t[..., 1:3]
+    yield "transposed", t.transpose(1, 2)
+    yield "interleaved", t[:, 1::2]
+    yield "scalar", t[1, 1, 1]
+
+
+@pytest.mark.parametrize("chunk_bytes", [64, 1 << 20])
+def test_transfers_equal_indexing(chunk_bytes):
+    """Every kind of view, every flat interval of a rank: what is put in place is what slicing gives."""
+    shape, rng = (4, 6, 5), random.Random(0)
+    values = np.arange(math.prod(shape), dtype=np.int32)
+    for name, view in _views(torch.from_numpy(values).view(shape)):
+        stored = view.contiguous().view(-1).numpy()  # the file
+        model = (view.storage_offset(), tuple(view.shape), view.stride())
+        strides = view.contiguous().stride()
+        inside = np.zeros(values.size, bool)
+        inside[view.contiguous().view(-1).numpy()] = True
+        for _ in range(30):
+            start, stop = sorted(rng.sample(range(values.size + 1), 2))
+            region = tuple(flat_boxes(shape, start, stop))
+            local = np.full(stop - start, -1, np.int32)
+            pieces = [Piece("f", 0, 4, 0, 0, t) for t in transfers(shape, region, model, (0, strides))]
+            for job in jobs_of(pieces, chunk_bytes):
+                assert job.end - job.begin <= chunk_bytes
+                for piece in job.pieces:
+                    assert job.begin <= piece.begin < piece.end <= job.end
+                    t = piece.transfer
+                    source = np.lib.stride_tricks.as_strided(
+                        stored[t.source_offset :], t.sizes, [4 * s for s in t.source_strides]
+                    )
+                    target = np.lib.stride_tricks.as_strided(
+                        local[t.target_offset :], t.sizes, [4 * s for s in t.target_strides]
+                    )
+                    target[...] = source
+            expected = np.where(inside[start:stop], values[start:stop], -1)
+            assert np.array_equal(local, expected), (name, start, stop)
+
+
+def test_short_gaps_are_read_and_long_ones_are_not():
+    rows, columns = 8, GAP_BYTES  # of four bytes: half a row is a long gap
+    half = (((0, 0), (rows, columns // 2)),)
+    [transfer] = transfers((rows, columns), half, (0, (rows, columns), (columns, 1)), (0, (columns, 1)))
+    jobs = jobs_of([Piece("f", 0, 4, 0, 0, transfer)], 1 << 20)
+    assert sum(job.end - job.begin for job in jobs) == rows * columns // 2 * 4
+    small = [Piece("f", 100 * i, 4, i, i, transfer.run(10)) for i in range(5)]
+    [job] = jobs_of(small, 1 << 20)
+    assert (job.begin, job.end, len(job.pieces)) == (0, 440, 5)
+
+
+def test_a_naming_tells_views_without_memory():
+    def naming(name, tensor):
+        return {f"{name}.{i}": half.contiguous() for i, half in enumerate(tensor.chunk(2, dim=1))}
+
+    parts = parts_of(naming, "w", (4, 6), torch.bfloat16)
+    assert [(p.stored, p.view.offset, p.view.strides) for p in parts] == [
+        ("w.0", 0, (6, 1)),
+        ("w.1", 3, (6, 1)),
+    ]
+    assert parts_of(lambda n, t: {n: t + 1}, "w", (4,), torch.bfloat16)[0].view is None
+    with pytest.raises(TypeError, match="w: a naming returns"):
+        parts_of(lambda n, t: 3, "w", (4,), torch.bfloat16)
+
+
+def _write(path, header, data=b""):
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_damaged_files_are_named(tmp_path):
+    whole = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+    _write(tmp_path / "good.safetensors", whole, bytes(8))
+    assert read_header(tmp_path, "good.safetensors", None)["a"].shape == (2,)
+    _write(tmp_path / "short.safetensors", whole, bytes(7))
+    with pytest.raises(ValueError, match=r"short\.safetensors is truncated: \d+ bytes"):
+        read_header(tmp_path, "short.safetensors", None)
+    _write(
+        tmp_path / "odd.safetensors", {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, bytes(8)
+    )
+    with pytest.raises(ValueError, match=r"a has 8 bytes; torch.float32 of shape"):
+        read_header(tmp_path, "odd.safetensors", None)
+    _write(
+        tmp_path / "type.safetensors", {"a": {"dtype": "X9", "shape": [2], "data_offsets": [0, 8]}}, bytes(8)
+    )
+    with pytest.raises(ValueError, match="a has the type X9"):
+        read_header(tmp_path, "type.safetensors", None)
+    (tmp_path / "noise.safetensors").write_bytes(b"\xff" * 64)
+    with pytest.raises(ValueError, match="damaged or no safetensors"):
+        read_header(tmp_path, "noise.safetensors", None)
+    with pytest.raises(ValueError, match="no tensor 'b', which the index says"):
+        read_header(tmp_path, "good.safetensors", ["b"])
+    index = {"weight_map": {"a": "good.safetensors", "b": "gone.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"lacks gone.safetensors"):
+        safetensors_files(tmp_path)
