@@ -262,10 +262,11 @@ class Schedule:
                     self._gathered.add(group)
                 group.unshard()
         elif following is not None:
-            for group in following.groups:
+            for group in following.groups:  # all of them first: one gather may bring the others along
                 if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
                     self._prefetched.add(group)
-                    group.unshard()
+            for group in following.groups:
+                group.unshard()
 
     def recompute(self, turn: Turn) -> None:
         """Gather for a forward that a backward computes again; nothing is recorded."""
