@@ -34,6 +34,7 @@ def _plain(peft):
     return losses, model
 
 
+@pytest.mark.timeout(400)  # peft and transformers are imported by every rank
 def test_the_lora_example_equals_a_plain_loop(tmp_path, monkeypatch):
     peft = pytest.importorskip("peft")
     from safetensors.torch import load_file
