@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from collective_calls import count, noted
 from fsdp_cases import (
@@ -205,6 +206,46 @@ def test_two_buffers_with_what_users_set(rank):
         model.zero_grad()
         reference.zero_grad()
     assert Gather.calls >= 8
+
+
+@ragged_only
+@spmd(4)
+def test_two_buffers_over_replicas_offloaded_and_exchanged(rank):
+    for options in (
+        {"mesh": rank.mesh(2, 2, names=("replicate", "shard"))},
+        {"reduction": "all_to_all", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+        {"offload_policy": CPUOffloadPolicy()},
+    ):
+        model, reference = build(lambda: nn.Sequential(_Adapted(), _Adapted()), rank.device)
+        for layer in model:
+            fully_shard(layer, **options)
+            assert len(fully_shard.state(layer).groups) == 2
+        fully_shard(model, **options)
+        for step in range(2):
+            _step(model, reference, rank, step, make=_adapted_rows)
+            assert_same(model, reference, tolerance=1e-5, grads=True)
+            model.zero_grad()
+            reference.zero_grad()
+
+
+@ragged_only
+@spmd(2)
+def test_both_buffers_of_a_prefetch_that_nobody_used_are_dropped(rank):
+    """Else the next forward would compute with weights from before the optimizer step."""
+    model, reference = build(lambda: nn.Sequential(_Adapted(), _Adapted()), rank.device)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    _step(model, reference, rank, 0, make=_adapted_rows)
+    handle = model[0].register_forward_hook(lambda *_: 1 / 0)  # the next layer is being gathered by then
+    with pytest.raises(ZeroDivisionError):
+        model(_adapted_rows(rank, 1))
+    handle.remove()
+    with torch.no_grad():
+        for module in (model, reference):
+            for p in module.parameters():
+                p.add_(0.01)
+    _step(model, reference, rank, 2, make=_adapted_rows)
 
 
 @spmd(2)
