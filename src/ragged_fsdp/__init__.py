@@ -30,6 +30,7 @@ if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES
     from ragged_fsdp.api import MixedPrecisionPolicy as MixedPrecisionPolicy
     from ragged_fsdp.api import OffloadPolicy as OffloadPolicy
     from ragged_fsdp.api import UnshardHandle as UnshardHandle
+    from ragged_fsdp.api import adopt_parameters as adopt_parameters
     from ragged_fsdp.api import fully_shard as fully_shard
     from ragged_fsdp.api import register_fsdp_forward_method as register_fsdp_forward_method
     from ragged_fsdp.api import share_comm_ctx as share_comm_ctx
@@ -53,6 +54,7 @@ _HOMES = {
     "Elements": "ragged_fsdp.policy",
     "Rows": "ragged_fsdp.policy",
     "Whole": "ragged_fsdp.policy",
+    "adopt_parameters": "ragged_fsdp.api",
     "fully_shard": "ragged_fsdp.api",
     "FSDPModule": "ragged_fsdp.api",
     "UnshardHandle": "ragged_fsdp.api",

@@ -17,8 +17,17 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.fsdp.construct.builder import GroupBuilder
-from ragged_fsdp.fsdp.construct.call import Agreement, Options, collect, moved_buffers, replace_buffers
+from ragged_fsdp.fsdp.construct.call import (
+    Agreement,
+    Managed,
+    Options,
+    collect,
+    moved_buffers,
+    replace_buffers,
+)
+from ragged_fsdp.fsdp.parts.left_out import unmanaged, warn_half_precision
 from ragged_fsdp.fsdp.parts.mesh import DataParallelMeshDims, parallel_mesh
+from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.fsdp.runtime.module import (
     FSDPModule,
     UnshardHandle,
@@ -27,7 +36,8 @@ from ragged_fsdp.fsdp.runtime.module import (
     share_comm_ctx,
     swap_class,
 )
-from ragged_fsdp.fsdp.runtime.state import ModuleState
+from ragged_fsdp.fsdp.runtime.schedule import outside
+from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
 from ragged_fsdp.policy import BlockCodes, Granularity
 from ragged_fsdp.torch_internals import REGISTRY_KEY, STATE_KEY, contract, get_root_modules
 
@@ -38,6 +48,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
+    "adopt_parameters",
     "fully_shard",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -238,14 +249,7 @@ fully_shard.state = _APPLY.state  # type: ignore[attr-defined]
 def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement) -> None:
     device = agreement.device
     managed = collect(modules, options.ignored)
-    moved = moved_buffers(managed, device)  # before the shards are cut, which may stay on the host
-    builder = GroupBuilder(options, managed, agreement.mesh, device)
-    drafts = builder.draft()
-    agreement.reach(builder.statements(drafts), managed.params[0].name if managed.params else "")
-    pick = functools.partial(builder.pick, drafts)
-    picked = agreement.together(pick) if options.asks_the_network else pick()
-    replace_buffers(moved)
-    groups = builder.build(tuple(modules), drafts, picked)
+    builder, groups = _make_groups(modules, managed, options, agreement)
     _APPLY.state(modules[0]).init(
         modules,
         groups,
@@ -254,13 +258,69 @@ def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement
         auto_reshard=options.reshard_after_forward in (None, "auto"),
         gathered_budget_bytes=options.gathered_budget_bytes or 0,
         gathers_first=builder.gathers_first,
+        ignored=options.ignored,
+        call=(options, agreement.mesh),
     )
-    _APPLY.state(modules[0]).call = (options, agreement.mesh)
-    for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
-        owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+    _mark(managed)
     for module in modules:
         register_stage(module, _APPLY.state(modules[0]))
         swap_class(module)
+
+
+def _make_groups(
+    modules: Sequence[nn.Module], managed: Managed, options: Options, agreement: Agreement
+) -> tuple[GroupBuilder, list[ParamGroup]]:
+    """The groups of what one call manages, registered once all ranks agree."""
+    device = agreement.device
+    moved = moved_buffers(managed, device)  # before the shards are cut, which may stay on the host
+    builder = GroupBuilder(options, managed, agreement.mesh, device)
+    drafts = builder.draft()
+    agreement.reach(builder.statements(drafts), managed.params[0].name if managed.params else "")
+    pick = functools.partial(builder.pick, drafts)
+    picked = agreement.together(pick) if options.asks_the_network else pick()
+    replace_buffers(moved)
+    warn_half_precision((param.name, param.sharded) for param in managed.params)
+    return builder, builder.build(tuple(modules), drafts, picked)
+
+
+def _mark(managed: Managed) -> None:
+    """What the compiler asks of modules whose parameters are swapped."""
+    for owned in managed.modules:
+        owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+
+
+def adopt_parameters(module: nn.Module) -> list[str]:
+    """Shard parameters that were attached or replaced after ``fully_shard``; their names below ``module``.
+
+    Each becomes part of the call on the nearest sharded module above it, with that call's arguments, in a
+    group of its own: one more gather and reduction. What is attached before ``fully_shard`` needs neither.
+    As there, a rank keeps its part of the values that it has. All ranks call it, between steps, and then
+    make the optimizer.
+
+    Raises:
+        TypeError: ``module`` is no module.
+        ValueError: nothing below ``module`` is sharded, or the ranks attached different parameters.
+        RuntimeError: a forward or a backward is under way, or another rank failed.
+    """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"adopt_parameters: module must be an nn.Module, got {module!r}.")
+    states = list(dict.fromkeys(s for child in module.modules() if (s := state_of(child)) is not None))
+    if not states:
+        raise ValueError(f"adopt_parameters: no module below {type(module).__name__} is sharded.")
+    names = {param: name for name, param in unmanaged(module, *outside(states))}
+    adopted: list[str] = []
+    for state in states:
+        options, mesh = state.call
+        with Agreement(mesh, state.device) as agreement:
+            state.schedule.forget_root()
+            known = {p for root in state.modules for p in root.parameters() if p not in names}
+            managed = collect(state.modules, known)
+            found = [names[param.sharded] for param in managed.params]
+            _, groups = _make_groups(state.modules, managed, options, agreement)
+        _mark(managed)
+        state.groups += groups
+        adopted += found
+    return adopted
 
 
 def _forget(modules: Sequence[nn.Module]) -> None:

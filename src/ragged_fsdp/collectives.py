@@ -10,6 +10,7 @@ kind of memory or of collective, and nothing above it knows which:
     ProcessGroupComm    a pool of the process group's backend   torch.distributed's
     UserComm            the user's, if the object allocates     one object of the user's
     LevelComm           the device's common pool                gathers between nodes, then inside them
+    BytesComm           the device's common pool                gathers of bytes, whatever the dtype
     ==================  ======================================  ==========================================
 
 Collectives on symmetric memory will be one more. Torch's functions are called by their public names at every
@@ -32,6 +33,7 @@ from ragged_fsdp.topology import LevelGroups
 from ragged_fsdp.torch_internals import backend_of
 
 __all__ = [
+    "BytesComm",
     "Comm",
     "LevelComm",
     "OverGroup",
@@ -163,6 +165,16 @@ class Comm:
     ) -> dist.Work | None:
         """Reduce ``full`` over the ranks; this rank's part of the result is ``shard``."""
         return getattr(dist, _SCATTER)(shard, full, op=op, group=group, async_op=async_op)
+
+
+class BytesComm(Comm):
+    """Gathers that may be launched with others: over gloo tensors of one launch are taken for one dtype."""
+
+    def gather(
+        self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather the bytes of the slots."""
+        return super().gather(full.view(torch.uint8), slot.view(torch.uint8), group, async_op=async_op)
 
 
 class UserComm(Comm):

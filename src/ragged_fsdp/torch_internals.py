@@ -81,8 +81,10 @@ __all__ = [
     "get_root_modules",
     "has_expandable_segments",
     "is_traceable_wrapper_subclass",
+    "joins_gathers",
     "local_of",
     "new_group_named",
+    "one_launch",
     "op_overloads",
     "parameters_of",
     "partition_value",
@@ -286,6 +288,11 @@ until a public method of DeviceMesh:
 until both on ProcessGroup itself:
     torch.distributed:ProcessGroup._get_backend
         the timeout of its collectives and the allocator of its memory
+until a public way to launch several collectives as one:
+    torch.distributed.distributed_c10d:_coalescing_manager(group, device, async_ops)
+        frozen and trainable parameters lie in two buffers and are gathered with one launch
+    torch.distributed.distributed_c10d:_world.pg_coalesce_state
+        what was called before an error is forgotten
 until a public timeout of the backend's options:
     torch._C._distributed_c10d:Backend.Options._timeout [optional]
         how long a collective may take before the watch reports it
@@ -416,6 +423,7 @@ require_supported(torch.__version__)
 _check()
 
 import torch.distributed._functional_collectives as functional
+import torch.distributed.distributed_c10d as c10d
 import torch.distributed.tensor._api as _api
 import torch.utils._pytree as pytree
 from torch._C import _are_functorch_transforms_active as are_functorch_transforms_active
@@ -535,6 +543,22 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
     """The backend that runs the collectives of ``pg`` on ``device``; ``RuntimeError`` where it has none."""
     return pg._get_backend(device)
+
+
+def joins_gathers(pg: ProcessGroup, device: torch.device) -> bool:
+    """Whether several gathers over ``pg`` can be one launch; a backend of the user's is not asked for it."""
+    return backend_of(pg, device).name() in ("nccl", "gloo")
+
+
+@contextmanager
+def one_launch(pg: ProcessGroup) -> Iterator[None]:
+    """Gathers over ``pg`` that are called within it run as one collective at its end."""
+    try:
+        with c10d._coalescing_manager(pg):
+            yield
+    except BaseException:  # else what was called before the error would be a part of the next launch
+        c10d._world.pg_coalesce_state.pop(pg, None)
+        raise
 
 
 def timeout_of(pg: ProcessGroup, device: torch.device) -> Any:

@@ -1,5 +1,7 @@
 """``module.to(dtype)`` after ``fully_shard``: parameters follow, policies stay, items may differ in size."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,12 +42,20 @@ class Adapted(nn.Module):
         return self.up(F.linear(hidden, self.base.to(hidden.dtype))) + self.empty.sum()
 
 
+def _in_one_buffer(model: Adapted, **options: Any) -> None:
+    """Shard ``model`` while nothing trains: else what trains has a buffer, and one item size, of its own."""
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    fully_shard(model.requires_grad_(False), **options)
+    for name in trainable:
+        model.get_parameter(name).requires_grad_(True)
+
+
 @pytest.mark.parametrize("frozen", list(FROZEN))
 @spmd(1, 3, 4)
 def test_casts_between_steps(rank: Rank, frozen: str) -> None:
     """Cuts stay where they are, values follow: equal to the unsharded module under the same casts."""
     model, reference = build(lambda: Adapted(FROZEN[frozen]), rank.device)
-    fully_shard(model, mesh=rank.mesh())
+    _in_one_buffer(model, mesh=rank.mesh())
     placements = [p.placements for p in model.parameters()]
     objects = list(model.parameters())
     x = torch.linspace(-1, 1, 64, device=rank.device).view(4, 16)
@@ -72,7 +82,7 @@ def test_casts_between_steps(rank: Rank, frozen: str) -> None:
 @spmd(4)
 def test_larger_shards_of_items_of_different_sizes_are_refused(rank: Rank) -> None:
     model, _ = build(lambda: Adapted(torch.int8), rank.device)
-    fully_shard(model, mesh=rank.mesh(), reshard_after_forward=2)
+    _in_one_buffer(model, mesh=rank.mesh(), reshard_after_forward=2)
     model.bfloat16()
     with pytest.raises(RuntimeError, match="items of different sizes; reshard_after_forward=int"):
         model(torch.ones(2, 16, dtype=torch.bfloat16, device=rank.device))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from ragged_fsdp.trainer.launch import launch
@@ -28,6 +29,24 @@ def _under_torchrun(script, *arguments):
     )
     assert run.returncode == 0, run.stderr[-4000:]
     return run.stdout
+
+
+def _substituted(*arguments):
+    """What a script of torch's ``fully_shard`` prints when ours is put in its place."""
+    return launch("test_fsdp_example:substitute_on_rank", list(arguments), processes=2)
+
+
+def substitute_on_rank(command, pipe):
+    from ragged_fsdp.run import main
+
+    os.environ.update(
+        TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", CUDA_VISIBLE_DEVICES=""
+    )
+    torch.set_num_threads(1)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        main(command)
+    return said.getvalue()
 
 
 def _forked(script, *arguments):
@@ -92,3 +111,30 @@ def test_the_notebook_runs(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "8 ranks:" in done.stdout and "step 4: loss 5." in done.stdout and "12 ####" in done.stdout
+
+
+def test_the_stock_script_runs_with_ours_in_its_place(tmp_path):
+    """The losses of the ported script to the bit, and checkpoints of the granularity that was asked for."""
+    checkpoint = str(tmp_path / "substituted")
+    options = ["--granularity", "*.weight=1rows"]
+    script = [str(STOCK), "--steps", "2"]
+    straight = _losses(_forked(PORTED, "--steps", "2"))
+    assert _losses(_substituted(*options, *script, "--checkpoint", checkpoint)) == straight
+    assert list(Path(checkpoint).iterdir())
+    idle = tmp_path / "idle.py"
+    idle.write_text("import sys\nprint(sys.argv[1:], __name__)\n")
+    said = _substituted(str(idle), "--granularity", "is the script's")
+    assert "['--granularity', \"is the script's\"] __main__" in said and "never called" in said
+
+
+def test_run_names_what_is_wrong(capsys):
+    from ragged_fsdp.run import main
+
+    for arguments, message in (
+        (["nowhere.py"], "nowhere.py: no such script"),
+        (["--granularity", "32rows", "x.py"], "expected PATTERN=UNIT"),
+        (["--granularity", "*=32cows", "x.py"], "expected 32rows or rows:32"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert message in capsys.readouterr().err

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from collective_calls import count, noted
 from fsdp_cases import (
@@ -64,7 +65,7 @@ def test_a_group_that_is_all_frozen_reduces_nothing(rank):
 
 @ragged_only
 @spmd(2, 4)
-def test_one_gather_for_all_dtypes_and_no_place_for_frozen_gradients(rank):
+def test_one_launch_for_all_dtypes_and_no_place_for_frozen_gradients(rank):
     """The gather carries every dtype; only trainable elements travel in the reduction."""
 
     def make():
@@ -83,13 +84,168 @@ def test_one_gather_for_all_dtypes_and_no_place_for_frozen_gradients(rank):
     average_gradients(reference)
     assert torch.equal(seen[0], reference.codes)
     assert_same(model, reference, tolerance=1e-6, grads=True)
-    assert notes.counts() == {"gather": 1, "reduce_scatter": 1}
+    assert notes.counts() == {"gather": 2, "reduce_scatter": 1}  # two calls of one launch
     most = torch.tensor(sum(p.to_local().numel() for p in model.parameters() if p.requires_grad))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)  # the shards are of one size
     (reduced,) = notes.of("reduce_scatter")
     assert most <= reduced.written.numel() < most + 128
     shard = model[0].weight.to_local()
     assert shard.shape[1:] == (40,) and shard.shape[0] % 4 == 0
+
+
+class _Adapted(nn.Module):
+    """Two frozen layers, each with a low-rank adapter; one adapter is small beside a rank's part."""
+
+    def __init__(self, base: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.base = nn.ParameterList(nn.Parameter(torch.randn(96, 96).to(base) / 10) for _ in range(2))
+        self.base.requires_grad_(False)
+        self.down = nn.ParameterList(nn.Parameter(torch.randn(96, 8) / 10) for _ in range(2))
+        self.up = nn.ParameterList(nn.Parameter(torch.randn(8, 96) / 10) for _ in range(2))
+
+    def forward(self, x):
+        for base, down, up in zip(self.base, self.down, self.up):
+            x = torch.tanh(x @ base.float() + x @ down @ up)
+        return x
+
+
+def _adapted_rows(rank, step):
+    return rows(rank, step, dim=96)
+
+
+def _trainable_here(model):
+    return sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
+
+
+@ragged_only
+@pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
+@spmd(2, 3, 4)
+def test_trainable_parameters_beside_a_frozen_base_are_even(rank, base):
+    """In one run of the buffer they would lie on one or two ranks, with gradients and optimizer state."""
+    model = nn.Sequential(_Adapted(base), _Adapted(base))
+    model, reference = build(lambda: model, rank.device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    even = sum(p.numel() for p in model.parameters() if p.requires_grad) / rank.world_size
+    assert abs(_trainable_here(model) - even) <= 0.05 * even
+    for step in range(3):
+        loss = model(_adapted_rows(rank, step)).square().sum()
+        reference(_adapted_rows(rank, step)).square().sum().backward()
+        average_gradients(reference)
+        with noted() as notes:
+            loss.backward()
+        reduced = [call.written.numel() for call in notes.of("reduce_scatter")]
+        assert len(reduced) == 2 and sum(reduced) <= 1.05 * even
+        assert_same(model, reference, tolerance=1e-5, grads=True)
+        model.zero_grad()
+        reference.zero_grad()
+    _, seen = count(lambda: model(_adapted_rows(rank, 3)))
+    assert seen == {"allgather_into_tensor_coalesced_": 2}  # one for each layer, of both its buffers
+
+
+@ragged_only
+@spmd(2)
+def test_what_was_frozen_when_it_was_planned_can_train_later(rank):
+    model, reference = build(lambda: nn.Sequential(_Adapted(), _Adapted()), rank.device)
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    for step, trains in enumerate([False, True, False]):
+        for module in (model, reference):
+            module[0].base.requires_grad_(trains)
+            module.zero_grad()
+        _step(model, reference, rank, step, make=_adapted_rows)
+        assert_same(model, reference, tolerance=1e-5, grads=True)
+
+
+@ragged_only
+@spmd(2)
+def test_two_buffers_with_what_users_set(rank):
+    """A gather of the user's, manual gathers, a smaller mesh, a forward that fails: each buffer follows."""
+
+    def make():
+        return nn.Sequential(_Adapted(), _Adapted(), _Adapted())
+
+    class Gather:
+        calls = 0
+
+        def __call__(self, output_tensor, input_tensor, group, async_op=False):
+            Gather.calls += 1
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    model, reference = build(make, rank.device)
+    fully_shard(model[0])
+    fully_shard(model[1], reshard_after_forward=1)
+    fully_shard(model[2], reshard_after_forward=False)
+    fully_shard(model)
+    model[2].set_custom_all_gather(Gather())
+    model[0].unshard()
+    assert model[0].base[0].shape == model[0].base[0].data.shape and model[0].down[0].shape == (96, 8)
+    model[0].reshard()
+    model[0].unshard(async_op=True).wait()
+    model[0].reshard()
+
+    def fails(*_):
+        raise KeyError("on purpose")
+
+    handle = model[1].register_forward_pre_hook(fails)
+    for step in range(4):
+        if step == 2:
+            handle = model[1].register_forward_pre_hook(fails)  # what was gathered ahead is dropped
+        if step in (0, 2):
+            with pytest.raises(KeyError):
+                model(_adapted_rows(rank, step))
+            handle.remove()
+        with torch.no_grad():
+            for module in (model, reference):
+                for p in module.parameters():
+                    p.add_(0.01)
+        _step(model, reference, rank, step, make=_adapted_rows)
+        assert_same(model, reference, tolerance=1e-5, grads=True)
+        model.zero_grad()
+        reference.zero_grad()
+    assert Gather.calls >= 8
+
+
+@ragged_only
+@spmd(4)
+def test_two_buffers_over_replicas_offloaded_and_exchanged(rank):
+    for options in (
+        {"mesh": rank.mesh(2, 2, names=("replicate", "shard"))},
+        {"reduction": "all_to_all", "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float64)},
+        {"offload_policy": CPUOffloadPolicy()},
+    ):
+        model, reference = build(lambda: nn.Sequential(_Adapted(), _Adapted()), rank.device)
+        for layer in model:
+            fully_shard(layer, **options)
+            assert len(fully_shard.state(layer).groups) == 2
+        fully_shard(model, **options)
+        for step in range(2):
+            _step(model, reference, rank, step, make=_adapted_rows)
+            assert_same(model, reference, tolerance=1e-5, grads=True)
+            model.zero_grad()
+            reference.zero_grad()
+
+
+@ragged_only
+@spmd(2)
+def test_both_buffers_of_a_prefetch_that_nobody_used_are_dropped(rank):
+    """Else the next forward would compute with weights from before the optimizer step."""
+    model, reference = build(lambda: nn.Sequential(_Adapted(), _Adapted()), rank.device)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    _step(model, reference, rank, 0, make=_adapted_rows)
+    handle = model[0].register_forward_hook(lambda *_: 1 / 0)  # the next layer is being gathered by then
+    with pytest.raises(ZeroDivisionError):
+        model(_adapted_rows(rank, 1))
+    handle.remove()
+    with torch.no_grad():
+        for module in (model, reference):
+            for p in module.parameters():
+                p.add_(0.01)
+    _step(model, reference, rank, 2, make=_adapted_rows)
 
 
 @spmd(2)

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from fsdp_cases import (
+    DIM,
     Stack,
     Transformer,
+    average_gradients,
     build,
     full,
     fully_shard,
@@ -169,3 +171,36 @@ def test_gradients_can_be_copied_and_saved(rank: Rank, dim: int | None, offload:
         for made, grad, value in zip(copies, grads, expected, strict=True):
             assert torch.equal(full(made), value)
             assert not grad.to_local().numel() or DBuffer.of(made) is None  # it lies elsewhere
+
+
+class _HeadBesideItsModule(nn.Module):
+    """Multiplies with the weight of a sharded module that it does not call, as losses in chunks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 7, bias=False)
+
+    def forward(self, x, placements=None):
+        weight = self.head.weight
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor(grad_placements=placements)
+        return self.body(x) @ weight.T
+
+
+@spmd(1, 2, 3)
+def test_a_weight_gathered_by_hand_needs_the_placement_of_its_gradient(rank):
+    """Without it a DTensor takes the gradient for the same on all ranks: each keeps its part of its own."""
+    model, reference = build(_HeadBesideItsModule, rank.device)
+    fully_shard(model.head)
+    fully_shard(model)
+    x = rows(rank, 0)
+    reference(x).square().sum().backward()
+    own = reference.head.weight.grad.clone()
+    average_gradients(reference)
+    for placements, expected in (([Partial("avg")], reference.head.weight.grad), (None, own)):
+        model(x, placements).square().sum().backward()
+        grad = model.head.weight.grad
+        whole = distribute_tensor(expected, grad.device_mesh, grad.placements, src_data_rank=None)
+        assert torch.allclose(grad.to_local(), whole.to_local(), atol=1e-5)
+        assert torch.allclose(full(model.body.weight.grad), reference.body.weight.grad, atol=1e-5)
+        model.zero_grad()

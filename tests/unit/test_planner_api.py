@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from ragged_fsdp.layout import GroupLayout, TensorSpec
-from ragged_fsdp.planner import ORDERS, bound_group, plan, plan_buffers, plan_group, register_order
+from ragged_fsdp.planner import (
+    ORDERS,
+    bound_group,
+    fullest_numel,
+    plan,
+    plan_buffers,
+    plan_group,
+    register_order,
+    split_trainable,
+)
 from ragged_fsdp.planner.group import _plan_kinds
 
 
@@ -168,3 +177,18 @@ def test_buffers_are_split_only_where_it_pays():
     assert len(plan_buffers(group, 1024, max_buffers=2, threshold=0.5)) == 1  # does not save half
     assert len(plan_buffers(specs_of((64, 1), (32, 1)), 4, max_buffers=4)) == 1  # nothing to gain
     assert len(plan_buffers([], 4, max_buffers=2)) == 1
+
+
+def test_trainable_tensors_are_split_off_where_they_pile_up():
+    specs = specs_of((4096, 1), (512, 1), (4096, 1), (512, 1))
+    trains = [False, True, False, True]
+    layout = plan_group(specs, 8)
+    assert fullest_numel(layout, [1, 3]) == 512  # a share of 128 each would be even
+    assert split_trainable(layout, trains) == ([0, 2], [1, 3])
+    assert split_trainable(layout, trains, share=4.0) is None
+    assert split_trainable(layout, [True] * 4) is None
+    assert split_trainable(layout, [False] * 4) is None
+    assert split_trainable(plan_group(specs, 1), trains) is None
+    assert split_trainable(plan_group(specs_of((900, 1), (100, 1)), 4), [False, True]) is None  # too few
+    with pytest.raises(ValueError, match="got 1 flags for 4 tensors"):
+        split_trainable(layout, [True])

@@ -20,10 +20,11 @@ _ADDITIONS = ("reduction", "gathered_budget_bytes", "reshard_after_forward")
 @contextmanager
 def ragged_fully_shard(
     orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None, **options: Any
-) -> Iterator[None]:
+) -> Iterator[list[str]]:
     """Inside, torch's ``fully_shard`` is ours, wherever a loaded module holds it.
 
-    What the library passes (mesh, resharding, mixed precision, offload, ignored parameters) is honoured.
+    Yields the classes of the modules that were sharded so far. What the library passes (mesh, resharding,
+    mixed precision, offload, ignored parameters) is honoured.
     Models sharded inside stay ragged after the block; everything else is then as it was.
 
     Args:
@@ -42,19 +43,22 @@ def ragged_fully_shard(
     for name in options:
         if name not in _ADDITIONS:
             raise TypeError(f"ragged_fully_shard: {name!r} is not one of {', '.join(_ADDITIONS)}.")
-    original, substitute = torch_fsdp.fully_shard, _substitute(orig_param_policy, options)
+    sharded: list[str] = []
+    original, substitute = torch_fsdp.fully_shard, _substitute(orig_param_policy, options, sharded)
     rebind(original, substitute, skip="ragged_fsdp")
     try:
-        yield
+        yield sharded
     finally:
         rebind(substitute, original, skip="ragged_fsdp")
 
 
-def _substitute(policy: Any, defaults: dict[str, Any]) -> Callable[..., Any]:
+def _substitute(policy: Any, defaults: dict[str, Any], sharded: list[str]) -> Callable[..., Any]:
     @functools.wraps(fully_shard)
     def substitute(module: Any, **options: Any) -> Any:
         if options.get("offload_policy", ...) is None:
             del options["offload_policy"]  # Accelerate passes None where torch wants a policy
-        return fully_shard(module, **{"orig_param_policy": policy, **defaults, **options})
+        result = fully_shard(module, **{"orig_param_policy": policy, **defaults, **options})
+        sharded.append(type(module).__name__)
+        return result
 
     return substitute

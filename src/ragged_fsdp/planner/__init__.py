@@ -6,7 +6,15 @@ up: ``problem`` (what is asked, whether an order fits, orders by name), ``bounds
 """
 
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
-from ragged_fsdp.planner.group import SPLIT_THRESHOLD, bound_group, plan, plan_buffers, plan_group
+from ragged_fsdp.planner.group import (
+    SPLIT_THRESHOLD,
+    bound_group,
+    fullest_numel,
+    plan,
+    plan_buffers,
+    plan_group,
+    split_trainable,
+)
 from ragged_fsdp.planner.problem import ORDERS, Order, register_order
 
 __all__ = [
@@ -17,8 +25,10 @@ __all__ = [
     "Order",
     "TensorSpec",
     "bound_group",
+    "fullest_numel",
     "plan",
     "plan_buffers",
     "plan_group",
     "register_order",
+    "split_trainable",
 ]

@@ -1,8 +1,12 @@
-"""The entry points: ``plan`` on plain integers, ``plan_group`` on named specs, ``plan_buffers`` for a split.
+"""The entry points: ``plan`` on plain integers, ``plan_group`` on named specs, ``plan_buffers`` for a split
+by block size, ``split_trainable`` for one by what is trained.
 
 One buffer can be wasteful: blocks of very different size force its shard up to a multiple of their LCM.
 Apart, each buffer needs only its own. The price is one more collective per buffer, so a split must pay: it
 is taken only if it saves more than ``threshold`` of the group's elements per extra buffer.
+
+Nor is it even in what is trained: a tensor is one run of the buffer, so adapters that are small beside a
+frozen base lie on the few ranks where they happen to fall, and with them their gradients and optimizer state.
 """
 
 from collections import defaultdict, deque
@@ -15,10 +19,20 @@ from ragged_fsdp.layout import GroupLayout, TensorSpec, as_integer
 from ragged_fsdp.planner.problem import Kind, Order, Problem, ordered, place_in_order
 from ragged_fsdp.planner.search import best_layout, order_layout, quick_bound, settle
 
-__all__ = ["SPLIT_THRESHOLD", "bound_group", "plan", "plan_buffers", "plan_group"]
+__all__ = [
+    "SPLIT_THRESHOLD",
+    "bound_group",
+    "fullest_numel",
+    "plan",
+    "plan_buffers",
+    "plan_group",
+    "split_trainable",
+]
 
 SPLIT_THRESHOLD = 0.01
 _MOST_BLOCKS = 12
+_EVEN_SHARE = 1.05  # of its even share the fullest rank may hold without a split
+_EVEN_NUMEL = 128  # elements beyond its share that are not worth a buffer, whatever the share is
 
 
 def plan(
@@ -90,6 +104,36 @@ def plan_buffers(
         if _padding(best) - _padding(found) > threshold * numel * extra:
             best = found
     return best
+
+
+def fullest_numel(layout: GroupLayout, indices: Sequence[int]) -> int:
+    """How many elements of the tensors ``indices`` lie on the rank that has most of them."""
+    if not indices:
+        return 0
+    counts = [[n * layout.specs[i].block_numel for n in layout.local_units(i)] for i in indices]
+    return max(sum(on_rank) for on_rank in zip(*counts))
+
+
+def split_trainable(
+    layout: GroupLayout, trainable: Sequence[bool], *, share: float = _EVEN_SHARE
+) -> tuple[list[int], list[int]] | None:
+    """The frozen and the trainable tensors of ``layout``, if they should have a buffer each.
+
+    They should where a rank would hold more than ``share`` times its even part of the trainable elements, and
+    more than a few beyond it. Apart they are planned like any group: gradients, optimizer state and reduction
+    are as even as its shards. None where one buffer will do.
+    """
+    if len(trainable) != len(layout.specs):
+        raise ValueError(
+            f"split_trainable: got {len(trainable)} flags for {len(layout.specs)} tensors; expected as many."
+        )
+    frozen = [i for i, trains in enumerate(trainable) if not trains]
+    trained = [i for i, trains in enumerate(trainable) if trains]
+    even = sum(layout.specs[i].numel for i in trained) / layout.ranks
+    most = fullest_numel(layout, trained)
+    if not any(layout.specs[i].numel for i in frozen) or most <= max(share * even, even + _EVEN_NUMEL):
+        return None
+    return frozen, trained
 
 
 def bound_group(specs: Sequence[TensorSpec], ranks: int, *, unit: int = 128, align: int = 1) -> int:

@@ -34,6 +34,7 @@ from ragged_fsdp.fsdp.parts.plan import (
     ragged_placement,
     shrink_to,
     split_by_blocks,
+    split_frozen,
 )
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.placement import block_numel
@@ -55,6 +56,8 @@ class _Choice:
     """The dim of an explicit ``Shard``; None leaves the cut to the planner."""
     codes: BlockCodes | None = None
     """What travels instead of values."""
+    split_off: bool = False
+    """Whether frozen and trainable parameters of its group were given buffers of their own."""
 
     @cached_property
     def transport(self) -> type[Any]:
@@ -105,6 +108,7 @@ class GroupBuilder:
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
+                group.gather_beside(groups)
         return groups
 
     def statements(self, drafts: Sequence[Draft]) -> list[tuple[ParallelMesh, str]]:
@@ -120,6 +124,7 @@ class GroupBuilder:
             lines = texts.setdefault(mesh.key(), (mesh, []))[1]
             lines.append(draft.plan.description)
             lines += [f"{choice.param.name} {choice.codes}" for choice in draft.choices if choice.codes]
+            lines += [f"{choice.param.name} frozen" for choice in draft.choices if not choice.param.trains]
         statements = [(mesh, "\n".join(lines)) for mesh, lines in texts.values()]
         return [*statements, (self.mesh, "")] if may_leave else statements
 
@@ -291,12 +296,20 @@ class GroupBuilder:
     # -- groups ----------------------------------------------------------------------------------
 
     def _split(self, choices: list[_Choice]) -> list[list[_Choice]]:
-        """Those in each buffer: all in one unless ``max_buffers`` allows more and they pay."""
-        if self.options.max_buffers == 1 or choices[0].transport in (Chunks, Extensions):
+        """Those in each buffer: all in one, unless trainable ones would pile up on a few ranks, or
+        ``max_buffers`` allows more and they pay."""
+        if choices[0].transport in (Chunks, Extensions):
             return [choices]
-        ranks = choices[0].mesh.shard_size
-        parts = split_by_blocks(self._tensors(choices), ranks, max_buffers=self.options.max_buffers)
-        return [[choices[position] for position in part] for part in parts]
+        ranks, most = choices[0].mesh.shard_size, self.options.max_buffers
+        trains = [choice.param.trains for choice in choices]
+        parts = [[choices[i] for i in part] for part in split_frozen(self._tensors(choices), ranks, trains)]
+        if len(parts) > 1:
+            for choice in choices:
+                choice.split_off = True
+        if most == 1:
+            return parts
+        cut = [(part, split_by_blocks(self._tensors(part), ranks, max_buffers=most)) for part in parts]
+        return [[part[i] for i in indices] for part, buffers in cut for indices in buffers]
 
     def _tensors(self, choices: Sequence[_Choice]) -> GroupTensors:
         params = [choice.param for choice in choices]
@@ -306,6 +319,7 @@ class GroupBuilder:
             [choice.block for choice in choices],
             [param.dtype for param in params],
             self.options.mp_policy.param_dtype,
+            choices[0].split_off,
         )
 
     @torch.no_grad()

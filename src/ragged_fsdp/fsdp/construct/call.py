@@ -11,13 +11,15 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import Disagreement, compare
 from ragged_fsdp.collectives import explain_failure
 from ragged_fsdp.fsdp.construct.network import GATHERS, REDUCTIONS
-from ragged_fsdp.fsdp.parts.members import MANAGED_ATTRIBUTE, ManagedParam, Place
+from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
+from ragged_fsdp.fsdp.parts.members import ManagedParam, Place
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.topology import given_ranks_per_node
@@ -162,6 +164,11 @@ def _modules(roots: Sequence[nn.Module]) -> list[nn.Module]:
             return
         if module not in top and state_of(module) is not None:
             return
+        if isinstance(module, TorchFSDPModule) and state_of(module) is None:
+            raise ValueError(
+                f"fully_shard: a {type(module).__name__} in the model was sharded by "
+                "torch.distributed.fsdp.fully_shard; use one of the two for all of it."
+            )
         seen.add(module)
         for child in module.children():
             if child not in seen:

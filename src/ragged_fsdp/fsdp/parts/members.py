@@ -31,6 +31,7 @@ from ragged_fsdp.collectives import Comm, explain
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
 from ragged_fsdp.dtensor.geometry import contiguous_stride
+from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE, note_current, note_replaced
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, GroupPlan, gathered_dtype, inner_of
 from ragged_fsdp.fsdp.streams import CommContext
@@ -46,7 +47,6 @@ from ragged_fsdp.torch_internals import (
 )
 
 __all__ = [
-    "MANAGED_ATTRIBUTE",
     "GroupSettings",
     "MainShard",
     "ManagedParam",
@@ -58,7 +58,6 @@ __all__ = [
 
 _ALIGN_BYTES = 16
 _TORCH = Comm()
-MANAGED_ATTRIBUTE = "_ragged_fsdp_managed"
 _UNIQUE_IDS = count()
 
 # by the id of the sharded parameter; whether it still is that must be asked
@@ -97,6 +96,8 @@ class ManagedParam:
         self.global_shape = original.shape
         self.dtype = original.dtype
         self.sharded: nn.Parameter = original
+        self._original: nn.Parameter | None = original
+        """Until it is replaced, which a call that fails does not do."""
         self.unsharded: nn.Parameter | None = None
         self.shard_dim = 0
         """The dim that the shard group cuts; not 0 only where the user asked for such a ``Shard``."""
@@ -118,6 +119,9 @@ class ManagedParam:
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` wherever this parameter is registered."""
         setattr(param, MANAGED_ATTRIBUTE, True)  # a later call on a module below must not take it
+        if self._original is not None:
+            note_replaced(self._original, self.name)
+            self._original = None
         if param is self.sharded:
             _OWNERS[id(param)] = self
         for place in self.places:
@@ -151,6 +155,8 @@ class ManagedParam:
         if param.placements != self.spec.placements and not param.is_meta:
             moved = param.detach().redistribute(self.spec.mesh, self.spec.placements)
             set_local(param, local_of(moved), spec_of(moved))  # the user's object stays
+        note_replaced(self.sharded, self.fqn)
+        note_current(param)
         self.sharded = param  # type: ignore[assignment]  # a parameter that is a DTensor
         _OWNERS[id(param)] = self
         for place in self.places[1:]:

@@ -34,7 +34,7 @@ from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, placement_from_
 from ragged_fsdp.dtensor.geometry import shard_box
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
 from ragged_fsdp.placement import ragged_dims
-from ragged_fsdp.planner import plan_buffers, plan_group
+from ragged_fsdp.planner import plan_buffers, plan_group, split_trainable
 from ragged_fsdp.torch_internals import StridedShard, local_of
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "rank_major",
     "shrink_to",
     "split_by_blocks",
+    "split_frozen",
 ]
 
 PlacementRule = Callable[[Sequence[Placement]], Any]
@@ -59,6 +60,7 @@ PlacementRule = Callable[[Sequence[Placement]], Any]
 _ALIGN_BYTES = 16
 _UNIT_CELLS = 128
 _SMALL_SHARD_UNITS = 8  # below this many units per shard, padding to 128 cells would show
+_SMALL_PART_UNITS = 32  # of a buffer that was split off to be even, it would show sooner
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class GroupTensors:
     blocks: Sequence[int]
     dtypes: Sequence[torch.dtype]
     param_dtype: torch.dtype | None
+    split_off: bool = False
+    """Whether frozen tensors of the group have a buffer of their own."""
 
     @cached_property
     def item_bytes(self) -> tuple[int, ...]:
@@ -151,7 +155,8 @@ class GroupTensors:
         mixed = len(set(self.item_bytes)) > 1
         smallest = self.cell_bytes if mixed else min([self.cell_bytes, *(d.itemsize for d in self.dtypes)])
         align = max(1, _ALIGN_BYTES // smallest)
-        large = sum(spec.numel for spec in self.specs) >= ranks * _UNIT_CELLS * _SMALL_SHARD_UNITS
+        least = _SMALL_PART_UNITS if self.split_off else _SMALL_SHARD_UNITS
+        large = sum(spec.numel for spec in self.specs) >= ranks * _UNIT_CELLS * least
         return max(_UNIT_CELLS if large else 1, align), align
 
 
@@ -166,6 +171,15 @@ def make_plan(tensors: GroupTensors, ranks: int) -> GroupPlan:
         plan_group(tensors.specs, ranks, unit=unit, align=align),
         tensors.cell_bytes,
     )
+
+
+def split_frozen(tensors: GroupTensors, ranks: int, trainable: Sequence[bool]) -> list[list[int]]:
+    """The tensors of each buffer: all in one, or frozen ones apart if trainable ones would not be even."""
+    everything = list(range(len(tensors.names)))
+    if ranks == 1 or all(trainable) or not any(trainable):
+        return [everything]
+    parts = split_trainable(make_plan(tensors, ranks).layout, trainable)
+    return [everything] if parts is None else list(parts)
 
 
 def split_by_blocks(tensors: GroupTensors, ranks: int, *, max_buffers: int) -> list[list[int]]:

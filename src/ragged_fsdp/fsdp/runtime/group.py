@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 from functools import partial
 from typing import Any
@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from ragged_fsdp.collectives import BytesComm, Comm, explain_failure
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.gather.packed import Pieces
 from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
+from ragged_fsdp.torch_internals import joins_gathers, one_launch
 
 __all__ = ["ALLOWED_MOVES", "ParamGroup", "Residence"]
 
+_BYTES = BytesComm()
 _EAGER_GRAD_BYTES = 1 << 20  # gradients from this size on move into the buffer one by one, as they come
 
 
@@ -72,6 +75,9 @@ class ParamGroup(Members):
         """An event behind the gather under way."""
         self.stale = True
         """Whether users may have replaced or cast parameters: before the first use, or by a state dict."""
+        self.beside: list[ParamGroup] = []
+        """Groups of its call that are gathered with it in one launch, itself included, in the order of all
+        ranks."""
         self._follow_state_dicts()
 
     # -- initialisation --------------------------------------------------------------------------
@@ -170,6 +176,8 @@ class ParamGroup(Members):
 
     @on_parameters
     def _issue_gather(self, async_op: bool) -> None:
+        if self.beside and not async_op and self._issue_together():
+            return
         if self.stale:
             self.lazy_init()
         context, mesh = self.context, self.mesh
@@ -181,6 +189,44 @@ class ParamGroup(Members):
             else:
                 self._gather_done = context.record()
         self._move(Residence.GATHERING)
+
+    def gather_beside(self, others: Sequence[ParamGroup]) -> None:
+        """Be gathered in one launch with those of ``others`` with which that can be, itself among them."""
+        pg = self.mesh.shard_group
+        if pg.size() == 1 or not joins_gathers(pg, self.device):
+            return
+        beside = [g for g in others if g.mesh.shard_group is pg and type(g.transport) is InPlace]
+        if self in beside and len(beside) > 1 and type(self.planned_comm) is Comm:
+            self.beside, self.planned_comm = beside, _BYTES
+            self.settings.gather_comm = _BYTES
+
+    def _issue_together(self) -> bool:
+        """Gather all of ``beside`` that are sharded with one launch; False if torch's functions do not."""
+        context, pg = self.context, self.mesh.shard_group
+        for group in self.beside:
+            if group.stale and group.residence is Residence.SHARDED:
+                group.lazy_init()  # before its transport is asked for: a cast may have changed it
+        groups = [
+            group
+            for group in self.beside
+            if group.residence is Residence.SHARDED
+            and group.settings.gather_comm is _BYTES
+            and type(group.transport) is InPlace
+        ]
+        # a comparison of ranks between the two calls would become a part of the launch
+        if self not in groups or len(groups) == 1 or context.order_check is not None:
+            return False
+        for group in groups:
+            group.transport.allocate()
+        with context.on_stream("gather"):
+            with explain_failure("all-gather", self.label, pg), one_launch(pg):
+                for group in groups:
+                    group.transport.begin(False)
+            done = context.record_launch("all-gather", self, pg)
+        for group in groups:
+            group._gather_done = done
+            group._move(Residence.GATHERING)
+        return True
 
     def wait_for_unshard(self) -> None:
         """Let the current stream see the gathered parameters and register them."""

@@ -22,11 +22,12 @@ import torch
 from torch import nn
 
 from ragged_fsdp.fsdp.autograd import in_backward, on_parameters, outside_compile
+from ragged_fsdp.fsdp.parts.left_out import check_managed
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.streams import CommContext, arena_bytes, pooled_bytes
 from ragged_fsdp.torch_internals import queue_callback
 
-__all__ = ["ALLOWED_PHASES", "IN_BACKWARD", "ForwardOrder", "Phase", "Schedule", "Turn"]
+__all__ = ["ALLOWED_PHASES", "IN_BACKWARD", "ForwardOrder", "Phase", "Schedule", "Turn", "outside"]
 
 logger = logging.getLogger("ragged_fsdp")
 _COMPANION_SHARE = 4  # of the gradients of a module's largest group a companion has at most one in so many
@@ -79,6 +80,8 @@ class Turn:
         self.backward_prefetch: Sequence[Turn] | None = None
         self.still_to_run: set[nn.Module] = set()
         """Modules of a list whose forward has not run in this pass."""
+        self.ignored: set[nn.Parameter] = set()
+        """Parameters that the call was told to leave alone."""
         self.positions: list[int] = []
         """Its places in the order of ended forwards, one for each since the last backward."""
         self.following: Turn | None = None
@@ -183,6 +186,7 @@ class Schedule:
             _check_dense(groups)
             for group in groups:
                 group.lazy_init()
+            check_managed(module, *outside(turns))
         except BaseException:  # parameters on the meta device, for example: the next forward tries again
             for group in groups:
                 group.fqn = None
@@ -200,6 +204,15 @@ class Schedule:
         self._pooled_bytes = pooled_bytes([group.transport.nbytes for group in groups])
         self._copies_from_host = any(group.pin_memory for group in groups)
         self.use_comm(self.comm or CommContext(device))
+
+    def forget_root(self) -> None:
+        """Before groups are added: the next forward looks at all of them anew."""
+        if self.forward_root is not None or self.is_in_backward:
+            raise RuntimeError("parameters can be adopted between steps, not inside a forward or a backward.")
+        for turn in self.turns:
+            turn.is_root = None
+            for group in turn.groups:
+                group.fqn = None
 
     def follow_settings(self) -> None:
         """Derive from the settings of each group what all share: the most gradient buffers any asks for."""
@@ -270,10 +283,11 @@ class Schedule:
                     self._gathered.add(group)
                 group.unshard()
         elif following is not None:
-            for group in following.groups:
+            for group in following.groups:  # all of them first: one gather may bring the others along
                 if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
                     self._prefetched.add(group)
-                    group.unshard()
+            for group in following.groups:
+                group.unshard()
 
     def recompute(self, turn: Turn) -> None:
         """Gather for a forward that a backward computes again; nothing is recorded."""
@@ -511,6 +525,13 @@ class Schedule:
                 group.reset_iteration()
         self.forward_root = None
         self._backward = None
+
+
+def outside(turns: Sequence[Turn]) -> tuple[set[tuple[nn.Module, str]], set[nn.Parameter]]:
+    """Where the parameters of all groups are registered, and those that calls were told to leave alone."""
+    params = (param for turn in turns for group in turn.groups for param in group.params)
+    places = {(place.module, place.attribute) for param in params for place in param.places}
+    return places, {param for turn in turns for param in turn.ignored}
 
 
 def _name(groups: Sequence[ParamGroup], module: nn.Module) -> None:

@@ -45,7 +45,7 @@ class ModuleState(Turn, State):
         self.device = torch.device("cpu")
         self.mp_policy = MixedPrecisionPolicy()
         self.call: Any = None
-        """Options and mesh of the call, should its parameters be cut again."""
+        """Options and mesh of the call, should parameters be attached later or be cut again."""
         self.schedule = Schedule(self)
         self._lists: list[ModuleState] = []
         """The states below the root that were given a list of modules, which may run in parts."""
@@ -61,6 +61,8 @@ class ModuleState(Turn, State):
         auto_reshard: bool,
         gathered_budget_bytes: int,
         gathers_first: bool,
+        ignored: set[nn.Parameter],
+        call: Any,
     ) -> None:
         """Attach to ``modules``."""
         self.modules = tuple(modules)
@@ -70,6 +72,8 @@ class ModuleState(Turn, State):
         self.auto_reshard = auto_reshard
         self.gathered_budget_bytes = gathered_budget_bytes
         self.gathers_first = gathers_first
+        self.ignored = ignored
+        self.call = call
         for module in self.modules:
             module.__dict__[_STATE_ATTRIBUTE] = self
             pre = self.pre_forward if len(self.modules) == 1 else self._list_pre_forward

@@ -1,0 +1,173 @@
+"""What sharding leaves out is named: parameters attached late, optimizers made early, two kinds of FSDP."""
+
+import logging
+
+import pytest
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+from fsdp_cases import DIM, Transformer, assert_same, average_gradients, build, shard_blocks, tokens
+from ragged_fsdp import MixedPrecisionPolicy, adopt_parameters, fully_shard
+from ragged_fsdp.fsdp.parts import left_out
+from ragged_fsdp.optim import AdamW8bit, FusedAdamW
+from rank_pool import spmd
+
+
+class _Adapter(nn.Module):
+    """A low-rank change of a linear layer, put in its place."""
+
+    def __init__(self, base: nn.Linear, seed: int) -> None:
+        super().__init__()
+        self.base = base
+        generator = torch.Generator().manual_seed(seed)
+        self.down = nn.Parameter(torch.randn(DIM, 3, generator=generator))
+        self.up = nn.Parameter(torch.randn(3, DIM, generator=generator))
+
+    def forward(self, x):
+        return self.base(x) + x @ self.down @ self.up
+
+
+def _attach(model, seed=0):
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.attention.out = _Adapter(layer.attention.out, seed)
+    return model
+
+
+def _step(model, reference, rank, step):
+    loss, expected = model(tokens(rank, step)), reference(tokens(rank, step))
+    assert torch.equal(loss, expected)
+    loss.backward()
+    expected.backward()
+    average_gradients(reference)
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+
+
+@pytest.mark.parametrize("after_forward", [False, True])
+@spmd(1, 2, 3)
+def test_adapters_attached_after_sharding_are_refused_or_adopted(rank, after_forward):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    if after_forward:
+        _step(model, reference, rank, 0)
+        model.zero_grad()
+        reference.zero_grad()
+    _attach(model)
+    _attach(reference)
+    if not after_forward:  # afterwards nobody looks, which would cost each step
+        with pytest.raises(ValueError, match=r"'layers.0.attention.out.down', .*adopt_parameters\(model\)"):
+            model(tokens(rank, 0))
+    names = [f"layers.{i}.attention.out.{name}" for i in range(2) for name in ("down", "up")]
+    assert sorted(adopt_parameters(model)) == names
+    assert adopt_parameters(model) == []
+    optimizers = [
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, reference)
+    ]
+    for step in range(1, 4):
+        _step(model, reference, rank, step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.get_parameter(names[0]).device_mesh.size() == rank.world_size
+
+
+@spmd(2)
+def test_frozen_and_ignored_parameters_may_stay_outside(rank):
+    model, reference = build(Transformer, rank.device)
+    ignored = model.layers[0].mlp.up.weight
+    for layer in model.layers:
+        fully_shard(layer, ignored_params={ignored})
+    fully_shard(model, ignored_params={ignored})
+    model.norm.scale = nn.Parameter(torch.ones(3), requires_grad=False)
+    loss, expected = model(tokens(rank, 0)), reference(tokens(rank, 0))
+    assert torch.equal(loss, expected)
+
+
+@spmd(2)
+def test_ranks_that_attach_different_adapters_are_named(rank):
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    if rank.rank == 0:
+        model.norm.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="the ranks disagree"):
+        adopt_parameters(model)
+    if rank.rank == 0:
+        del model.norm.scale
+    _step(model, reference, rank, 0)
+
+
+@spmd(1)
+def test_adoption_refuses_what_it_cannot_do(rank):
+    model, _ = build(Transformer, rank.device)
+    with pytest.raises(TypeError, match=r"must be an nn.Module, got 3"):
+        adopt_parameters(3)
+    with pytest.raises(ValueError, match="no module below Transformer is sharded"):
+        adopt_parameters(model)
+    shard_blocks(model)
+    model.layers[0].register_forward_hook(lambda *_: adopt_parameters(model))
+    with pytest.raises(RuntimeError, match="between steps"):
+        model(tokens(rank, 0))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdamW, AdamW8bit])
+@spmd(2)
+def test_an_optimizer_made_before_sharding_is_named(rank, kind):
+    model, reference = build(Transformer, rank.device)
+    early = kind(model.parameters(), lr=1e-3)
+    early.step()  # it was right then
+    shard_blocks(model)
+    model(tokens(rank, 0)).backward()
+    with pytest.raises(RuntimeError, match=rf"{kind.__name__} holds .*'norm1.weight'.*after fully_shard"):
+        early.step()
+    kind(model.parameters(), lr=1e-3).step()
+    kind(reference.parameters(), lr=1e-3).step()
+
+
+@spmd(2)
+def test_a_parameter_that_comes_back_is_current_again(rank):
+    """Averaged weights are registered for an evaluation, then those that train."""
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens(rank, 0)).backward()
+    trained = model.head.weight
+    averaged = nn.Parameter(trained.detach() * 0.5)
+    for registered in (averaged, trained):
+        model.load_state_dict({"head.weight": registered}, strict=False, assign=True)
+        model.head.weight = registered
+        with torch.no_grad():
+            model(tokens(rank, 0))
+        model.reshard()
+        if registered is averaged:
+            with pytest.raises(RuntimeError, match=r"SGD holds .*'head.weight'"):
+                optimizer.step()
+    optimizer.step()
+
+
+@spmd(2)
+def test_two_kinds_of_fsdp_in_one_model_are_refused(rank):
+    model, _ = build(Transformer, rank.device)
+    torch_fsdp.fully_shard(model.layers[0])
+    with pytest.raises(ValueError, match=r"a FSDPBlock in the model was sharded by torch.distributed.fsdp"):
+        fully_shard(model)
+
+
+@spmd(1)
+def test_main_weights_of_16_bits_get_one_warning(rank):
+    left_out._WARNED.clear()
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("ragged_fsdp").addHandler(handler)
+    try:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        for dtype, trains in ((torch.float32, True), (torch.bfloat16, False), (torch.bfloat16, True)):
+            assert not records
+            for _ in range(2):
+                model, _ = build(Transformer, rank.device)
+                shard_blocks(model.to(dtype).requires_grad_(trains), mp_policy=policy)
+    finally:
+        logging.getLogger("ragged_fsdp").removeHandler(handler)
+    (record,) = records
+    assert "'norm1.weight', 'norm1.bias'" in record.getMessage() and "16 bits" in record.getMessage()

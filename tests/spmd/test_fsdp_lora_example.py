@@ -1,0 +1,60 @@
+"""The LoRA example, begun on one rank and ended on two, equals a plain loop: losses, adapter, merge."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ragged_fsdp.trainer.launch import launch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "lora.py"
+STEPS = 4
+
+
+def _plain(peft):
+    """Losses of the unsharded model on whole batches, and the model."""
+    example = runpy.run_path(str(SCRIPT))
+    model = example["base_model"](None)
+    torch.manual_seed(1)
+    targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        ids = torch.randint(64, (12, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.timeout(400)  # peft and transformers are imported by every rank
+def test_the_lora_example_equals_a_plain_loop(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    run, adapter, merged = (str(tmp_path / name) for name in ("run", "adapter", "merged"))
+    options = ["--checkpoint", run, "--adapter", adapter]
+    printed = ""
+    for processes, steps in ((1, 2), (2, STEPS)):
+        command = [str(SCRIPT), "--steps", str(steps), *options]
+        printed += launch("test_fsdp_example:run_on_rank", command, processes=processes)
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    expected, model = _plain(peft)
+    assert losses == pytest.approx(expected, abs=2e-5)
+    trained = peft.get_peft_model_state_dict(model)
+    saved = load_file(f"{adapter}/adapter_model.safetensors")
+    assert saved.keys() == trained.keys()
+    for name, value in saved.items():
+        assert torch.allclose(value, trained[name], atol=2e-5), name
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--merge", adapter, merged])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    whole = model.merge_and_unload().state_dict()
+    for name, value in load_file(f"{merged}/model.safetensors").items():
+        assert torch.allclose(value, whole[name], atol=2e-5), name
