@@ -138,7 +138,7 @@ def _from_config(title: str, config: dict[str, Any]) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
         raise ValueError(
-            f"{title}: building a model needs transformers 5 ({error}); pip install 'ragged-fsdp[hf]', "
+            f"{title}: building a model needs transformers 5 ({error}); in a checkout: pip install '.[hf]', "
             "or give a JSON of tensors."
         ) from None
 
