@@ -179,20 +179,22 @@ class _BookGroup:
         if self.residence is Residence.SHARDED or self.residence is Residence.PARKED:
             cost, streams = self.cost, self.streams
             again = self.residence is Residence.PARKED or (self.in_backward and not cost.parked_bytes)
-            self.ledger.add("gathered", cost.gathered_bytes)
+            if not cost.decode_s:
+                self.ledger.add("gathered", cost.gathered_bytes)
             streams.wait("gather", streams.now("compute"))
             streams.run("gather", cost.cast_s, f"cast {cost.name}")
             held = cost.gather_again if again else cost.gather
             streams.beside(cost.cast_s + cost.memory_s)
-            streams.collective("gather", held, f"gather {cost.name}")
+            self._done = streams.collective("gather", held, f"gather {cost.name}")
             self.ledger.add("gathered", cost.message_bytes)
-            streams.beside(cost.decode_s)
-            self._done = streams.run("gather", cost.decode_s, f"decode {cost.name}")
             self._move(Residence.GATHERING)
 
     def wait_for_unshard(self) -> None:
         if self.residence is Residence.GATHERING:
             self.streams.wait("compute", self._done)
+            if self.cost.decode_s:  # just before the layer, on its stream; only then its memory is taken
+                self.ledger.add("gathered", self.cost.gathered_bytes)
+                self.streams.run("compute", self.cost.decode_s, f"decode {self.cost.name}")
             self.ledger.add("gathered", -self.cost.message_bytes)
             if self.cost.copy_out_s:
                 self.ledger.note("gathered", self.cost.gathered_bytes)
@@ -208,10 +210,12 @@ class _BookGroup:
     def reshard(self) -> None:
         if self.residence is Residence.SHARDED:
             return
-        if self.residence is Residence.GATHERING:
+        gathering = self.residence is Residence.GATHERING
+        if gathering:
             self.streams.wait("compute", self._done)
             self.ledger.add("gathered", -self.cost.message_bytes)
-        self.ledger.add("gathered", -self.cost.gathered_bytes)
+        if not (gathering and self.cost.decode_s):
+            self.ledger.add("gathered", -self.cost.gathered_bytes)
         self._move(Residence.SHARDED)
 
     to_sharded = reshard
@@ -394,10 +398,8 @@ class _Model:
         schedule = self.schedule
         schedule.begin_forward(self.root)
         schedule.start(self.root)
-        schedule.prefetch(self.root)
         for turn, run in self.layers:
             schedule.start(turn)
-            schedule.prefetch(turn)
             self._compute("forward", turn, run)
             schedule.end(turn)
         self._compute("forward", self.root, self.costs.root_run)
