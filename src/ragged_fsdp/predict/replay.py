@@ -12,8 +12,10 @@ Memory follows the order of the launches, as the caching allocator does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -339,6 +341,38 @@ def replay(costs: StepCosts) -> Replayed:
     return Replayed(end - begin, forward - begin, compute, spans, model.ledger.peak)
 
 
+class _WaitsFirst(Schedule):
+    """FSDP2's order: the next gather is issued when this one was waited for and copied out."""
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__(turn)
+        self._later: list[Callable[[], None]] | None = None
+
+    def start(self, turn: Turn) -> bool:
+        with self._ahead_later():
+            return super().start(turn)
+
+    def pre_backward(self, turn: Turn) -> None:
+        with self._ahead_later():
+            super().pre_backward(turn)
+
+    @contextmanager
+    def _ahead_later(self) -> Iterator[None]:
+        self._later = []
+        yield
+        later, self._later = self._later, None
+        for gather in later:
+            gather()
+
+    def _prefetch(self, turn: Turn) -> None:
+        assert self._later is not None
+        self._later.append(partial(super()._prefetch, turn))
+
+    def _gather_ahead(self, turn: Turn | None) -> None:  # type: ignore[override]
+        assert self._later is not None
+        self._later.append(partial(Schedule._gather_ahead, turn))
+
+
 class _Model:
     """Drives the schedule as the hooks of a model would."""
 
@@ -350,7 +384,8 @@ class _Model:
         self.streams, self.ledger = Streams(costs.contention), Ledger(held)
         self.root = self._turn([costs.root] if costs.root is not None else [], root=True)
         self.layers = [(self._turn(groups), run) for groups, run in costs.layers]
-        self.schedule = Schedule(self.root)
+        copies_out = any(cost.copy_out_s for groups, _ in costs.layers for cost in groups)
+        self.schedule = (_WaitsFirst if copies_out else Schedule)(self.root)
         self.schedule.turns = [self.root, *(turn for turn, _ in self.layers)]
         self.schedule.use_comm(_BookContext(self.streams))
 
