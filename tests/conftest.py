@@ -31,5 +31,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = filter(is_wanted, items)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.path.parent.name == "unit":  # the tests of one process come last: idle ranks would slow them down
+        shutdown_pools()
+
+
 def pytest_sessionfinish() -> None:
     shutdown_pools()

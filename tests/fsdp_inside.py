@@ -8,6 +8,7 @@ this file, and no test. Only unit tests of pure functions import those functions
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,17 +21,21 @@ from torch import nn
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import redistribute
 from ragged_fsdp.fsdp import watch
-from ragged_fsdp.fsdp.construct import builder, network
+from ragged_fsdp.fsdp.construct import builder, call, network
 from ragged_fsdp.fsdp.gather.block_codes import quantize_dequantize
 from ragged_fsdp.fsdp.reduce import exchange
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
 from ragged_fsdp.fsdp.streams import CommContext, PendingReduction
 
+GATHERS, REDUCTIONS = network.GATHERS, network.REDUCTIONS
+
 __all__ = [
     "BROKEN",
+    "GATHERS",
     "PHASES",
     "PHASE_MOVES",
+    "REDUCTIONS",
     "RESIDENCES",
     "RESIDENCE_MOVES",
     "Watch",
@@ -55,6 +60,7 @@ __all__ = [
     "say_again",
     "stream_is",
     "use_comm_memory",
+    "wait_long_for_others",
 ]
 
 
@@ -257,6 +263,12 @@ def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int, rail_calls: int =
     patch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
     patch.setattr(exchange, "_RAIL_CALLS", rail_calls)
     patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
+
+
+def wait_long_for_others(patch: pytest.MonkeyPatch) -> None:
+    """Let a call that failed wait longer for the other ranks than it does without a word."""
+    patch.setattr(call, "_PATIENCE_S", 0.0)
+    patch.setattr(call, "compare", lambda *_, **__: time.sleep(0.5))
 
 
 def refuse_levels(patch: pytest.MonkeyPatch, *, on: bool) -> None:

@@ -6,7 +6,7 @@ One process stands for rank 0 of EP ranks. Every other rank sends it what it wou
 many as with balanced routers. What an exchange would deliver is copied from memory; those copies are timed
 alone and taken off, as NCCL's would be the wire's. ``moves_ms`` is then all that is neither products nor
 wire: orders, permutations, sums, counts. The wire is priced, not run: 64 ranks in nodes of eight, 400 GB/s
-inside, a 45 GB/s card each (``benchmarks/step/network.py``), everything in bf16. ``fsdp_wire_ms`` are the
+inside, a 45 GB/s card each (``ragged_fsdp/predict/network.py``), everything in bf16. ``fsdp_wire_ms`` are the
 gathers and the reduction of a rank's experts over the ranks that hold the same, beside which all else runs.
 
     ours            ``AllToAll``, exact
@@ -40,13 +40,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.device_time import device_ms
-from benchmarks.step.network import Place, network_of, price
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ragged_fsdp.experts import AllToAll, ExpertSplit, Here, grouped_linear
 from ragged_fsdp.experts.layers import apply_experts
+from ragged_fsdp.predict.network import Place, network_of, price
 
 NODES = "h200-400g"
 RUNS = 7

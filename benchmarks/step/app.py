@@ -10,9 +10,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from ragged_fsdp.predict.network import PROFILES, WireName, network_of
-
 from .case import ALLOCATORS, REDUCE_DTYPES, Case
+from .network import PROFILES, WireName, network_of
 from .shapes import MODELS
 from .wire import DELIVERIES, PAYLOADS
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ragged_fsdp.predict.network import Place, WireName, network_of, price
-
+from .network import Place, WireName, network_of, price
 from .shapes import MODELS, LayerShape, layer_numel
 from .wire import DELIVERIES, PAYLOADS
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragged_fsdp.predict.network import WireName
-
+from .network import WireName
 from .report import LABELS, bound_ms, copies_ms, floor_ms, load
 
 __all__ = ["GOALS", "Goal", "goal_table"]

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from ragged_fsdp.predict.network import network_of, wire_text
-
 from .case import Case
 from .implementations import Trainer, build
 from .kernels import read_trace, summarise
+from .network import network_of, wire_text
 from .spin import spin_error, spin_ns
 from .wire import LEVELS, Wire, join
 

@@ -9,10 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ragged_fsdp.predict.network import WireName, network_of, wire_text
-
 from .case import Case
 from .implementations import SETTINGS
+from .network import WireName, network_of, wire_text
 
 __all__ = [
     "LABELS",

@@ -16,9 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ragged_fsdp.predict.network import wire_text
-
 from .case import Case
+from .network import wire_text
 
 __all__ = ["PRELOAD", "installed", "run_case", "save", "versions"]
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from ragged_fsdp.predict.network import network_of
-
 from .case import Case
+from .network import network_of
 
 __all__ = ["recorded_segments", "role_of", "segments_by_role"]
 

@@ -24,9 +24,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from ragged_fsdp.predict.network import WireName, network_of, wire_text
-
 from .case import Case
+from .network import WireName, network_of, wire_text
 
 __all__ = ["compare_trees", "play", "ratios"]
 

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ragged_fsdp.predict.network import Network, Place, Seconds, Traffic, exchange_price, network_of, price
+from .network import Network, Place, Seconds, Traffic, exchange_price, network_of, price
 
 __all__ = ["BACKEND", "DELIVERIES", "LEVELS", "PAYLOADS", "Wire", "WireGroup", "join"]
 

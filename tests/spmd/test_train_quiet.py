@@ -4,12 +4,12 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import fsdp_inside
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.trainer.metrics import losses_by_step
 from rank_pool import spmd
@@ -78,8 +78,7 @@ def test_an_error_of_a_call_is_not_also_logged(rank):
             fully_shard(_with_scalar(), mesh=rank.mesh())
         assert seen == []
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("ragged_fsdp.fsdp.construct.call._PATIENCE_S", 0.0)
-            patch.setattr("ragged_fsdp.fsdp.construct.call.compare", lambda *_, **__: time.sleep(0.5))
+            fsdp_inside.wait_long_for_others(patch)
             with pytest.raises(ValueError, match="scalar"):
                 fully_shard(_with_scalar(), mesh=rank.mesh())
         assert len(seen) == 1 and "waiting to tell the others: ValueError" in seen[0]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_fsdp.experts import ExpertSplit, Here, expert_modules
-from ragged_fsdp.experts.layers import _in_one_kernel, _one_by_one, grouped_linear
+from ragged_fsdp.experts.layers import _one_by_one, grouped_linear, in_one_kernel
 from ragged_fsdp.experts.permute import by_expert, combine, inverted, take
 from ragged_fsdp.models import MoEConfig, MoETransformer
 
@@ -99,7 +99,7 @@ def test_products_in_one_kernel_are_those_one_by_one():
     torch.manual_seed(0)
     counts = torch.tensor([3, 0, 5, 1])
     x, weight = torch.randn(9, 16), torch.randn(4, 16, 32)
-    assert torch.allclose(_in_one_kernel(x, weight, counts), _one_by_one(x, weight, counts), atol=1e-5)
+    assert torch.allclose(in_one_kernel(x, weight, counts), _one_by_one(x, weight, counts), atol=1e-5)
 
 
 def test_padding_reaches_no_expert_and_no_group_still_reaches_autograd():

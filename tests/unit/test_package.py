@@ -89,8 +89,8 @@ def test_sub_packages_are_there_and_only_what_is_public_is_listed():
 
 def test_what_a_type_checker_sees_is_what_runs():
     """The overloads have the parameters of the function, and the literals its choices."""
+    from fsdp_inside import GATHERS, REDUCTIONS
     from ragged_fsdp import api
-    from ragged_fsdp.fsdp.construct.network import GATHERS, REDUCTIONS
 
     runs = list(inspect.signature(api.fully_shard).parameters)
     assert [list(inspect.signature(o).parameters) for o in get_overloads(api.fully_shard)] == [runs, runs]

@@ -38,6 +38,12 @@ def run(*arguments):
     return CliRunner().invoke(main, ["plan", *map(str, arguments)])
 
 
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    """As into a file: who runs the tests may have set how wide a line is."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def tensors(tmp_path):
     """A plain list: two equal layers and an embedding."""

@@ -1,10 +1,8 @@
 """``ragged-fsdp plan``: what a layout costs before anything is launched."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,8 +29,10 @@ from ragged_fsdp.cli.plan_display import (
     Curve,
     advice_table,
     ascii_picture,
+    errors_in_one_line,
     group_table,
     network_table,
+    output_console,
     plot,
     summary_table,
     svg_picture,
@@ -155,8 +155,8 @@ def command(
     **planner: Any,
 ) -> None:
     """Plan ``model`` and show what was asked for; ``planner`` are fields of ``PlanSettings``."""
-    console, status = _console(), Console(stderr=True)
-    with _errors_in_one_line(status):
+    console, status = output_console(), Console(stderr=True)
+    with errors_in_one_line(status):
         base = PlanSettings(element_bytes=_element_bytes(dtype), **planner)
         compared = [replace(base, rules=rules) for rules in expand_rules(granularity)]
         sizes = _sizes_for(gpus, ranks_per_node or _USUAL_NODE) if advising else parse_sizes(fsdp)
@@ -187,18 +187,6 @@ def command(
             report.print(console, results)
 
 
-@contextmanager
-def _errors_in_one_line(status: Console) -> Iterator[None]:
-    """Print what the user got wrong without a traceback, and exit with 2."""
-    try:
-        yield
-    except BrokenPipeError:  # who reads has seen enough: click ends the process without a word
-        raise
-    except (ValueError, TypeError, OSError) as error:
-        status.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise click.exceptions.Exit(2) from None
-
-
 def _element_bytes(dtype: str) -> int:
     if dtype not in _ELEMENT_BYTES:
         raise ValueError(f"dtype must be one of {', '.join(_ELEMENT_BYTES)}, got {dtype!r}.")
@@ -208,12 +196,6 @@ def _element_bytes(dtype: str) -> int:
 def _sizes_for(gpus: int, node: int) -> list[int]:
     """The FSDP sizes that whole nodes allow: the other factor is replicas."""
     return [n for n in range(1, gpus + 1) if gpus % n == 0 and (n % node == 0 or n == gpus)]
-
-
-def _console() -> Console:
-    """The terminal; into a file or a pipe lines are as long as tables need, unless ``COLUMNS`` is set."""
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=140)
 
 
 _Compared = tuple[PlanSettings, list[SpecGroup], list[PlannedModel]]

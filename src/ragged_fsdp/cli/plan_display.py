@@ -3,15 +3,20 @@
 In a picture ranks are rows, tensors are coloured and padding is hatched.
 """
 
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from string import ascii_letters
 from typing import Literal
 
+import click
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
+from rich.console import Console
+from rich.markup import escape as markup_escape
 from rich.table import Table
 from rich.text import Text
 
@@ -26,9 +31,11 @@ __all__ = [
     "ascii_picture",
     "bytes_text",
     "draw_curves",
+    "errors_in_one_line",
     "fitted_table",
     "group_table",
     "network_table",
+    "output_console",
     "plot",
     "summary_table",
     "svg_picture",
@@ -37,6 +44,24 @@ __all__ = [
 _PADDING = "░"
 _TERMINAL = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
 _SVG = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6")
+
+
+def output_console() -> Console:
+    """The terminal; into a file or a pipe lines are as long as tables need, unless ``COLUMNS`` is set."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=140)
+
+
+@contextmanager
+def errors_in_one_line(status: Console) -> Iterator[None]:
+    """Print what the user got wrong without a traceback, and exit with 2."""
+    try:
+        yield
+    except BrokenPipeError:  # who reads has seen enough: click ends the process without a word
+        raise
+    except (ValueError, TypeError, OSError) as error:
+        status.print(f"[red]error:[/] {markup_escape(str(error))}", highlight=False, soft_wrap=True)
+        raise click.exceptions.Exit(2) from None
 
 
 def bytes_text(count: int) -> str:

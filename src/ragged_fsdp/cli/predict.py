@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ragged_fsdp.cli import HELP_OPTIONS
-from ragged_fsdp.cli.plan_display import Column, fitted_table
+from ragged_fsdp.cli.plan_display import Column, errors_in_one_line, fitted_table, output_console
 
 if TYPE_CHECKING:
     from ragged_fsdp.predict.card import Card
@@ -92,17 +91,12 @@ ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 4096 --hardware h200 
 def command(model: str, gpus: str, as_json: bool, **options: Any) -> None:
     """Predict and show what was asked for."""
     status = Console(stderr=True)
-    try:
+    with errors_in_one_line(status):
         request = _Request(model, gpus, options)
         if options["searching"]:
             _search(request, as_json, options)
         else:
             _predict(request, as_json, options, status)
-    except BrokenPipeError:  # who reads has seen enough: click ends the process without a word
-        raise
-    except (ValueError, TypeError, OSError) as error:
-        status.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise click.exceptions.Exit(2) from None
 
 
 class _Request:
@@ -266,11 +260,6 @@ def read_nccl_table(path: Path) -> tuple[tuple[float, float], ...]:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=140)
-
-
 def _predict(request: _Request, as_json: bool, options: dict[str, Any], status: Console) -> None:
     ours = [request.run(setup) for setup in request.setups]
     curves = {"ragged": ours}
@@ -293,7 +282,7 @@ def _predict(request: _Request, as_json: bool, options: dict[str, Any], status: 
         rows = [p.as_json() for predictions in curves.values() for p in predictions]
         print(json.dumps({"predictions": rows, "skipped_gpus": request.skipped}, indent=1))
         return
-    console = _console()
+    console = output_console()
     console.print(f"[bold]{escape(_title(request, ours[0]))}[/]", highlight=False)
     console.print(_time_table(curves, console.width))
     console.print(_memory_table(curves, console.width))
@@ -434,7 +423,7 @@ def _search(request: _Request, as_json: bool, options: dict[str, Any]) -> None:
         entries = [entry.prediction.as_json() | {"flags": entry.flags, "why": entry.why} for entry in found]
         print(json.dumps({"found": entries}, indent=1))
         return
-    console = _console()
+    console = output_console()
     first = found[0].prediction
     console.print(f"[bold]{escape(_title(request, first))}[/]", highlight=False)
     columns = (

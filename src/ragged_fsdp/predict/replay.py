@@ -12,8 +12,10 @@ Memory follows the order of the launches, as the caching allocator does.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,20 +181,22 @@ class _BookGroup:
         if self.residence is Residence.SHARDED or self.residence is Residence.PARKED:
             cost, streams = self.cost, self.streams
             again = self.residence is Residence.PARKED or (self.in_backward and not cost.parked_bytes)
-            self.ledger.add("gathered", cost.gathered_bytes)
+            if not cost.decode_s:
+                self.ledger.add("gathered", cost.gathered_bytes)
             streams.wait("gather", streams.now("compute"))
             streams.run("gather", cost.cast_s, f"cast {cost.name}")
             held = cost.gather_again if again else cost.gather
             streams.beside(cost.cast_s + cost.memory_s)
-            streams.collective("gather", held, f"gather {cost.name}")
+            self._done = streams.collective("gather", held, f"gather {cost.name}")
             self.ledger.add("gathered", cost.message_bytes)
-            streams.beside(cost.decode_s)
-            self._done = streams.run("gather", cost.decode_s, f"decode {cost.name}")
             self._move(Residence.GATHERING)
 
     def wait_for_unshard(self) -> None:
         if self.residence is Residence.GATHERING:
             self.streams.wait("compute", self._done)
+            if self.cost.decode_s:  # just before the layer, on its stream; only then its memory is taken
+                self.ledger.add("gathered", self.cost.gathered_bytes)
+                self.streams.run("compute", self.cost.decode_s, f"decode {self.cost.name}")
             self.ledger.add("gathered", -self.cost.message_bytes)
             if self.cost.copy_out_s:
                 self.ledger.note("gathered", self.cost.gathered_bytes)
@@ -208,10 +212,12 @@ class _BookGroup:
     def reshard(self) -> None:
         if self.residence is Residence.SHARDED:
             return
-        if self.residence is Residence.GATHERING:
+        gathering = self.residence is Residence.GATHERING
+        if gathering:
             self.streams.wait("compute", self._done)
             self.ledger.add("gathered", -self.cost.message_bytes)
-        self.ledger.add("gathered", -self.cost.gathered_bytes)
+        if not (gathering and self.cost.decode_s):
+            self.ledger.add("gathered", -self.cost.gathered_bytes)
         self._move(Residence.SHARDED)
 
     to_sharded = reshard
@@ -335,6 +341,38 @@ def replay(costs: StepCosts) -> Replayed:
     return Replayed(end - begin, forward - begin, compute, spans, model.ledger.peak)
 
 
+class _WaitsFirst(Schedule):
+    """FSDP2's order: the next gather is issued when this one was waited for and copied out."""
+
+    def __init__(self, turn: Turn) -> None:
+        super().__init__(turn)
+        self._later: list[Callable[[], None]] | None = None
+
+    def start(self, turn: Turn) -> bool:
+        with self._ahead_later():
+            return super().start(turn)
+
+    def pre_backward(self, turn: Turn) -> None:
+        with self._ahead_later():
+            super().pre_backward(turn)
+
+    @contextmanager
+    def _ahead_later(self) -> Iterator[None]:
+        self._later = []
+        yield
+        later, self._later = self._later, None
+        for gather in later:
+            gather()
+
+    def _prefetch(self, turn: Turn) -> None:
+        assert self._later is not None
+        self._later.append(partial(super()._prefetch, turn))
+
+    def _gather_ahead(self, turn: Turn | None) -> None:  # type: ignore[override]
+        assert self._later is not None
+        self._later.append(partial(Schedule._gather_ahead, turn))
+
+
 class _Model:
     """Drives the schedule as the hooks of a model would."""
 
@@ -346,7 +384,8 @@ class _Model:
         self.streams, self.ledger = Streams(costs.contention), Ledger(held)
         self.root = self._turn([costs.root] if costs.root is not None else [], root=True)
         self.layers = [(self._turn(groups), run) for groups, run in costs.layers]
-        self.schedule = Schedule(self.root)
+        copies_out = any(cost.copy_out_s for groups, _ in costs.layers for cost in groups)
+        self.schedule = (_WaitsFirst if copies_out else Schedule)(self.root)
         self.schedule.turns = [self.root, *(turn for turn, _ in self.layers)]
         self.schedule.use_comm(_BookContext(self.streams))
 
@@ -394,10 +433,8 @@ class _Model:
         schedule = self.schedule
         schedule.begin_forward(self.root)
         schedule.start(self.root)
-        schedule.prefetch(self.root)
         for turn, run in self.layers:
             schedule.start(turn)
-            schedule.prefetch(turn)
             self._compute("forward", turn, run)
             schedule.end(turn)
         self._compute("forward", self.root, self.costs.root_run)
