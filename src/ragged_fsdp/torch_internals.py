@@ -547,7 +547,10 @@ def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
 
 def joins_gathers(pg: ProcessGroup, device: torch.device) -> bool:
     """Whether several gathers over ``pg`` can be one launch; a backend of the user's is not asked for it."""
-    return backend_of(pg, device).name() in ("nccl", "gloo")
+    try:
+        return backend_of(pg, device).name() in ("nccl", "gloo")
+    except RuntimeError:  # a group in Python may have no backend at all
+        return False
 
 
 @contextmanager

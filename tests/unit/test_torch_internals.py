@@ -161,3 +161,9 @@ def test_a_torch_that_is_too_old_is_refused():
     with pytest.raises(ImportError, match=r"torch 2\.11 to 2\.15; this is torch 2\.10\.1"):
         torch_internals.require_supported("2.10.1+cpu")
     torch_internals.require_supported("2.16.0.dev1")
+
+
+def test_a_group_without_a_backend_is_not_asked_to_join_gathers():
+    """Groups of ranks that are threads, as torch's own tests have them, know no backend for a device."""
+    group = torch.distributed.ProcessGroup(0, 2)
+    assert not torch_internals.joins_gathers(group, torch.device("cpu"))
