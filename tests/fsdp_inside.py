@@ -23,6 +23,7 @@ from ragged_fsdp.dbuffer import redistribute
 from ragged_fsdp.fsdp import watch
 from ragged_fsdp.fsdp.construct import builder, call, network
 from ragged_fsdp.fsdp.gather.block_codes import quantize_dequantize
+from ragged_fsdp.fsdp.parts import left_out
 from ragged_fsdp.fsdp.reduce import exchange
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
@@ -44,6 +45,7 @@ __all__ = [
     "comm_memory_of",
     "contexts_made",
     "exchange_in_rounds",
+    "forget_warnings",
     "forward_is_running",
     "gather_stream",
     "gradient_memory_kept",
@@ -100,6 +102,11 @@ def residence_after(start: str, end: str) -> str:
 def forward_is_running(root: nn.Module) -> bool:
     """Whether a forward below ``root`` has begun and not ended."""
     return root._get_fsdp_state().schedule.forward_root is not None
+
+
+def forget_warnings() -> None:
+    """Warnings that are given once in a process are given again."""
+    left_out._WARNED.clear()
 
 
 def pending_reductions(root: nn.Module) -> list[str]:

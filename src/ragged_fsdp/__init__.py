@@ -3,6 +3,7 @@
 ::
 
     fully_shard, FSDPModule, ...        shard a model; FSDP2's names with FSDP2's meaning
+    adopt_parameters                    shard what was attached to a sharded model
     Elements, Rows, Whole, BlockCodes   what stays together on a rank, and how it is gathered
     describe                            what became of a model: groups, padding, bytes per rank
     RaggedShard, distribute_tensor      the placement and tensors of your own

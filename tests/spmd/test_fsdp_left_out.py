@@ -8,8 +8,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from fsdp_cases import DIM, Transformer, assert_same, average_gradients, build, shard_blocks, tokens
+from fsdp_inside import forget_warnings
 from ragged_fsdp import MixedPrecisionPolicy, adopt_parameters, fully_shard
-from ragged_fsdp.fsdp.parts import left_out
 from ragged_fsdp.optim import AdamW8bit, FusedAdamW
 from rank_pool import spmd
 
@@ -155,7 +155,7 @@ def test_two_kinds_of_fsdp_in_one_model_are_refused(rank):
 
 @spmd(1)
 def test_main_weights_of_16_bits_get_one_warning(rank):
-    left_out._WARNED.clear()
+    forget_warnings()
     records = []
     handler = logging.Handler()
     handler.emit = records.append
