@@ -6,8 +6,9 @@
 ``sender`` is rank 0 of N under torch's fake process group, whose collectives take no time: what is left of a
 pass over layers of Qwen3-30B-A3B is the sender's own work. The gathers are priced by their bytes at
 ``--gather-gbs``. ``hand-over`` has real ranks (several may share a GPU) and one more process that copies
-every tensor into its own: over CUDA IPC, or shared memory on the CPU. The peer is FSDP2: ``full_tensor()`` of
-each parameter and ``torch.cat`` of a layer's, in the same run; both send bf16.
+every tensor into its own: over CUDA IPC, or shared memory on the CPU; what it has then must be what the ranks
+hold, bit by bit. The peer is FSDP2: ``full_tensor()`` of each parameter and ``torch.cat`` of a layer's, in
+the same run; both send bf16.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from benchmarks.shared_device import shared_device
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -57,7 +59,7 @@ class Layer(nn.Module):
 
 
 def build(size: str, layers: int, device: str, mesh: Any, ours: bool) -> nn.ModuleList:
-    """A sharded stack with values that depend on names and places alone."""
+    """A sharded stack with random values, others on each rank."""
     with torch.device("meta"):
         model = nn.ModuleList(Layer(**SIZES[size]) for _ in range(layers))
     for layer in model:
@@ -67,8 +69,9 @@ def build(size: str, layers: int, device: str, mesh: Any, ours: bool) -> nn.Modu
             torch_fully_shard(layer, mesh=mesh)
     model.to_empty(device=device)
     with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.to_local().fill_(1.0 + number / 64)
+        torch.manual_seed(mesh.get_rank())
+        for parameter in model.parameters():
+            parameter.to_local().normal_()
     return model
 
 
@@ -104,6 +107,16 @@ def fsdp2_pass(model: nn.ModuleList) -> Pass:
 
 
 PASSES: dict[str, Callable[[nn.ModuleList], Pass]] = {"ragged_fsdp": ragged_pass, "fsdp2": fsdp2_pass}
+
+
+def digest(tensor: Tensor) -> int:
+    """A number that depends on every bit of a bf16 tensor and on its place."""
+    total, at = 0, 0
+    for part in tensor.reshape(-1).view(torch.int16).split(1 << 24):
+        place = torch.arange(at, at + part.numel(), device=part.device) % 65521 + 1
+        total += int((part.long() * place).sum())
+        at += part.numel()
+    return total
 
 
 def _wait(device: str) -> None:
@@ -163,7 +176,7 @@ def _receiver(inbox: mp.Queue, outbox: mp.Queue, device: str) -> None:
         message = inbox.get(timeout=_WAIT_S)
         if message is None:
             _wait(device)
-            outbox.put({name: float(value.double().sum()) for name, value in own.items()})
+            outbox.put({name: digest(value) for name, value in own.items()})
             own = {}
             continue
         if message == "end":
@@ -193,7 +206,7 @@ def _trainer(rank: int, args: argparse.Namespace, port: int, inbox: Any, outbox:
     for how, pass_of in PASSES.items():
         model = build(args.size, args.layers, args.device, mesh, how == "ragged_fsdp")
         expected = {
-            name: float(p.detach().to(torch.bfloat16).full_tensor().double().sum())
+            name: digest(p.detach().to(torch.bfloat16).full_tensor())
             for name, p in model.named_parameters()
         }
         buckets = pass_of(model)
@@ -230,14 +243,18 @@ def hand_over(args: argparse.Namespace) -> dict[str, Any]:
     context = mp.get_context("spawn")
     inbox, outbox = context.Queue(), context.Queue()
     receiver = context.Process(target=_receiver, args=(inbox, outbox, args.device), daemon=True)
-    receiver.start()
     out = Path(f".weights-{port}.json")
-    try:
-        mp.spawn(_trainer, (args, port, inbox, outbox, str(out)), nprocs=args.processes)
-        return json.loads(out.read_text())
-    finally:
-        out.unlink(missing_ok=True)
-        receiver.join(10)
+    with shared_device() as service:
+        os.environ.update(service)  # before a process uses the device
+        receiver.start()
+        try:
+            mp.spawn(_trainer, (args, port, inbox, outbox, str(out)), nprocs=args.processes)
+            return json.loads(out.read_text())
+        finally:
+            out.unlink(missing_ok=True)
+            receiver.join(10)
+            for name in service:
+                del os.environ[name]
 
 
 def main() -> None:
