@@ -206,8 +206,7 @@ def _trainer(rank: int, args: argparse.Namespace, port: int, inbox: Any, outbox:
     for how, pass_of in PASSES.items():
         model = build(args.size, args.layers, args.device, mesh, how == "ragged_fsdp")
         expected = {
-            name: digest(p.detach().to(torch.bfloat16).full_tensor())
-            for name, p in model.named_parameters()
+            name: digest(p.detach().to(torch.bfloat16).full_tensor()) for name, p in model.named_parameters()
         }
         buckets = pass_of(model)
         times = []

@@ -43,7 +43,9 @@ def test_experts_on_many_ranks_load_and_stream_the_ordinary_folder(rank, family)
             report = weights.load(model, folder)
         assert report.missing == report.unexpected == ()
         for name, value in model.state_dict().items():
-            assert torch.equal(value.full_tensor() if hasattr(value, "full_tensor") else value, whole[name]), name
+            assert torch.equal(
+                value.full_tensor() if hasattr(value, "full_tensor") else value, whole[name]
+            ), name
         read = torch.tensor(report.bytes_read)
         dist.all_reduce(read)
         everywhere = sum(b.nbytes for n, b in whole.items() if "bias" in n and "correction" in n)

@@ -9,6 +9,8 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ragged_fsdp import MixedPrecisionPolicy, Rows, fully_shard, weights
+from ragged_fsdp.collectives import Comm
+from ragged_fsdp.weights.sources import GroupSource
 from rank_pool import spmd
 from weights_cases import Model, cut_experts, stored
 
@@ -251,6 +253,80 @@ def test_codes_are_those_of_the_whole_weight(rank):
         assert torch.equal(received[name], whole[name].bfloat16())
     with pytest.raises(ValueError, match=r"fc.bias: codes need a matrix"):
         weights.stream(model, codes=lambda name, shape: name == "fc.bias")
+
+
+@spmd(3)
+def test_codes_are_made_by_the_ranks_that_hold_whole_blocks(rank):
+    """Bands of 128 rows, or whole experts, on each rank: a byte per element travels; equal bits."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict(
+        {"fc": nn.Linear(130, 900), "norm": nn.LayerNorm(33), "odd": nn.Linear(200, 300, bias=False)}
+    )
+    model["moe"] = nn.Module()
+    model["moe"].experts = nn.Parameter(torch.randn(5, 256, 40))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def policy(name, parameter):
+        return {(5, 256, 40): Rows(128), (300, 200): Rows(300), (896, 130): Rows(128)}.get(
+            tuple(parameter.shape)
+        )
+
+    def names(name, tensor):
+        if "experts" not in name:
+            return name
+        return {f"moe.{i}.{k}.weight": tensor[i, 128 * k :][:128] for i in range(5) for k in range(2)}
+
+    with torch.no_grad():
+        model["fc"].weight = nn.Parameter(whole["fc.weight"][:896].clone())  # whole bands
+        whole["fc.weight"] = whole["fc.weight"][:896]
+    fully_shard(list(model.values()), mesh=rank.mesh(), orig_param_policy=policy)
+    gathered, gather = [], Comm.gather
+
+    def counting(self, out, *args, **options):
+        gathered.append(out.nbytes)
+        return gather(self, out, *args, **options)
+
+    for snapshot in (False, True):
+        stream = weights.stream(model, names=names, codes="fp8", dtype=torch.bfloat16, snapshot=snapshot)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Comm, "gather", counting)
+            received = {name: value.clone() for name, value in stream.tensors()}
+        assert [r.name for r in stream.metadata()] == list(received)
+        expected = {n: v for n, v in whole.items() if n in ("fc.weight", "odd.weight")}
+        expected.update(names("experts", whole["moe.experts"]))
+        for name, value in expected.items():
+            codes, scales = weights.block_fp8(value.bfloat16())
+            assert torch.equal(received[name].view(torch.uint8), codes.view(torch.uint8)), name
+            assert torch.equal(received[f"{name}_scale_inv"], scales), name
+        for name in ("norm.weight", "norm.bias", "fc.bias"):
+            assert torch.equal(received[name], whole[name].bfloat16())
+    coded = sum(value.numel() for value in expected.values())
+    assert len(gathered) == 2 and coded < gathered[0] < 1.6 * coded  # padding; two bytes each would be 2.0
+
+
+@spmd(1, 3)
+def test_groups_of_several_dtypes_are_gathered_whole(rank):
+    """Planned for what is sent, or sent as they are: one gather and no copy; else one by one."""
+    torch.manual_seed(0)
+
+    def build(policy):
+        model = nn.Sequential(nn.Linear(13, 40), nn.Linear(40, 9)).bfloat16()
+        model[1].float()
+        model.requires_grad_(False)
+        whole = {name: value.clone() for name, value in model.state_dict().items()}
+        return fully_shard(model, mesh=rank.mesh(), mp_policy=policy), whole
+
+    for policy, dtype, calls in (
+        (MixedPrecisionPolicy(torch.bfloat16), torch.bfloat16, 1),
+        (MixedPrecisionPolicy(), None, 1),
+        (MixedPrecisionPolicy(), torch.bfloat16, 0),
+    ):
+        model, whole = build(policy)
+        stream = weights.stream(model, dtype=dtype)
+        count = sum(isinstance(source, GroupSource) for source in stream._sources)
+        assert count == calls
+        for name, value in stream.tensors():
+            assert torch.equal(value, whole[name] if dtype is None else whole[name].to(dtype)), name
 
 
 @spmd(1, 3)

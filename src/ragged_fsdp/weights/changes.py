@@ -51,7 +51,7 @@ class Changes:
         places = (_bits(blocks) != _bits(before)).any(dim=1).nonzero().view(-1)
         values = blocks[places]
         self.keep(index, shard)
-        numel = source.layout.shard_numel
+        numel = source.shard_numel
         starts, all_values = _exchange(places.to(torch.int32), values, group)
         offsets = [rank * numel for rank, count in enumerate(starts) for _ in range(len(count))]
         firsts = torch.cat(starts).to(torch.int64) * BLOCK

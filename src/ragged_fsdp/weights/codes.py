@@ -17,11 +17,12 @@ from ragged_fsdp.fsdp.gather.block_codes import encode
 from ragged_fsdp.policy import BlockCodes
 from ragged_fsdp.weights.buckets import Bucket, Record
 
-__all__ = ["block_fp8", "coded", "encoded_bucket", "encoded_records"]
+__all__ = ["BLOCK", "IsCoded", "block_fp8", "coded", "encoded_bucket", "encoded_records", "is_coded_record"]
 
 IsCoded = Callable[[str, tuple[int, ...]], bool]
-_BLOCK = 128
-_CODES = BlockCodes("float8_e4m3fn", (_BLOCK, _BLOCK))
+BLOCK = 128
+"""Rows and columns of a block."""
+_CODES = BlockCodes("float8_e4m3fn", (BLOCK, BLOCK))
 _ALIGN_BYTES = 16
 # what DeepSeek-V3's own checkpoints, and transformers' converter, leave as it is
 _KEPT = re.compile(r"(^|\.)(lm_head|embed_\w+|wte|wpe|\w*norm\w*|gate|router)\.weight$")
@@ -39,31 +40,31 @@ def coded(codes: str | IsCoded | None) -> IsCoded | None:
 def block_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of a weight of two dims; the reference, and what the stream uses."""
     rows, columns = weight.shape
-    bands, tiles = -(-rows // _BLOCK), -(-columns // _BLOCK)
+    bands, tiles = -(-rows // BLOCK), -(-columns // BLOCK)
     whole = weight
-    if (rows, columns) != (bands * _BLOCK, tiles * _BLOCK):
-        whole = weight.new_zeros(bands * _BLOCK, tiles * _BLOCK)  # zeros change no block's largest element
+    if (rows, columns) != (bands * BLOCK, tiles * BLOCK):
+        whole = weight.new_zeros(bands * BLOCK, tiles * BLOCK)  # zeros change no block's largest element
         whole[:rows, :columns] = weight
-    view = whole.view(bands, _BLOCK, tiles, _BLOCK)
+    view = whole.view(bands, BLOCK, tiles, BLOCK)
     codes = torch.empty(view.shape, dtype=torch.float8_e4m3fn, device=weight.device)
     scales = torch.empty((bands, tiles), dtype=torch.float32, device=weight.device)
     encode(view, _CODES, (codes, scales))
-    return codes.view(bands * _BLOCK, tiles * _BLOCK)[:rows, :columns].contiguous(), scales
+    return codes.view(bands * BLOCK, tiles * BLOCK)[:rows, :columns].contiguous(), scales
 
 
 def encoded_records(record: Record, is_coded: IsCoded) -> list[Record]:
     """What a tensor is sent as: itself, or codes and scales; offsets are left at 0."""
-    if not _is_coded(record, is_coded):
+    if not is_coded_record(record, is_coded):
         return [record]
     rows, columns = record.shape
-    scales = (-(-rows // _BLOCK), -(-columns // _BLOCK))
+    scales = (-(-rows // BLOCK), -(-columns // BLOCK))
     return [
         Record(record.name, torch.float8_e4m3fn, record.shape, 0),
         Record(f"{record.name}_scale_inv", torch.float32, scales, 0),
     ]
 
 
-def _is_coded(record: Record, is_coded: IsCoded) -> bool:
+def is_coded_record(record: Record, is_coded: IsCoded) -> bool:
     wanted = is_coded(record.name, record.shape)
     if wanted and (
         len(record.shape) != 2 or not record.dtype.is_floating_point or record.dtype.itemsize == 1
@@ -87,7 +88,7 @@ def encoded_bucket(bucket: Bucket, is_coded: IsCoded) -> Bucket:
     data = torch.empty(end, dtype=torch.uint8, device=source.device)
     places = iter(records)
     for run in _runs(bucket.records, is_coded):
-        if not _is_coded(run[0], is_coded):
+        if not is_coded_record(run[0], is_coded):
             next(places).of(data).copy_(run[0].of(source))
             continue
         rows = sum(record.shape[0] for record in run)
@@ -95,7 +96,7 @@ def encoded_bucket(bucket: Bucket, is_coded: IsCoded) -> Bucket:
         codes, scales = block_fp8(first.of(source))
         row = band = 0
         for record in run:
-            height, bands = record.shape[0], -(-record.shape[0] // _BLOCK)
+            height, bands = record.shape[0], -(-record.shape[0] // BLOCK)
             next(places).of(data).copy_(codes[row : row + height])
             next(places).of(data).copy_(scales[band : band + bands])
             row, band = row + height, band + bands
@@ -109,11 +110,11 @@ def _runs(records: tuple[Record, ...], is_coded: IsCoded) -> list[list[Record]]:
         last = runs[-1][-1] if runs else None
         joins = (
             last is not None
-            and _is_coded(record, is_coded)
-            and _is_coded(last, is_coded)
+            and is_coded_record(record, is_coded)
+            and is_coded_record(last, is_coded)
             and (record.dtype, record.shape[1:]) == (last.dtype, last.shape[1:])
             and record.offset == last.offset + last.nbytes
-            and last.shape[0] % _BLOCK == 0
+            and last.shape[0] % BLOCK == 0
         )
         if joins:
             runs[-1].append(record)

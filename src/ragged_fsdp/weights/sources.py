@@ -1,15 +1,18 @@
 """What a stream gathers: the buffers of a sharded model, and parameters that lie in none.
 
 A :class:`GroupSource` gathers the shard of a group into one flat tensor, in which the outside tensors are
-views: nothing is copied. A :class:`LooseSource` holds what cannot be had that way (tensor and expert
-parallelism, explicit ``Shard``, several dtypes in one group, torch's FSDP, plain tensors): its tensors are
-gathered one by one and copied into one run.
+views: nothing is copied. A :class:`CodedSource` does so with float8 codes, made by whoever holds a block. A
+:class:`LooseSource` holds what cannot be had that way (tensor and expert parallelism, explicit ``Shard``,
+dtypes of several sizes where the group was planned for one, torch's FSDP, plain tensors): its tensors are
+gathered one by one and, unless there is only one, copied into one run.
+
+What adapters add to a weight is added by the ranks that hold it, before the gather.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,16 +21,31 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.collectives import Comm, wait_all
-from ragged_fsdp.dbuffer import DBuffer
+from ragged_fsdp.collectives import Comm, all_reduce_, wait_all
 from ragged_fsdp.fsdp.parts.members import MainShard
+from ragged_fsdp.fsdp.parts.plan import ChunkPlan
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.fsdp.runtime.state import state_of
+from ragged_fsdp.torch_internals import local_of, storage_id
+from ragged_fsdp.weights.adapters import Addition, added
 from ragged_fsdp.weights.buckets import Bucket, Record
 from ragged_fsdp.weights.names import Naming, Part, parts_of
 from ragged_fsdp.weights.targets import Target
 
-__all__ = ["Gathered", "GroupSource", "LooseSource", "Member", "contiguous", "sent_dtype", "sources_of"]
+__all__ = [
+    "Gathered",
+    "GroupSource",
+    "LooseSource",
+    "Member",
+    "contiguous",
+    "member_of",
+    "sent_dtype",
+    "sources_of",
+    "whole_of",
+]
+
+Owner = tuple[ParamGroup, int]
+"""Where a parameter is: its group, and its number there."""
 
 _ALIGN_BYTES = 16
 _LOOSE_BYTES = 64 << 20
@@ -36,11 +54,16 @@ _COMM = Comm()
 
 @dataclass(frozen=True)
 class Member:
-    """A tensor of the model with the parts it has outside; ``start`` is its place in a group's buffer."""
+    """A tensor of the model with the parts it has outside, and what adapters add to it."""
 
     target: Target
     parts: tuple[Part, ...]
-    start: int = 0
+    additions: tuple[Addition, ...] = ()
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of a row."""
+        return max(1, math.prod(self.target.tensor.shape[1:]))
 
 
 @dataclass
@@ -80,28 +103,35 @@ def contiguous(part: Part) -> bool:
 
 
 def sources_of(
-    model: nn.Module, targets: Sequence[Target], naming: Naming, dtype: torch.dtype | None
+    model: nn.Module, members: Sequence[Member], dtype: torch.dtype | None, *, one_dtype: bool = False
 ) -> list[GroupSource | LooseSource]:
-    """The buckets of a pass, in the order in which their first tensors stand in the model."""
-    places = {id(target.tensor): index for index, target in enumerate(targets)}
-    members = [Member(target, _parts(naming, target)) for target in targets]
+    """The buckets of a pass, in the order in which their first tensors stand in the model.
+
+    ``one_dtype`` lets a group be gathered as a whole only if all of it is sent in one.
+    """
+    places = {id(member.target.tensor): index for index, member in enumerate(members)}
     made: list[tuple[int, GroupSource | LooseSource]] = []
     taken: set[int] = set()
+    owners: dict[int, Owner] = {}
     for group in _groups(model):
         group.reset_sharded_params()  # take over what a user replaced
+        if _is_flat(group):
+            owners.update((id(param.sharded), (group, i)) for i, param in enumerate(group.params))
         inside = [places.get(id(param.sharded)) for param in group.params]
-        if group.params and all(i is not None for i in inside) and _is_flat(group):
-            own = [i for i in inside if i is not None]
-            placed = [
-                Member(targets[i], members[i].parts, start)
-                for i, start in zip(own, group.main.buffer.layout.offsets)  # type: ignore[union-attr]
-            ]
-            made.append((min(own), GroupSource(group, placed, dtype)))
-            taken.update(own)
+        own = [index for index in inside if index is not None and members[index].parts]
+        if not own or None in inside:
+            continue
+        mine = [members[index] for index in inside if index is not None]
+        sent = [sent_dtype(member.target.tensor.dtype, dtype) for member in mine]
+        if _cell_bytes(group, sent) is None or (one_dtype and len(set(sent)) > 1):
+            continue
+        made.append((min(own), GroupSource(group, mine, sent, owners)))
+        taken.update(own)
     loose: list[Member] = []
     first = 0
-    for index in [i for i in range(len(targets)) if i not in taken]:
-        if loose and sum(m.target.tensor.nbytes for m in loose) + targets[index].tensor.nbytes > _LOOSE_BYTES:
+    for index in [i for i in range(len(members)) if i not in taken and members[i].parts]:
+        nbytes = members[index].target.tensor.nbytes
+        if loose and sum(m.target.tensor.nbytes for m in loose) + nbytes > _LOOSE_BYTES:
             made.append((first, LooseSource(loose, dtype)))
             loose = []
         first = first if loose else index
@@ -121,90 +151,165 @@ def _groups(model: nn.Module) -> Iterator[ParamGroup]:
 
 
 def _is_flat(group: ParamGroup) -> bool:
-    """Whether the gathered buffer of a group holds its parameters as they are."""
+    """Whether a rank's part of each parameter is a run of its elements."""
     whole = all(param.inner_spec is None for param in group.params)
-    return whole and isinstance(group.main, MainShard) and group.main.buffer is not None
+    return whole and isinstance(group.main, MainShard) and not isinstance(group.plan, ChunkPlan)
 
 
-def _parts(naming: Naming, target: Target) -> tuple[Part, ...]:
+def _cell_bytes(group: ParamGroup, sent: Sequence[torch.dtype]) -> int | None:
+    """Bytes of a cell of the group's layout in a buffer of what is sent; None if there is no such buffer."""
+    plan, sizes = group.plan, [dtype.itemsize for dtype in sent]
+    if not _is_flat(group):
+        return None
+    if plan.same_items:
+        return sizes[0] if len(set(sizes)) == 1 else None
+    return plan.cell_bytes if sizes == list(plan.item_bytes) else None
+
+
+def member_of(target: Target, naming: Naming, additions: tuple[Addition, ...] = ()) -> Member:
+    """A tensor of the model with its parts outside."""
     parts = parts_of(naming, target.name, tuple(target.tensor.shape), target.tensor.dtype)
     for part in parts:
         if part.index != ():
             raise ValueError(
                 f"{target.name}: names= puts it into a part of {part.stored!r}; that is for load"
             )
-    return tuple(parts)
+    return Member(target, tuple(parts), additions)
 
 
 class GroupSource:
     """The parameters of one group, which lie in one flat buffer when it is gathered."""
 
-    def __init__(self, group: ParamGroup, members: list[Member], dtype: torch.dtype | None) -> None:
-        self._group = group
+    def __init__(
+        self,
+        group: ParamGroup,
+        members: list[Member],
+        sent: Sequence[torch.dtype],
+        owners: Mapping[int, Owner],
+    ) -> None:
+        self.group = group
+        self.owners = owners
+        """By id of any parameter of the model: adapters may lie in other groups."""
         self.members = members
+        self.sent = tuple(sent)
+        """The dtype in which each tensor is sent."""
         self.label = group.label
-        buffer = self.shard_buffer()
-        self.layout = buffer.layout
-        self.dtype = sent_dtype(buffer.dtype, dtype)
+        self.layout = group.plan.layout
         self.device = group.device
         self.process_group: dist.ProcessGroup = group.mesh.shard_group
-        item = self.dtype.itemsize
+        cell_bytes = _cell_bytes(group, sent)
+        assert cell_bytes is not None
+        self.dtype = self.sent[0] if len(set(self.sent)) == 1 else torch.uint8
+        """Of the buffer; bytes where tensors are sent in several."""
+        self._per_cell = cell_bytes // self.dtype.itemsize
+        self.shard_numel = self.layout.shard_numel * self._per_cell
+        self._starts = [offset * cell_bytes for offset in self.layout.offsets]
         self.records: list[Record] = []
-        self.copied: list[tuple[Member, int]] = []
-        """Parts that are no runs of the buffer."""
-        for member in members:
+        self.copied: list[tuple[int, int]] = []
+        """Parts that are no runs of the buffer: member and part."""
+        for place, (member, kind, start) in enumerate(zip(members, self.sent, self._starts)):
             for index, part in enumerate(member.parts):
                 if contiguous(part):
-                    start = member.start + part.view.offset  # type: ignore[union-attr]
-                    self.records.append(Record(part.stored, self.dtype, part.shape, start * item))
+                    first = start + part.view.offset * kind.itemsize  # type: ignore[union-attr]
+                    self.records.append(Record(part.stored, kind, part.shape, first))
                 else:
-                    self.copied.append((member, index))
-
-    def shard_buffer(self) -> DBuffer:
-        """This rank's shard; another object after parameters were cast or moved."""
-        buffer = self._group.main.buffer  # type: ignore[union-attr]
-        assert buffer is not None
-        return buffer
+                    self.copied.append((place, index))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gathered buffer."""
-        return self.layout.buffer_numel * self.dtype.itemsize
+        return self.layout.ranks * self.shard_numel * self.dtype.itemsize
 
-    def snapshot(self) -> Tensor:
-        """A copy of this rank's shard, in the dtype that is sent."""
-        return self.shard_buffer().flat.detach().to(self.device, self.dtype, copy=True)
+    def empty_shard(self) -> Tensor:
+        """Memory of one rank's part of the buffer."""
+        return torch.empty(self.shard_numel, dtype=self.dtype, device=self.device)
+
+    def fill(self, shard: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """This rank's parameters as they are sent, written to ``shard``; ``group`` is asked for adapters."""
+        main: Any = self.group.main
+        if main.buffer is not None:
+            shard.copy_(main.buffer.flat.detach(), non_blocking=True)
+        else:
+            shard.zero_()  # of padding all ranks have the same bits
+            for index in range(len(self.members)):
+                self._slot(shard, index).copy_(main.pieces[index].detach(), non_blocking=True)
+        if any(member.additions for member in self.members):
+            self._add(shard, group)
+        return shard
+
+    def _slot(self, shard: Tensor, index: int) -> Tensor:
+        """Where this rank's part of a tensor lies in its shard."""
+        cells = self.group.plan.layout.local_range(index, self.group.mesh.shard_rank)
+        count = self.group.main.pieces[index].numel()
+        first = cells.shard_start * self._per_cell * self.dtype.itemsize
+        kind = self.sent[index]
+        return shard.view(torch.uint8).narrow(0, first, count * kind.itemsize).view(kind)
+
+    def _add(self, shard: Tensor, group: dist.ProcessGroup) -> None:
+        """Add what adapters add to this rank's part."""
+        whole = self._factors(group)
+        for index, member in enumerate(self.members):
+            piece = self.group.main.pieces[index].detach().to(self.device)
+            if member.additions and piece.numel():
+                start = self.group.plan.local_range(index, self.group.mesh.shard_rank).tensor_start
+                given = [(a, [whole[id(f)] for f in a.factors]) for a in member.additions]
+                self._slot(shard, index).copy_(added(piece, given, start, member.row_numel))
+
+    def _factors(self, group: dist.ProcessGroup) -> dict[int, Tensor]:
+        """The adapters' matrices, whole: by one sum of zeros and what each rank of the group holds."""
+        wanted = {id(f): f for m in self.members for a in m.additions for f in a.factors}
+        shared = [key for key in wanted if self._shares_ranks(key)]
+        sizes = [-(-wanted[key].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for key in shared]
+        flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
+        found: dict[int, Tensor] = {}
+        for key, space in zip(shared, flat.split(sizes) if sizes else ()):
+            owner, index = self.owners[key]
+            whole = space[: wanted[key].nbytes].view(wanted[key].dtype)
+            piece = owner.main.pieces[index].detach()
+            first = owner.plan.local_range(index, owner.mesh.shard_rank).tensor_start
+            whole[first : first + piece.numel()] = piece.to(self.device)
+            found[key] = whole.view(wanted[key].shape)
+        if len(flat) and group.size() > 1:
+            all_reduce_(flat.view(torch.int32), group, op=dist.ReduceOp.SUM)  # as integers: exact to the bit
+        return {key: found[key] if key in found else whole_of(tensor) for key, tensor in wanted.items()}
+
+    def _shares_ranks(self, key: int) -> bool:
+        """Whether a parameter is cut over the ranks of this group."""
+        owner = self.owners.get(key)
+        return owner is not None and owner[0].mesh.shard_group == self.process_group
 
     def allocate(self) -> Tensor:
         """Memory of one gather, on the current stream."""
-        return torch.empty(self.layout.buffer_numel, dtype=self.dtype, device=self.device)
+        numel = self.layout.ranks * self.shard_numel
+        return torch.empty(numel, dtype=self.dtype, device=self.device)
 
     def gather(self, flat: Tensor, shard: Tensor | None, side: Any, group: dist.ProcessGroup) -> Gathered:
         """Start to gather into ``flat``; ``side`` is the stream it runs on, of devices that have streams."""
-        source = self.shard_buffer().flat.detach() if shard is None else shard
-        numel, work, event = self.layout.shard_numel, None, None
-        slot = flat.narrow(0, group.rank() * numel, numel)
         if side is None:
-            slot.copy_(source)
-            if group.size() > 1:
-                work = _COMM.gather(flat, slot, group, async_op=True)
+            return Gathered(flat, self._gather(flat, shard, group, async_op=True), None, shard)
+        module = torch.get_device_module(self.device)
+        side.wait_stream(module.current_stream(self.device))
+        with module.stream(side):
+            self._gather(flat, shard, group, async_op=False)
+        return Gathered(flat, None, side.record_event(), shard)
+
+    def _gather(self, flat: Tensor, shard: Tensor | None, group: dist.ProcessGroup, *, async_op: bool) -> Any:
+        slot = flat.narrow(0, group.rank() * self.shard_numel, self.shard_numel)
+        if shard is None:
+            self.fill(slot, group)
         else:
-            side.wait_stream(torch.get_device_module(self.device).current_stream(self.device))
-            with torch.get_device_module(self.device).stream(side):
-                slot.copy_(source, non_blocking=True)
-                if group.size() > 1:
-                    _COMM.gather(flat, slot, group)
-            event = side.record_event()
-        return Gathered(flat, work, event, source)
+            slot.copy_(shard, non_blocking=True)
+        return _COMM.gather(flat, slot, group, async_op=async_op) if group.size() > 1 else None
 
     def buckets(self, flat: Tensor, naming: Naming) -> list[Bucket]:
         """The gathered buffer as a bucket, and behind it one of parts that had to be copied, if any."""
         made = [Bucket(self.label, flat.view(torch.uint8), self.records)] if self.records else []
         if self.copied:
             values = []
-            for member, index in self.copied:
+            for place, index in self.copied:
+                member, kind = self.members[place], self.sent[place]
                 shape = tuple(member.target.tensor.shape)
-                whole = flat.narrow(0, member.start, math.prod(shape)).view(shape)
+                whole = Record("", kind, shape, self._starts[place]).of(flat.view(torch.uint8))
                 values.append((member.parts[index].stored, _outside(naming, member, whole)[index]))
             made.append(packed(self.label, values))
         return made
@@ -232,11 +337,35 @@ class LooseSource:
         """The bucket, filled from ``tensors`` one by one: those that are sharded are gathered here."""
         values = []
         for member, tensor in zip(self.members, tensors):
-            whole = tensor.detach()
-            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            whole = whole_of(tensor)
+            if member.additions:
+                given = [(a, [whole_of(f) for f in a.factors]) for a in member.additions]
+                whole = added(whole.reshape(-1), given, 0, member.row_numel).view(whole.shape)
             whole = whole.to(self.sent(member))
+            if len(self.members) == 1 and whole.is_contiguous() and all(map(contiguous, member.parts)):
+                return self._as_it_is(member, whole.clone() if _shares_memory(whole, tensor) else whole)
             values += [(p.stored, v) for p, v in zip(member.parts, _outside(naming, member, whole))]
         return packed(self.label, values)
+
+    def _as_it_is(self, member: Member, whole: Tensor) -> Bucket:
+        """The bucket of one tensor whose parts are runs of it: no second copy."""
+        item, records = whole.dtype.itemsize, []
+        for part in member.parts:
+            assert part.view is not None
+            records.append(Record(part.stored, whole.dtype, part.shape, part.view.offset * item))
+        return Bucket(self.label, whole.view(-1).view(torch.uint8), records)
+
+
+def _shares_memory(whole: Tensor, tensor: Tensor) -> bool:
+    """Whether what was gathered is the model's own memory, as of a tensor that one rank holds."""
+    local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return storage_id(whole.untyped_storage()) == storage_id(local.untyped_storage())
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor, gathered if it is sharded."""
+    whole = tensor.detach()
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def _outside(naming: Naming, member: Member, whole: Tensor) -> list[Tensor]:

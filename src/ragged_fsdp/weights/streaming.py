@@ -25,11 +25,13 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.topology import subgroup
+from ragged_fsdp.weights.adapters import Adapters
 from ragged_fsdp.weights.buckets import Bucket, Record
 from ragged_fsdp.weights.changes import Changes
+from ragged_fsdp.weights.coded_source import CodedSource, coded_where_held
 from ragged_fsdp.weights.codes import coded, encoded_bucket, encoded_records
 from ragged_fsdp.weights.names import Naming, default_naming
-from ragged_fsdp.weights.sources import GroupSource, LooseSource, sources_of
+from ragged_fsdp.weights.sources import GroupSource, LooseSource, Member, member_of, sources_of
 from ragged_fsdp.weights.targets import Target, targets_of
 
 __all__ = ["Stream", "stream"]
@@ -101,13 +103,23 @@ class Stream:
         if codes is not None and delta:
             raise ValueError("stream: codes and delta cannot be had together")
         self._model = model
-        self._naming = default_naming(model, names)
+        adapters = Adapters(model)
+        naming = default_naming(adapters.base, names)
+        self._naming: Naming = lambda name, tensor: naming(adapters.plain(name) or name, tensor)
         self._is_coded = coded(codes)
         targets = targets_of(model)
         without = [target.name for target in targets if target.tensor.is_meta]
         if without:
             raise ValueError(f"stream: {without[0]!r} is on the meta device and has no weights")
-        self._sources = sources_of(model, targets, self._naming, dtype)
+        members = [
+            Member(target, ())
+            if adapters.plain(target.name) is None
+            else member_of(target, self._naming, adapters.of.get(id(target.tensor), ()))
+            for target in targets
+        ]
+        self._sources = sources_of(model, members, dtype, one_dtype=delta)
+        if self._is_coded is not None:
+            self._sources = [coded_where_held(source, self._is_coded) for source in self._sources]
         self.delta = delta
         """Whether passes after the first have changes."""
         self._changes = Changes() if delta else None
@@ -117,10 +129,10 @@ class Stream:
             if snapshot and isinstance(source, LooseSource) and split:
                 raise ValueError(
                     f"stream: snapshot=True, but {split[0].name!r} is gathered over process groups of the "
-                    "model (tensor or expert parallelism, an explicit Shard, several dtypes in one group)"
+                    "model (tensor or expert parallelism, an explicit Shard, dtypes of several sizes)"
                 )
             if delta and isinstance(source, GroupSource) and source.copied:
-                member, at = source.copied[0]
+                member, at = source.members[source.copied[0][0]], source.copied[0][1]
                 raise ValueError(
                     f"stream: delta=True, but {member.parts[at].stored!r} is no run of the model's "
                     f"{member.target.name!r}, whose blocks are compared"
@@ -155,7 +167,7 @@ class Stream:
         if self._shards is None:
             raise ValueError("refresh: the stream was made without snapshot=True")
         self._shards = {
-            index: source.snapshot()
+            index: source.fill(source.empty_shard(), self._own[source.process_group])
             for index, source in enumerate(self._sources)
             if isinstance(source, GroupSource)
         }
@@ -208,20 +220,22 @@ class Stream:
         """Take the memory of a source's gather; returns what starts it, which returns what finishes it."""
         source = self._sources[index]
         if isinstance(source, LooseSource):
-            return lambda: partial(list, [self._encoded(self._loose(index, source))])
+            return lambda: partial(list, [self._encoded(source, self._loose(index, source))])
         group = self._own[source.process_group]
         shard = self._shards[index] if self._shards is not None else None
-        if self._changes is not None:
-            shard = source.snapshot() if shard is None else shard
-            if self._changes.knows(index):
-                changes = self._changes
-                return lambda: partial(list, [changes.since(index, source, shard, group)])
-            self._changes.keep(index, shard)
-        flat = source.allocate()
+        changes = self._changes
+        live = source.empty_shard() if changes is not None and shard is None else None
+        flat = source.allocate() if changes is None or not changes.knows(index) else None
 
-        def start() -> Callable[[], list[Any]]:
-            gathered = source.gather(flat, shard, self._side, group)
-            return lambda: [self._encoded(b) for b in source.buckets(gathered.wait(), self._naming)]
+        def start() -> Callable[[], list[Any]]:  # here, since ranks that merge adapters meet in it
+            sent = source.fill(live, group) if live is not None else shard
+            if changes is not None and sent is not None:
+                if flat is None:
+                    return partial(list, [changes.since(index, source, sent, group)])
+                changes.keep(index, sent)
+            assert flat is not None
+            gathered = source.gather(flat, sent, self._side, group)
+            return lambda: [self._encoded(source, b) for b in source.buckets(gathered.wait(), self._naming)]
 
         return start
 
@@ -229,17 +243,21 @@ class Stream:
         live = [member.target.tensor for member in source.members]
         return source.bucket(self._kept.get(index, live), self._naming)
 
-    def _encoded(self, bucket: Bucket) -> Bucket:
-        return encoded_bucket(bucket, self._is_coded) if self._is_coded is not None else bucket
+    def _encoded(self, source: GroupSource | LooseSource, bucket: Bucket) -> Bucket:
+        if self._is_coded is None or isinstance(source, CodedSource):
+            return bucket
+        return encoded_bucket(bucket, self._is_coded)
 
     def _of(self, source: GroupSource | LooseSource) -> list[Record]:
         """The records of a source, without its values."""
+        if isinstance(source, CodedSource):
+            return [Record(record.name, record.dtype, record.shape, 0) for record in source.records]
         records = []
-        for member in source.members:
-            kind = source.dtype if isinstance(source, GroupSource) else source.sent(member)
+        for place, member in enumerate(source.members):
+            kind = source.sent[place] if isinstance(source, GroupSource) else source.sent(member)
             records += [Record(part.stored, kind, part.shape, 0) for part in member.parts]
         if isinstance(source, GroupSource) and source.copied:
-            behind = {member.parts[index].stored for member, index in source.copied}
+            behind = {source.members[place].parts[index].stored for place, index in source.copied}
             records.sort(key=lambda record: record.name in behind)
         if self._is_coded is None:
             return records

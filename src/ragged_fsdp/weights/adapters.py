@@ -1,0 +1,166 @@
+"""LoRA adapters as PEFT adds them to a model: what the weights are with them, and their names without.
+
+A layer with adapters holds its own weight in ``base_layer``, beside it two thin matrices for each adapter. A
+server wants one weight, ``W + scaling * B @ A``, under the name the layer had. Rows of it need the same rows
+of ``B`` and all of ``A``, so whoever holds rows of a weight can compute them::
+
+    ...q_proj.base_layer.weight   (out, in)      ->   ...q_proj.weight
+    ...q_proj.lora_A.default.weight  (r, in)     ->   (nothing)
+    ...q_proj.lora_B.default.weight  (out, r)    ->   (nothing)
+
+Modules that PEFT trains as copies (``modules_to_save``) are sent in place of what they were copied from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ragged_fsdp.weights.names import plain_name
+
+__all__ = ["Adapters", "Addition", "added"]
+
+
+@dataclass(frozen=True, eq=False)
+class Addition:
+    """What one adapter adds to a tensor: ``scaling * left @ right``, or ``scaling * left`` to a bias."""
+
+    layer: Any
+    adapter: str
+    left: Tensor
+    right: Tensor | None
+    is_transposed: bool = False
+    """Whether the weight is stored as (in, out), as embeddings are."""
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """The adapter's tensors, as the model holds them."""
+        return (self.left,) if self.right is None else (self.left, self.right)
+
+    def rows(self, whole: Sequence[Tensor], first: int, last: int) -> Tensor:
+        """What is added to rows ``first`` to ``last``, given all of the factors; in fp32, or fp64."""
+        left, *rest = (tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in whole)
+        scaling = float(self.layer.scaling[self.adapter])  # asked for each time: schedules change it
+        if not rest:
+            return left[first:last] * scaling
+        right = rest[0]
+        product = right[:, first:last].t() @ left.t() if self.is_transposed else left[first:last] @ right
+        return product * scaling
+
+
+def added(base: Tensor, whole: Sequence[tuple[Addition, Sequence[Tensor]]], start: int, width: int) -> Tensor:
+    """A run of a tensor's elements with what its adapters add; ``start`` counts elements, a row ``width``.
+
+    Rounded once, to the dtype of the tensor, however many elements a rank has.
+    """
+    first, last = start // width, -(-(start + base.numel()) // width)
+    total = base.to(torch.promote_types(base.dtype, torch.float32))
+    for addition, factors in whole:
+        delta = addition.rows(factors, first, last).reshape(-1)
+        total = total + delta[start - first * width :][: base.numel()]
+    return total.to(base.dtype)
+
+
+class Adapters:
+    """The adapters of a model: names without them, and what is added to which tensor."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of: dict[int, tuple[Addition, ...]] = {}
+        """By id of the model's tensor."""
+        self.base: nn.Module = model
+        """The model whose names are used outside."""
+        self._prefix = ""
+        self._layers: list[str] = []
+        self._copies: dict[str, str | None] = {}
+        if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+            self.base = model.get_base_model()  # type: ignore[operator]
+            inside = next(name for name, module in model.named_modules() if module is self.base)
+            self._prefix = plain_name(f"{inside}.") if inside else ""
+        for name, module in model.named_modules():
+            self._look_at(plain_name(f"{name}.")[:-1], module)
+
+    def plain(self, name: str) -> str | None:
+        """The name of a tensor in the model without adapters; None for what only the adapters have."""
+        for path, kept in self._copies.items():
+            if name.startswith(f"{path}."):
+                if kept is None:
+                    inside = f"{path}.original_module."
+                else:
+                    inside = f"{path}.modules_to_save.{kept}."
+                if not name.startswith(inside):
+                    return None
+                name = f"{path}.{name.removeprefix(inside)}"
+        for path in self._layers:  # outer ones first: a layer may lie in another's base_layer
+            if name.startswith(f"{path}."):
+                inside = f"{path}.base_layer."
+                if not name.startswith(inside):
+                    return None
+                name = f"{path}.{name.removeprefix(inside)}"
+        return name.removeprefix(self._prefix)
+
+    def _look_at(self, name: str, module: Any) -> None:
+        if hasattr(module, "original_module") and isinstance(
+            getattr(module, "modules_to_save", None), nn.ModuleDict
+        ):
+            active = [a for a in _active(module) if a in module.modules_to_save]
+            self._copies[name] = active[0] if active else None
+            return
+        is_lora = all(hasattr(module, own) for own in ("base_layer", "lora_A", "lora_B", "scaling"))
+        if not is_lora:
+            if any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__):
+                raise ValueError(
+                    f"{name}: adapters of {type(module).__name__} cannot be merged into a stream; only LoRA "
+                    "of linear layers and embeddings can"
+                )
+            return
+        self._layers.append(name)
+        merged = set(getattr(module, "merged_adapters", ()))
+        for adapter in _active(module):
+            if adapter not in merged:
+                self._add(name, module, adapter)
+
+    def _add(self, name: str, layer: Any, adapter: str) -> None:
+        embeds = adapter in getattr(layer, "lora_embedding_A", ())
+        if not embeds and adapter not in layer.lora_A:
+            return
+        weight = getattr(layer.base_layer, "weight", None)
+        if adapter in getattr(layer, "lora_variant", ()) or not isinstance(weight, Tensor):
+            raise ValueError(
+                f"{name}: the adapter {adapter!r} is no plain LoRA of a weight; merge it before streaming"
+            )
+        if embeds:
+            right, left = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+        else:
+            right, left = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        is_transposed = embeds or bool(getattr(layer, "fan_in_fan_out", False))
+        shape = (left.shape[0], right.shape[-1])
+        expected = shape[::-1] if is_transposed else shape
+        if left.ndim != 2 or right.ndim != 2 or tuple(weight.shape) != expected:
+            raise ValueError(
+                f"{name}: the adapter {adapter!r} makes a matrix of shape {expected}, which cannot be added "
+                f"to a weight of shape {tuple(weight.shape)}; only LoRA of linear layers and embeddings can "
+                "be merged into a stream"
+            )
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+            raise ValueError(f"{name}: an adapter cannot be added to a weight of {weight.dtype}")
+        self._note(weight, Addition(layer, adapter, left, right, is_transposed))
+        bias = None if embeds else getattr(layer.lora_B[adapter], "bias", None)
+        if bias is not None:
+            if getattr(layer.base_layer, "bias", None) is None:
+                raise ValueError(f"{name}: the adapter {adapter!r} has a bias, the layer has none")
+            self._note(layer.base_layer.bias, Addition(layer, adapter, bias, None))
+
+    def _note(self, tensor: Tensor, addition: Addition) -> None:
+        self.of[id(tensor)] = (*self.of.get(id(tensor), ()), addition)
+
+
+def _active(module: Any) -> list[str]:
+    """The adapters that a module computes with."""
+    if getattr(module, "disable_adapters", False) is True:
+        return []
+    active = module.active_adapters
+    return [active] if isinstance(active, str) else list(active)

@@ -1,0 +1,202 @@
+"""LoRA adapters in a stream: merged weights under the names of the model without adapters."""
+
+import pytest
+import torch
+from torch import nn
+
+from ragged_fsdp import MixedPrecisionPolicy, fully_shard, weights
+from rank_pool import spmd
+
+
+class Lora(nn.Module):
+    """What PEFT makes of a linear layer or an embedding, as far as its weights go."""
+
+    def __init__(self, base, rank=3, *, bias=False, dtype=torch.float32):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.scaling, self.active_adapters, self.merged_adapters = {"a": 0.7, "b": 2.0}, ["a", "b"], []
+        self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
+        self.lora_embedding_A, self.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
+        rows, columns = base.weight.shape
+        for name in ("a", "b"):
+            if isinstance(base, nn.Embedding):
+                self.lora_embedding_A[name] = nn.Parameter(torch.randn(rank, rows))
+                self.lora_embedding_B[name] = nn.Parameter(torch.randn(columns, rank))
+            else:
+                self.lora_A[name] = nn.Linear(columns, rank, bias=False, dtype=dtype)
+                self.lora_B[name] = nn.Linear(rank, rows, bias=bias, dtype=dtype)
+
+    def delta(self):
+        """Added to the weight, as PEFT computes it."""
+        if isinstance(self.base_layer, nn.Embedding):
+            pairs = [
+                (self.lora_embedding_B[n] @ self.lora_embedding_A[n], self.scaling[n]) for n in ("a", "b")
+            ]
+            return sum(product.t() * scale for product, scale in pairs)
+        return sum(
+            (self.lora_B[n].weight.float() @ self.lora_A[n].weight.float()) * self.scaling[n]
+            for n in ("a", "b")
+        )
+
+    def forward(self, x):
+        return x
+
+
+class Layer(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.q = Lora(nn.Linear(24, 37, dtype=dtype), bias=True)
+        self.norm = nn.LayerNorm(7, dtype=dtype)
+        self.down = Lora(nn.Linear(50, 24, bias=False, dtype=dtype))
+
+    def forward(self, x):
+        return x
+
+
+def _model(dtype):
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.embed = Lora(nn.Embedding(30, 24, dtype=dtype))
+    model.layers = nn.ModuleList(Layer(dtype) for _ in range(2))
+    return model
+
+
+def _merged(model):
+    """The plain state dict, merged as PEFT does it."""
+    merged = {}
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, Lora):
+                weight = module.base_layer.weight
+                merged[f"{name}.weight"] = (weight.float() + module.delta()).to(weight.dtype)
+                bias = getattr(module.base_layer, "bias", None)
+                if bias is not None:
+                    add = sum(module.lora_B[n].bias * module.scaling[n] for n in ("a", "b"))
+                    merged[f"{name}.bias"] = (bias.float() + add).to(bias.dtype)
+            elif isinstance(module, nn.LayerNorm):
+                merged |= {f"{name}.{n}": p.detach().clone() for n, p in module.named_parameters()}
+    return merged
+
+
+def _close(got, expected, dtype):
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        wanted = value if dtype is None else value.to(dtype)
+        assert got[name].dtype == wanted.dtype
+        # sums of few products in fp32; in bf16 a last bit may be rounded the other way
+        bound = 1e-5 if wanted.dtype == torch.float32 else 1e-2
+        assert torch.allclose(got[name].float(), wanted.float(), atol=bound, rtol=bound), name
+        assert wanted.dtype == torch.float32 or (got[name] == wanted).float().mean() > 0.98, name
+
+
+@spmd(1, 3)
+def test_weights_are_merged_by_the_ranks_that_hold_them(rank):
+    """One dtype and two, in one gather or one by one, snapshots and deltas; what is sent follows them."""
+    cases = [
+        (torch.float32, None, {}),
+        (torch.float32, torch.bfloat16, {"snapshot": True}),
+        (torch.bfloat16, torch.bfloat16, {}),  # adapters of fp32 beside bf16: gathered whole
+        (torch.bfloat16, None, {}),
+        (torch.float32, torch.bfloat16, {"delta": True}),
+    ]
+    for base, sent, options in cases:
+        model = _model(base)
+        expected = _merged(model)
+        policy = MixedPrecisionPolicy(sent)
+        for layer in model.layers:
+            fully_shard(layer, mesh=rank.mesh(), mp_policy=policy)
+        fully_shard(model.embed, mesh=rank.mesh(), mp_policy=policy)
+        stream = weights.stream(model, dtype=sent, **options)
+        assert not any("lora" in record.name or "base" in record.name for record in stream.metadata())
+        got = {}
+        for bucket in stream:
+            got.update((name, value.clone()) for name, value in bucket.tensors())
+        _close(got, expected, sent)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora" in name:
+                    parameter.mul_(0.5)
+        model.layers[1].q.scaling["a"] = 4 * 0.7
+        model.layers[1].q.scaling["b"] = 4 * 2.0
+        if options.get("snapshot"):
+            stream.refresh()
+        if options.get("delta"):
+            changed = {name: value.clone() for name, value in got.items()}
+            for delta in stream:
+                assert isinstance(delta, weights.Delta)
+                delta.apply(changed)
+            again = dict(weights.stream(model, dtype=sent).tensors())
+            assert all(torch.equal(changed[name], value) for name, value in again.items())
+        else:
+            again = dict(stream.tensors())
+        kept, moved = "layers.1.q.weight", "layers.0.q.weight"  # a quarter of the product, four times as much
+        assert torch.equal(again[kept], got[kept]) and not torch.equal(again[moved], got[moved])
+
+
+@spmd(2)
+def test_adapters_that_are_off_merged_or_of_another_kind(rank):
+    model = _model(torch.float32)
+    fully_shard(model, mesh=rank.mesh())
+    base = model.layers[0].q.base_layer.weight.full_tensor()
+    model.layers[0].q.disable_adapters = True
+    model.layers[1].q.merged_adapters = ["a", "b"]
+    got = dict(weights.stream(model).tensors())
+    assert torch.equal(got["layers.0.q.weight"], base)
+    assert torch.equal(got["layers.1.q.weight"], model.layers[1].q.base_layer.weight.full_tensor())
+    model.layers[1].down.lora_variant = {"b": "DoRA"}
+    with pytest.raises(ValueError, match=r"layers.1.down: the adapter 'b' is no plain LoRA"):
+        weights.stream(model)
+    model.layers[1].down.lora_variant = {}
+    model.layers[1].down.fan_in_fan_out = True
+    with pytest.raises(
+        ValueError, match=r"layers.1.down: the adapter 'a' makes a matrix of shape \(50, 24\)"
+    ):
+        weights.stream(model)
+
+
+@spmd(2)
+def test_a_model_of_peft_streams_what_merge_and_unload_gives(rank):
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    config = transformers.LlamaConfig(**sizes, **heads)
+
+    def build():
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        lora = peft.LoraConfig(
+            r=4,
+            lora_alpha=8,
+            target_modules=["q_proj", "down_proj", "embed_tokens"],
+            modules_to_save=["lm_head"],
+            init_lora_weights=False,
+        )
+        return peft.get_peft_model(model, lora)
+
+    plain = build()
+    with torch.no_grad():
+        plain.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    expected = plain.merge_and_unload().state_dict()
+    for whole in (True, False):
+        model = build()
+        with torch.no_grad():
+            model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=rank.mesh())
+        if whole:
+            fully_shard(model, mesh=rank.mesh())
+        got = dict(weights.stream(model if whole else model.get_base_model()).tensors())
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.allclose(got[name], value, atol=1e-6), name
+    other = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_config(config),
+        peft.LoraConfig(r=4, target_modules=["q_proj"], use_dora=True),
+    )
+    with pytest.raises(ValueError, match="is no plain LoRA"):
+        weights.stream(other)
+    ia3 = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+    other = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config), ia3)
+    with pytest.raises(ValueError, match="cannot be merged into a stream"):
+        weights.stream(other)
