@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ragged_fsdp.torch_internals import unset_fake_temporarily
 
-__all__ = ["Disagreement", "compare", "together"]
+__all__ = ["Disagreement", "compare", "largest", "together"]
 
 T = TypeVar("T")
 
@@ -75,11 +75,16 @@ def compare(
 def _same(text: str, group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether all ranks of ``group`` passed the same text: one 16-byte all-reduce."""
     value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 2
-    with unset_fake_temporarily():  # memory is estimated with tensors that have no values
-        largest = torch.tensor([value, -value], dtype=torch.int64, device=device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        high, low = largest.tolist()
+    high, low = largest([value, -value], group, device)
     return high == -low
+
+
+def largest(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """The largest of each value over the ranks of ``group``, with one all-reduce."""
+    with unset_fake_temporarily():  # memory is estimated with tensors that have no values
+        found = torch.tensor(values, dtype=torch.int64, device=device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+        return found.tolist()
 
 
 def _disagreement(

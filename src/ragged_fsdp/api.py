@@ -82,6 +82,7 @@ def fully_shard(
     gather: Gather = ...,
     ranks_per_node: int | None = ...,
     internode_dtype: torch.dtype | None = ...,
+    conditional: bool = ...,
 ) -> ShardedModule: ...
 
 
@@ -104,6 +105,7 @@ def fully_shard(
     gather: Gather = ...,
     ranks_per_node: int | None = ...,
     internode_dtype: torch.dtype | None = ...,
+    conditional: bool = ...,
 ) -> list[ShardedModule]: ...
 
 
@@ -125,6 +127,7 @@ def fully_shard(
     gather: Gather = "flat",
     ranks_per_node: int | None = None,
     internode_dtype: torch.dtype | None = None,
+    conditional: bool = False,
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place, and return it.
 
@@ -169,6 +172,8 @@ def fully_shard(
             Default: the environment's ``RAGGED_FSDP_RANKS_PER_NODE``, else the ranks find out.
         internode_dtype: of the sums that ``"two_level"`` sends between nodes, ``torch.float32`` or
             ``torch.bfloat16``. Default: that of the gradients.
+        conditional: whether a rank may leave ``module`` out of a forward while others run it, such as a tower
+            for images. The ranks vote once per forward; those without a run reduce zeros.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
@@ -202,6 +207,7 @@ def fully_shard(
             gather=gather,
             ranks_per_node=ranks_per_node,
             internode_dtype=internode_dtype,
+            conditional=conditional,
         )
         modules = [module] if isinstance(module, nn.Module) else _listed(module)
         for one in modules:
@@ -258,6 +264,7 @@ def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement
         auto_reshard=options.reshard_after_forward in (None, "auto"),
         gathered_budget_bytes=options.gathered_budget_bytes or 0,
         gathers_first=builder.gathers_first,
+        conditional=options.conditional,
         ignored=options.ignored,
         call=(options, agreement.mesh),
     )

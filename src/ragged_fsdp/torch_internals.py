@@ -95,6 +95,7 @@ __all__ = [
     "pytree",
     "queue_callback",
     "raise_if_partial",
+    "reaches_host",
     "rebind",
     "reduce_scatter",
     "reduce_value",
@@ -287,7 +288,7 @@ until a public method of DeviceMesh:
         joins the data-parallel mesh and that of the parameter; without it the root mesh is sliced
 until both on ProcessGroup itself:
     torch.distributed:ProcessGroup._get_backend
-        the timeout of its collectives and the allocator of its memory
+        its name, the timeout of its collectives and the allocator of its memory
 until a public way to launch several collectives as one:
     torch.distributed.distributed_c10d:_coalescing_manager(group, device, async_ops)
         frozen and trainable parameters lie in two buffers and are gathered with one launch
@@ -550,6 +551,14 @@ def joins_gathers(pg: ProcessGroup, device: torch.device) -> bool:
     try:
         return backend_of(pg, device).name() in ("nccl", "gloo")
     except RuntimeError:  # a group in Python may have no backend at all
+        return False
+
+
+def reaches_host(pg: ProcessGroup) -> bool:
+    """Whether ``pg`` has collectives of tensors on the host, for which a device is not waited for."""
+    try:
+        return backend_of(pg, torch.device("cpu")) is not None
+    except RuntimeError:
         return False
 
 

@@ -41,6 +41,7 @@ _SAME_ON_ALL_RANKS = (
     "gathered_budget_bytes",
     "max_buffers",
     "mp_policy",
+    "conditional",
 )
 
 
@@ -61,6 +62,7 @@ class Options:
     gather: str
     ranks_per_node: int | None
     internode_dtype: torch.dtype | None
+    conditional: bool
 
     def __post_init__(self) -> None:
         self.ignored = _parameter_set(self.ignored_params)
@@ -83,6 +85,8 @@ class Options:
         most = self.max_buffers
         if not isinstance(most, int) or isinstance(most, bool) or most < 1:
             raise ValueError(f"fully_shard: max_buffers must be an int >= 1, got {most!r}.")
+        if not isinstance(self.conditional, bool):
+            raise TypeError(f"fully_shard: conditional must be a bool, got {self.conditional!r}.")
         for name in ("shard_placement_fn", "orig_param_policy", "gather_policy"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")

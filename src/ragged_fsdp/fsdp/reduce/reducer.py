@@ -144,9 +144,12 @@ class GradReducer:
 
     # -- reducing --------------------------------------------------------------------------------
 
-    def reduce(self) -> None:
-        """Reduce what was collected into the ``.grad`` of the sharded parameters."""
-        unused = self._unused() if self.members.settings.reduce_unused else None
+    def reduce(self, *, zeros: bool = False) -> None:
+        """Reduce what was collected into the ``.grad`` of the sharded parameters.
+
+        With ``zeros``, or where the user set it, parameters without a gradient take part.
+        """
+        unused = self._unused() if zeros or self.members.settings.reduce_unused else None
         if not self.written and not unused:
             return
         members, transport = self.members, self.transport

@@ -360,6 +360,17 @@ class ParamGroup(Members):
         if self.settings.reduce_grads:
             self.reducer.reduce()
 
+    @on_parameters
+    def reduce_with_zeros(self, *, release: bool) -> None:
+        """At the end of a backward of a module that some ranks ran: those that did not reduce zeros."""
+        grads = self._take_gradients()
+        if release and self.residence is not Residence.SHARDED:
+            self._release()
+        if grads:
+            self.reducer.store_many(grads)
+        if self.settings.reduce_grads:
+            self.reducer.reduce(zeros=True)
+
     def _take_gradients(self) -> list[tuple[int, torch.Tensor]]:
         """The gradients autograd left, by parameter; they are this list's alone."""
         taken = []

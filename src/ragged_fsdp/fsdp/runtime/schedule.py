@@ -23,6 +23,7 @@ from torch import nn
 
 from ragged_fsdp.fsdp.autograd import in_backward, on_parameters, outside_compile
 from ragged_fsdp.fsdp.parts.left_out import check_managed
+from ragged_fsdp.fsdp.runtime.conditional import Conditional, Conditionals
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.streams import CommContext, arena_bytes, pooled_bytes
 from ragged_fsdp.torch_internals import queue_callback
@@ -84,6 +85,8 @@ class Turn:
         """Parameters that the call was told to leave alone."""
         self.positions: list[int] = []
         """Its places in the order of ended forwards, one for each since the last backward."""
+        self.under: Conditional | None = None
+        """The outermost module that not every rank runs and that it belongs to."""
         self.following: Turn | None = None
         """Whose backward comes after its own, while that runs."""
 
@@ -135,6 +138,8 @@ class Schedule:
         self.is_last_backward = True
         self.manual_finalization = False
         self.post_optim_event: Any = None
+        self.conditionals: Conditionals | None = None
+        """Votes on modules that not every rank runs, if there are such below the root."""
         self._orders: dict[Turn, ForwardOrder] = {}
         self._order = ForwardOrder()
         self._ended: list[Turn] = []
@@ -235,6 +240,8 @@ class Schedule:
         self._gathered.clear()
         self._order = self._orders.setdefault(root, ForwardOrder())
         self._order.begin()
+        if self.conditionals is not None:
+            self.conditionals.begin(root)
         if not torch.is_grad_enabled():
             self.comm.arena.release()
         if in_backward():
@@ -258,6 +265,12 @@ class Schedule:
         Whether it begins now: a list may run in parts.
         """
         begins = turn.phase is not Phase.FORWARD
+        if self.conditionals is not None:
+            if self._is_conditional(turn):
+                self._start_conditional(turn)
+                return begins
+            if begins and not in_backward():
+                self.conditionals.pass_gap()  # before its gathers: those of others' modules come first
         self._enter(turn, Phase.FORWARD)  # before the gathers: one that raises is given up with the others
         for group in turn.groups:
             if group.residence is Residence.UNSHARDED:
@@ -273,6 +286,27 @@ class Schedule:
             group.wait_for_unshard()
             self._prefetched.discard(group)
         return begins
+
+    def _is_conditional(self, turn: Turn) -> bool:
+        """Whether this rank may be alone in running ``turn``; not if the forward began inside its module."""
+        return turn.under is not None and self.forward_root is not None and self.forward_root.under is None
+
+    def _start_conditional(self, turn: Turn) -> None:
+        """Gather for the forward of ``turn`` with all ranks, or use what was gathered for it; no order is
+        recorded, since other ranks would not follow it."""
+        assert self.conditionals is not None and turn.under is not None
+        if not in_backward():
+            self.conditionals.run(turn.under)
+        self._enter(turn, Phase.FORWARD)
+        self._use_gathered(turn, turn.under)
+
+    @staticmethod
+    def _use_gathered(turn: Turn, under: Conditional) -> None:
+        for group in turn.groups:
+            under.check_gathered(group)
+            if group.residence is Residence.UNSHARDED:
+                group.settle()
+            group.wait_for_unshard()
 
     def _prefetch(self, turn: Turn) -> None:
         """Gather what is needed after ``turn``."""
@@ -291,13 +325,17 @@ class Schedule:
 
     def recompute(self, turn: Turn) -> None:
         """Gather for a forward that a backward computes again; nothing is recorded."""
+        if turn.under is not None and turn.under.by_vote:
+            self._use_gathered(turn, turn.under)
+            return
         for group in turn.groups:
             group.unshard()
             group.wait_for_unshard()
 
     def end(self, turn: Turn) -> None:
         """The forward of ``turn`` is over: reshard, or keep what backward needs first."""
-        if not in_backward():  # a checkpoint around this module recomputes in backward
+        conditional = self.conditionals is not None and self._is_conditional(turn)
+        if not conditional and not in_backward():  # a checkpoint around this module recomputes in backward
             trains = torch.is_grad_enabled()
             may_keep = trains and turn.auto_reshard and not turn.is_root
             for group in turn.groups:
@@ -327,6 +365,8 @@ class Schedule:
 
     def end_forward(self) -> None:
         """The forward that is running ends: the next one may follow its order."""
+        if self.conditionals is not None:
+            self.conditionals.end_forward()
         self._order.end()
         self._choose_kept()
         self._leave_forward()
@@ -352,6 +392,8 @@ class Schedule:
                 if group in self._gathered and not stopped:
                     group.to_sharded()
         if is_last:
+            if self.conditionals is not None and not stopped:
+                self.conditionals.abort_forward()
             self._leave_forward()
 
     def _leave_forward(self) -> None:
@@ -387,6 +429,9 @@ class Schedule:
             self._begin_backward()
         begins = turn.phase is not Phase.BACKWARD
         self._enter(turn, Phase.BACKWARD)
+        if turn.under is not None and turn.under.by_vote:
+            self._use_gathered(turn, turn.under)
+            return
         if begins:
             for group in turn.groups:
                 gathers = group.residence is not Residence.UNSHARDED
@@ -440,6 +485,8 @@ class Schedule:
             # would stay DONE, and its next forward would be taken for one that a backward computes again
             self._begin_backward()
         self._enter(turn, Phase.DONE)
+        if turn.under is not None and turn.under.by_vote:
+            return  # reduced at the end, where the other ranks can take part
         for group in reversed(turn.groups):
             group.collect()
         self._leads = False
@@ -464,12 +511,14 @@ class Schedule:
         self.forward_root = None
         for turn in self.turns:
             turn.still_to_run.clear()
-            for group in reversed(turn.groups):
+            with_all_ranks = turn.under is not None and turn.under.owed
+            for group in reversed(turn.groups) if not with_all_ranks else ():
                 # gathered again after it: a module that runs twice, checkpointed with use_reentrant
                 if turn.phase is not Phase.DONE or group.residence is Residence.UNSHARDED:
                     group.hand_over()  # autograd lets this stream wait for those of the backward
                     group.post_backward()
             self._enter(turn, Phase.IDLE)
+        self._end_conditionals()
         if self.is_last_backward and not self.manual_finalization:
             self.finish_reductions()
         self._backward = None
@@ -477,9 +526,17 @@ class Schedule:
     def finalize(self) -> None:
         """Launch what is left to reduce: gradients that were collected while sync was off."""
         for turn in reversed(self.turns):
-            for group in reversed(turn.groups):
+            with_all_ranks = turn.under is not None and turn.under.owed
+            for group in reversed(turn.groups) if not with_all_ranks else ():
                 group.post_backward()
             self._enter(turn, Phase.IDLE)
+        self._end_conditionals()
+
+    def _end_conditionals(self) -> None:
+        """Reduce modules that not every rank ran: all ranks are here, in this order."""
+        for conditional in self.conditionals.all if self.conditionals is not None else ():
+            if conditional.owed:
+                conditional.end_backward(is_last=self.is_last_backward)
 
     def finish_reductions(self) -> None:
         """Let the current stream see every reduced gradient; forget the order of the forward."""
@@ -523,6 +580,8 @@ class Schedule:
             self._enter(turn, Phase.IDLE)
             for group in turn.groups:
                 group.reset_iteration()
+        for conditional in self.conditionals.all if self.conditionals is not None else ():
+            conditional.forget()
         self.forward_root = None
         self._backward = None
 

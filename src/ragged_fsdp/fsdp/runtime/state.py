@@ -22,6 +22,7 @@ from ragged_fsdp.fsdp.autograd import (
     map_tensors,
     outside_compile,
 )
+from ragged_fsdp.fsdp.runtime.conditional import Conditional, Conditionals
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.fsdp.runtime.schedule import IN_BACKWARD, Schedule, Turn
 from ragged_fsdp.torch_internals import State, are_functorch_transforms_active, base_of, to_kwargs
@@ -46,6 +47,8 @@ class ModuleState(Turn, State):
         self.mp_policy = MixedPrecisionPolicy()
         self.call: Any = None
         """Options and mesh of the call, should parameters be attached later or be cut again."""
+        self.conditional = False
+        """Whether ranks may run it or not, each as its data needs."""
         self.schedule = Schedule(self)
         self._lists: list[ModuleState] = []
         """The states below the root that were given a list of modules, which may run in parts."""
@@ -61,6 +64,7 @@ class ModuleState(Turn, State):
         auto_reshard: bool,
         gathered_budget_bytes: int,
         gathers_first: bool,
+        conditional: bool,
         ignored: set[nn.Parameter],
         call: Any,
     ) -> None:
@@ -72,6 +76,7 @@ class ModuleState(Turn, State):
         self.auto_reshard = auto_reshard
         self.gathered_budget_bytes = gathered_budget_bytes
         self.gathers_first = gathers_first
+        self.conditional = conditional
         self.ignored = ignored
         self.call = call
         for module in self.modules:
@@ -101,10 +106,35 @@ class ModuleState(Turn, State):
                     "FSDP requires running forward through the root module first"
                 )
             states[state] = None
+        conditionals = self._find_conditionals(list(states))
         self.schedule.adopt(self, list(states), root_module, self.device)
+        self.schedule.conditionals = conditionals
         lists = [state for state in states if len(state.modules) > 1]
         for state in states:
             state.schedule, state._lists = self.schedule, lists
+
+    def _find_conditionals(self, states: Sequence[ModuleState]) -> Conditionals | None:
+        """The outermost modules below the root that not every rank runs; None without any."""
+        names = {module: name for name, module in self.modules[0].named_modules()}
+        found = []
+        for state in states:
+            state.under = None
+        for state in states:
+            if not state.conditional or state is self or state.under is not None:
+                continue
+            name = ", ".join(names[module] for module in state.modules)
+            inside = {module for top in state.modules for module in top.modules()}
+            below = [other for other in states if inside.issuperset(other.modules)]
+            if any(other.call[1].key() != self.call[1].key() for other in below):
+                raise ValueError(
+                    f"{name}: fully_shard(conditional=True) needs the mesh of the root, over which ranks "
+                    "vote; it, or a module below it, was sharded over another."
+                )
+            conditional = Conditional(name, [group for other in below for group in other.groups])
+            for other in below:
+                other.under = conditional
+            found.append(conditional)
+        return Conditionals(found, self.call[1].key(), self.device) if found else None
 
     def prepare_by_hand(self) -> None:
         """Before a gather that the user asks for: the root may not be known yet."""
@@ -146,6 +176,8 @@ class ModuleState(Turn, State):
         schedule = self.schedule
         schedule.end(self)
         output = self._hook_outputs(output)
+        if self.under is not None:
+            self.under.note_run(output)
         if schedule.forward_root is self:
             output = self._end_incomplete_lists(output)
             schedule.end_forward()
