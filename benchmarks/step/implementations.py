@@ -112,9 +112,15 @@ def _fsdp2(
     if shard_dim:
         extra["shard_placement_fn"] = lambda p: Shard(shard_dim) if p.ndim > shard_dim else Shard(0)
     trainer = per_layer(case, device, fully_shard, policy, **extra)
-    for layer in list(trainer.stack.layers)[case.layers - kept :]:
-        layer.set_reshard_after_forward(False)
+    _keep(trainer, kept)
     return trainer
+
+
+def _keep(trainer: Trainer, kept: int) -> None:
+    """The last ``kept`` layers stay gathered until backward."""
+    layers = list(trainer.stack.layers)
+    for layer in layers[len(layers) - kept :]:
+        layer.set_reshard_after_forward(False)
 
 
 def _ours(
@@ -125,6 +131,7 @@ def _ours(
     communicators: int = 1,
     codes: str | None = None,
     reduce_dtype: str | None = None,
+    kept: int = 0,
     **options: Any,
 ) -> Trainer:
     """``options`` go to ``fully_shard``; the others have setters of their own (None: the default)."""
@@ -137,6 +144,7 @@ def _ours(
     reduced = _DTYPES[reduce_dtype or case.reduce_dtype]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     trainer = per_layer(case, device, fully_shard, policy, **(options | dict(case.options)))
+    _keep(trainer, kept)
     if grad_buffers is not None:
         trainer.stack.set_reduce_scatter_max_input_buffers(grad_buffers)
     if communicators == 2:
@@ -273,13 +281,18 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     ),
     "ours-two-level-gather": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT, gather="two_level"),
     "ours-two-level-float8": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT, codes="float8_e4m3fn"),
+    "ours-two-level-gather-float8": partial(
+        _ours, **_TWO_LEVEL, **_NOTHING_KEPT, gather="two_level", codes="float8_e4m3fn"
+    ),
     "ours-two-level-reshard8": partial(_ours, **_TWO_LEVEL, **_NODE_KEEPS),
+    "ours-two-level-reshard8-kept2": partial(_ours, **_TWO_LEVEL, **_NODE_KEEPS, kept=2),
     "fsdp2": _fsdp2,
     "fsdp2-shard1": partial(_fsdp2, shard_dim=1),
     "fsdp2-kept2": partial(_fsdp2, kept=2),
     "fsdp2-bf16": partial(_fsdp2, **_BF16),
     "fsdp2-kept2-bf16": partial(_fsdp2, kept=2, **_BF16),
     "fsdp2-reshard8": partial(_fsdp2, **_NODE_KEEPS),
+    "fsdp2-reshard8-kept2": partial(_fsdp2, **_NODE_KEEPS, kept=2),
     "fsdp1": _fsdp1,
     "megatron": _megatron,
     "deepspeed": _deepspeed,
@@ -291,11 +304,12 @@ SETTINGS: dict[str, str] = {
     **dict.fromkeys(("none", "fsdp2", "fsdp2-shard1", "fsdp1", "megatron", "deepspeed"), _EQUAL),
     **dict.fromkeys(("ours-nothing-kept", "ours-all-to-all-nothing-kept"), _EQUAL),
     **dict.fromkeys((f"ours-two-level-{n}" for n in ("nothing-kept", "fp32-between", "gather")), _EQUAL),
-    "ours-two-level-float8": _EQUAL,
+    **dict.fromkeys(("ours-two-level-float8", "ours-two-level-gather-float8"), _EQUAL),
     "ours-two-level-reshard8": _NODE,
     **dict.fromkeys(("ours-nothing-kept-bf16", "fsdp2-bf16"), _BF16_SUMS),
     **dict.fromkeys(("ours-bf16", "fsdp2-kept2-bf16"), _KEPT_BF16),
     **dict.fromkeys(("ours-reshard8", "fsdp2-reshard8"), _NODE),
+    **dict.fromkeys(("ours-two-level-reshard8-kept2", "fsdp2-reshard8-kept2"), f"{_NODE}, {_KEPT}"),
     "ours-all-to-all-budget": "24 GiB kept",
 }
 SETTINGS |= {name: _KEPT for name in IMPLEMENTATIONS if name not in SETTINGS}  # what ours does by default

@@ -56,13 +56,16 @@ LABELS = {
     "ours-two-level-fp32-between": "two levels, nothing kept, fp32 between nodes",
     "ours-two-level-gather": "two levels, nothing kept, gathers too",
     "ours-two-level-float8": "two levels, nothing kept, weights gathered as float8",
+    "ours-two-level-gather-float8": "two levels, nothing kept, gathers too, weights gathered as float8",
     "ours-two-level-reshard8": "two levels, kept by 8 ranks after forward",
+    "ours-two-level-reshard8-kept2": "two levels, last two layers kept, others by 8 ranks",
     "fsdp2": "FSDP2",
     "fsdp2-shard1": "FSDP2, Shard(1)",
     "fsdp2-kept2": "FSDP2, last two layers kept",
     "fsdp2-bf16": "FSDP2, sums in bf16",
     "fsdp2-kept2-bf16": "FSDP2, last two layers kept, sums in bf16",
     "fsdp2-reshard8": "FSDP2, kept by 8 ranks after forward",
+    "fsdp2-reshard8-kept2": "FSDP2, last two layers kept, others by 8 ranks",
     "fsdp1": "FSDP1",
     "megatron": "Megatron-FSDP",
     "deepspeed": "DeepSpeed ZeRO-3",
@@ -72,7 +75,7 @@ _COLUMNS = (
     "implementation", "setting", "wire", "fwd+bwd ms", "/ floor", "/ bound", "/ FSDP2", "step ms", "host ms",
     "alloc GiB", "/ FSDP2", "reserved GiB", "/ FSDP2", "res/alloc", "moved GiB",
 )  # fmt: skip
-_FSDP2 = ("fsdp2", "fsdp2-kept2", "fsdp2-bf16", "fsdp2-kept2-bf16", "fsdp2-reshard8")
+_FSDP2 = ("fsdp2", "fsdp2-kept2", "fsdp2-bf16", "fsdp2-kept2-bf16", "fsdp2-reshard8", "fsdp2-reshard8-kept2")
 _COMPARED = ("forward_backward_ms", "peak_allocated_gib", "peak_reserved_gib")
 
 
