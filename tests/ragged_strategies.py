@@ -43,8 +43,9 @@ def placements(draw, shape: tuple[int, ...], mesh_shape: tuple[int, ...], with_p
                 begin, end = chunk_bounds(inner[placement.dim], size, index)
                 inner[placement.dim] = end - begin
         units.append(draw(split(math.prod(inner[:prefix]), mesh_shape[at])))
+    tile = draw(st.sampled_from([None, (2, 2), (2, 3), (1, 1)])) if prefix == len(shape) > 1 else None
     if cut and any(sum(u) for u in units):
-        chosen[at] = StridedRaggedShard(range(prefix), units)
+        chosen[at] = StridedRaggedShard(range(prefix), units, tile)
     else:
-        chosen[at] = RaggedShard(range(prefix), units[0] if sum(units[0]) else (1,) * mesh_shape[at])
+        chosen[at] = RaggedShard(range(prefix), units[0] if sum(units[0]) else (1,) * mesh_shape[at], tile)
     return tuple(chosen)

@@ -4,7 +4,8 @@
 
     fully_shard, FSDPModule, ...        shard a model; FSDP2's names with FSDP2's meaning
     adopt_parameters                    shard what was attached to a sharded model
-    Elements, Rows, Whole, BlockCodes   what stays together on a rank, and how it is gathered
+    Elements, Rows, Tiles, Whole        what stays together on a rank
+    BlockCodes                          what is gathered instead of values
     describe                            what became of a model: groups, padding, bytes per rank
     RaggedShard, distribute_tensor      the placement and tensors of your own
     DBuffer                             a group of tensors in one buffer, without modules
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES
     from ragged_fsdp.policy import BlockCodes as BlockCodes
     from ragged_fsdp.policy import Elements as Elements
     from ragged_fsdp.policy import Rows as Rows
+    from ragged_fsdp.policy import Tiles as Tiles
     from ragged_fsdp.policy import Whole as Whole
 
 _HOMES = {
@@ -54,6 +56,7 @@ _HOMES = {
     "BlockCodes": "ragged_fsdp.policy",
     "Elements": "ragged_fsdp.policy",
     "Rows": "ragged_fsdp.policy",
+    "Tiles": "ragged_fsdp.policy",
     "Whole": "ragged_fsdp.policy",
     "adopt_parameters": "ragged_fsdp.api",
     "fully_shard": "ragged_fsdp.api",

@@ -16,6 +16,7 @@ however they were built, so a layout that exists is a layout that can be used.
 """
 
 import hashlib
+import math
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -55,13 +56,18 @@ class TensorSpec:
     name: str
     numel: int
     block_numel: int = 1
+    tile: tuple[int, int] | None = None
+    """Rows and columns of its tiles, if its elements lie in their order; the last block may then be short."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"TensorSpec: name must be a str, got {self.name!r}.")
         _integer(self.name, "numel", self.numel, 0)
         _integer(self.name, "block_numel", self.block_numel, 1)
-        if self.numel % self.block_numel:
+        if self.tile is not None:
+            for size in self.tile:
+                _integer(self.name, "tile", size, 1)
+        elif self.numel % self.block_numel:
             raise ValueError(
                 f"{self.name}: block of {self.block_numel} elements does not divide numel {self.numel}; "
                 "use a divisor or pad the parameter."
@@ -179,7 +185,8 @@ class GroupLayout:
         text = [f"ragged_fsdp.layout/1 {self.ranks} {self.unit} {self.align} {self.shard_numel}"]
         text.append(str(self.lower_bound))
         for spec, start in zip(self.specs, self.offsets):
-            text.append(f"{len(spec.name)}:{spec.name} {spec.numel} {spec.block_numel} {start}")
+            tile = f" tiles {spec.tile}" if spec.tile else ""
+            text.append(f"{len(spec.name)}:{spec.name} {spec.numel} {spec.block_numel} {start}{tile}")
         return hashlib.sha256("\n".join(text).encode()).hexdigest()
 
     def local_range(self, index: int, rank: int) -> LocalRange:
@@ -198,7 +205,10 @@ class GroupLayout:
         return LocalRange(first - shard_first, first - start, end - first)
 
     def local_units(self, index: int) -> tuple[int, ...]:
-        """Blocks of tensor ``index`` on each rank; they sum to its block count."""
+        """Blocks of tensor ``index`` on each rank; they sum to its block count.
+
+        Where its last block is short, parts of blocks instead, all alike.
+        """
         spec, start, shard = self.specs[index], self.offsets[index], self.shard_numel
         if not spec.numel:
             return (0,) * self.ranks
@@ -207,7 +217,8 @@ class GroupLayout:
         inside = [spec.numel]
         if first < last:  # a head, whole shards, a tail
             inside = [(first + 1) * shard - start, *[shard] * (last - first - 1), end - last * shard]
-        blocks = (numel // spec.block_numel for numel in inside)
+        unit = math.gcd(spec.block_numel, spec.numel)
+        blocks = (numel // unit for numel in inside)
         return (*(0,) * first, *blocks, *(0,) * (self.ranks - last - 1))
 
     def alone(self, index: int, cells: int = 1) -> "GroupLayout":
@@ -215,13 +226,16 @@ class GroupLayout:
         spec = self.specs[index]
         if cells == 1 and len(self.specs) == 1:
             return self
-        one = TensorSpec(spec.name, spec.numel // cells, max(1, spec.block_numel // cells))
+        one = TensorSpec(spec.name, spec.numel // cells, max(1, spec.block_numel // cells), spec.tile)
         return GroupLayout(
             (one,), self.ranks, 1, self.shard_numel // cells, (self.offsets[index] // cells,), 0
         )
 
     def recut(self, ranks: int) -> "GroupLayout":
-        """The same buffer in ``ranks`` equal shards, whose borders may cut blocks; ``ranks`` divides ours."""
+        """The same buffer in ``ranks`` equal shards, whose borders may cut blocks; ``ranks`` divides ours.
+
+        Tiles are forgotten: with as many ranks it is where untiled tensors lie.
+        """
         specs = tuple(TensorSpec(spec.name, spec.numel) for spec in self.specs)
         return GroupLayout(specs, ranks, 1, self.buffer_numel // ranks, self.offsets, 0)
 

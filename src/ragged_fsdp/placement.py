@@ -13,6 +13,9 @@ leave (the *inner* tensor), so an interval never mixes with their cuts::
         row 4   | d d d d |  rank 3: 2 rows
         row 5   | d d d d |
 
+With ``tile`` the flattened order is that of the tensor's tiles (:class:`~ragged_fsdp.policy.Tiles`), and a
+move to or from another order also permutes.
+
 Transitions along one mesh dim, the other placements fixed (N elements in the inner tensor, m ranks,
 n and n' what a rank holds before and after):
 
@@ -20,6 +23,7 @@ n and n' what a rank holds before and after):
     from                 to                   operation                           elements received
     ===================  ===================  ==================================  ====================
     ragged               the same intervals   none (a view)                       0
+    ragged               other tiles          all-to-all, uneven splits           n' - what it held
     ragged               other ragged         all-to-all, uneven splits           n' - what it held
     ragged, even         Replicate            all-gather                          N - n
     ragged, uneven       Replicate            all-gather of padded pieces         m * max(n) - max(n)
@@ -61,12 +65,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.layout import GroupLayout, as_integer
-from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
+from ragged_fsdp.policy import Elements, Granularity, Rows, Tiles, Whole
 
 __all__ = [
     "RaggedShard",
@@ -94,6 +99,8 @@ class RaggedShard(Placement):
         local_units: how many units each rank of the mesh dim holds, in rank order, 0 allowed. One
             unit is ``numel / sum(local_units)`` elements of the inner tensor. Units are relative, so
             they are divided by their gcd: equal layouts compare equal.
+        tile: rows and columns of the tiles in whose order the elements lie; ``dims`` then covers all dims and
+            the local tensor is flat. None is row-major.
 
     ``RaggedShard`` may not stand before a ``Shard(d)`` with ``d < len(dims)``, or before another ragged
     placement: there the order of application would matter; use :class:`StridedRaggedShard`.
@@ -101,12 +108,16 @@ class RaggedShard(Placement):
 
     dims: tuple[int, ...]
     local_units: tuple[Any, ...]
+    tile: tuple[int, int] | None
 
-    def __init__(self, dims: int | Iterable[int], local_units: Iterable[Any]) -> None:
+    def __init__(
+        self, dims: int | Iterable[int], local_units: Iterable[Any], tile: tuple[int, int] | None = None
+    ) -> None:
         super().__init__()  # the pybind base is unusable without it
         self.dims = _checked_dims(type(self).__name__, dims)
         self.local_units = self._checked_units(local_units)
-        self._key = (type(self).__name__, self.dims, self.local_units)
+        self.tile = None if tile is None else _checked_tile(type(self).__name__, tile)
+        self._key = (type(self).__name__, self.dims, self.local_units, self.tile)
         self._hash = hash(self._key)
 
     def _checked_units(self, local_units: Iterable[Any]) -> tuple[Any, ...]:
@@ -128,7 +139,8 @@ class RaggedShard(Placement):
         Args:
             shape: of the inner tensor: what other placements leave of it.
             ranks: the size of the mesh dim.
-            granularity: ``Elements``, ``Rows``, ``Whole`` or a block shape; it must divide the tensor.
+            granularity: ``Elements``, ``Rows``, ``Whole``, ``Tiles`` or a block shape; all but tiles must
+                divide the tensor.
         """
         return cls.by_weights(shape, (1,) * _checked_ranks(cls.__name__, ranks), granularity)
 
@@ -141,7 +153,13 @@ class RaggedShard(Placement):
     ) -> RaggedShard:
         """Whole blocks of ``granularity`` in proportion to ``weights``, one per rank; see :meth:`even`."""
         shape, block = checked_shape(shape), block_numel(shape, granularity)
-        return cls(ragged_dims(shape, block), _apportion(math.prod(shape) // block, weights))
+        numel = math.prod(shape)
+        if not isinstance(granularity, Tiles):
+            return cls(ragged_dims(shape, block), _apportion(numel // block, weights))
+        ends = [min(numel, end * block) for end in accumulate(_apportion(-(-numel // block), weights))]
+        counts = [end - begin for begin, end in pairwise([0, *ends])]
+        tile = (granularity.rows, granularity.columns)
+        return cls(range(len(shape)), counts if numel else (1,) * len(counts), tile)
 
     @classmethod
     def on_one_rank(cls, shape: Sequence[int], ranks: int, root: int) -> RaggedShard:
@@ -159,11 +177,12 @@ class RaggedShard(Placement):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # pybind objects have no pickle, and no copy, of their own
-        return type(self), (self.dims, self.local_units)
+        return type(self), (self.dims, self.local_units, self.tile)
 
     def __repr__(self) -> str:
         # no address: it enters compile cache keys
-        return f"{type(self).__name__}(dims={self.dims}, local_units={self.local_units})"
+        tile = "" if self.tile is None else f", tile={self.tile}"
+        return f"{type(self).__name__}(dims={self.dims}, local_units={self.local_units}{tile})"
 
     __str__ = __repr__
 
@@ -210,13 +229,16 @@ def block_numel(shape: Sequence[int], granularity: Granularity | BlockShape) -> 
     """Elements in one block of a tensor of ``shape``; raises unless whole blocks make up the tensor.
 
     A block shape is completed to whole rows, so that the block is contiguous: ``(32, 32)`` in a
-    matrix of 128 columns means 32 rows, 4096 elements. Its leading 1s keep it inside one index.
+    matrix of 128 columns means 32 rows, 4096 elements. Its leading 1s keep it inside one index. Tiles may
+    leave a last block that is shorter.
     """
     shape = checked_shape(shape)
+    if isinstance(granularity, Tiles):
+        return granularity.block_numel(shape)
     if isinstance(granularity, (Elements, Rows, Whole)):
         block = granularity.block_numel(shape)
     else:
-        what = "granularity must be Elements, Rows, Whole or a block shape, whose sizes"
+        what = "granularity must be Elements, Rows, Whole, Tiles or a block shape, whose sizes"
         block = _block_shape_numel(shape, _integers(what, granularity))
     numel = math.prod(shape)
     if numel % block:
@@ -240,6 +262,8 @@ def legal_granularity(
         granularity: ``Elements``, ``Rows``, ``Whole`` or a block shape; it must divide the tensor.
         placements: those beside the ragged one.
     """
+    if isinstance(granularity, Tiles):
+        raise TypeError(f"legal_granularity: {granularity} need no larger block; use StridedRaggedShard.")
     shape, block = checked_shape(shape), block_numel(shape, granularity)
     for placement in placements:
         if not isinstance(placement, Placement):
@@ -284,6 +308,10 @@ def placement_from_layout(
             f"{spec.name}: shape {shape} has {math.prod(shape)} elements, layout has {spec.numel}."
         )
     kind = StridedRaggedShard if strided else RaggedShard
+    if spec.tile is not None:
+        return kind(
+            range(len(shape)), layout.local_units(index) if spec.numel else (1,) * layout.ranks, spec.tile
+        )
     if not spec.numel:  # an empty tensor lies nowhere; any units describe it
         return kind(ragged_dims(shape, 1), (1,) * layout.ranks)
     blocks = layout.local_units(index)
@@ -332,6 +360,13 @@ def _checked_tuple(kind: str, units: Iterable[Any]) -> Units:
     if any(u < 0 for u in given):
         raise ValueError(f"{kind}: local_units must not be negative, got {given}.")
     return given
+
+
+def _checked_tile(kind: str, tile: Any) -> tuple[int, int]:
+    given = _integers(f"{kind}: tile", tile)
+    if len(given) != 2 or any(size < 1 for size in given):
+        raise ValueError(f"{kind}: tile must be (rows, columns), both at least 1, got {given}.")
+    return given[0], given[1]
 
 
 def _reduced(units: Units) -> Units:

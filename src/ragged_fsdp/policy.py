@@ -1,16 +1,27 @@
 """Granularity of a parameter: how much of it must stay together on one rank.
 
 A policy answers one question: how many elements make one block of a tensor of a given shape.
-It is torch-free and hashable, so that every rank computes the same plan from it. :class:`BlockCodes` says
-what of a parameter travels.
+It is torch-free and hashable, so that every rank computes the same plan from it. :class:`Tiles` also says in
+which order the elements lie, :class:`BlockCodes` what of a parameter travels.
 """
 
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-__all__ = ["BlockCodes", "Elements", "Granularity", "Rows", "Whole", "parse_codes", "parse_granularity"]
+__all__ = [
+    "BlockCodes",
+    "Elements",
+    "Granularity",
+    "Rows",
+    "TileKind",
+    "Tiles",
+    "Whole",
+    "parse_codes",
+    "parse_granularity",
+]
 
 
 def _positive(kind: str, count: int) -> None:
@@ -65,7 +76,118 @@ class Whole:
         return max(1, math.prod(shape))
 
 
-Granularity = Elements | Rows | Whole
+@dataclass(frozen=True)
+class TileKind:
+    """The tiles of one size of a tensor: a part of its rows and columns, stored as column panels.
+
+    A panel is ``tile_columns`` wide and as high as the part, over all leading dims; it is contiguous and
+    row-major, so each tile is a run of it.
+    """
+
+    start: int
+    """Where the first of them begins in the stored order."""
+    numel: int
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+    tile_rows: int
+    tile_columns: int
+
+    @property
+    def tile_numel(self) -> int:
+        """Elements of a tile."""
+        return self.tile_rows * self.tile_columns
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tiles of ``rows`` x ``columns`` over the last two dims, each stored as one run: no tile is cut.
+
+    The elements lie in another order than row-major, a permutation of them: column panels as wide as a
+    tile, one after the other. Where the tile does not divide a dim the edge has smaller tiles, which come
+    last::
+
+        (5, 5) in tiles of 2 x 2       a a c c e
+                                       a a c c e       stored: aaaa bbbb | cccc dddd | ee EE | ff | gg | h
+                                       b b d d E
+                                       b b d d E
+                                       f f g g h
+
+    Leading dims, such as those of fused experts, are a part of a panel: its rows are those of all matrices.
+    """
+
+    rows: int = 128
+    columns: int = 128
+
+    def __post_init__(self) -> None:
+        _positive("Tiles", self.rows)
+        _positive("Tiles", self.columns)
+
+    def kinds(self, shape: Sequence[int]) -> tuple[TileKind, ...]:
+        """The tiles of a tensor by size, in the stored order: whole ones, right edge, lower edge, corner."""
+        return _tile_kinds(self, tuple(shape))
+
+    def panels(self, shape: Sequence[int]) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """The stored order of a tensor as boxes (offsets, sizes), one behind the other, each row-major."""
+        lead = tuple(shape[:-2])
+        return tuple(
+            ((*(0,) * len(lead), kind.first_row, column), (*lead, kind.rows, kind.tile_columns))
+            for kind in self.kinds(shape)
+            for column in range(kind.first_column, kind.first_column + kind.columns, kind.tile_columns)
+        )
+
+    def block_numel(self, shape: Sequence[int]) -> int:
+        """Elements in one block of a tensor of ``shape``: no multiple of it falls inside a tile.
+
+        That is a tile where the smaller tiles of the edges fill whole ones; otherwise some tiles, so many
+        that all edges lie in the last block, which may be shorter than the others.
+        """
+        return _tiled_block(self, tuple(shape))
+
+
+@lru_cache(maxsize=4096)
+def _tile_kinds(tiles: Tiles, shape: tuple[int, ...]) -> tuple[TileKind, ...]:
+    if len(shape) < 2:
+        raise ValueError(f"{tiles}: tiles need a tensor of two dims or more, got shape {shape}.")
+    if not math.prod(shape):
+        return ()
+    parts = []
+    for size, tile in zip(shape[-2:], (tiles.rows, tiles.columns)):
+        tile = min(tile, size)
+        whole = size // tile * tile
+        parts.append([part for part in ((0, whole, tile), (whole, size - whole, size - whole)) if part[1]])
+    kinds: list[TileKind] = []
+    start = 0
+    for first_row, rows, tile_rows in parts[0]:
+        for first_column, columns, tile_columns in parts[1]:
+            numel = math.prod(shape[:-2]) * rows * columns
+            kind = TileKind(start, numel, first_row, rows, first_column, columns, tile_rows, tile_columns)
+            kinds.append(kind)
+            start += numel
+    return tuple(kinds)
+
+
+@lru_cache(maxsize=4096)
+def _tiled_block(tiles: Tiles, shape: tuple[int, ...]) -> int:
+    kinds = _tile_kinds(tiles, shape)
+    if not kinds:
+        return 1
+    tile, whole, numel = kinds[0].tile_numel, kinds[0].numel, math.prod(shape)
+
+    def cut(kind: TileKind) -> bool:
+        """Whether a multiple of a whole tile may fall inside one of these."""
+        inside_one = kind.start // tile == (kind.start + kind.numel - 1) // tile
+        return not inside_one and bool(tile % kind.tile_numel or kind.start % kind.tile_numel)
+
+    if not any(cut(kind) for kind in kinds):
+        return tile
+    count = whole // tile
+    together = (k for k in range(1, count + 1) if count % k == 0 and k * tile >= numel - whole)
+    return next(together, 0) * tile or numel
+
+
+Granularity = Elements | Rows | Whole | Tiles
 
 _CODES = ("int8", "float8_e4m3fn")
 
@@ -106,14 +228,18 @@ class BlockCodes:
 
 
 _TEXT = re.compile(r"(?P<before>\d*)(?P<unit>rows?|elements?|whole)(?::(?P<after>\d+))?")
+_TILES_TEXT = re.compile(r"tiles(?::(?P<rows>\d+)x(?P<columns>\d+))?")
 
 
 def parse_granularity(text: str) -> Granularity:
-    """A granularity as commands and settings write it: ``32rows`` or ``rows:32``, ``256elements``, ``whole``.
+    """A granularity as text: ``32rows`` or ``rows:32``, ``256elements``, ``tiles:128x128``, ``whole``.
 
     Raises:
         ValueError: for any other text, with what was expected.
     """
+    tiles = _TILES_TEXT.fullmatch(text)
+    if tiles is not None and "0" not in (tiles["rows"], tiles["columns"]):
+        return Tiles(int(tiles["rows"] or 128), int(tiles["columns"] or 128))
     match = _TEXT.fullmatch(text)
     counts = [count for count in (match["before"], match["after"]) if count] if match else []
     if (
@@ -123,7 +249,8 @@ def parse_granularity(text: str) -> Granularity:
         or (counts and not int(counts[0]))
     ):
         raise ValueError(
-            f"granularity {text!r}: expected 32rows or rows:32, 256elements or elements:256, or whole."
+            f"granularity {text!r}: expected 32rows or rows:32, 256elements or elements:256, tiles:128x128, "
+            "or whole."
         )
     if match["unit"] == "whole":
         return Whole()

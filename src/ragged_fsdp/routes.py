@@ -32,6 +32,7 @@ __all__ = [
     "Region",
     "Route",
     "Shared",
+    "boxes_between",
     "chunk_bounds",
     "chunk_of_chunks",
     "flat_boxes",
@@ -107,6 +108,19 @@ def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     lo, hi = first + bool(head), last + 1 - bool(rear)
     whole: list[Box] = [((lo, *(0 for _ in tail)), (hi - lo, *tail))] if lo < hi else []
     return head + whole + rear
+
+
+def boxes_between(panels: Iterable[Box], start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of row-major panels that lie one behind the other, as boxes in order."""
+    boxes: list[Box] = []
+    begin = 0
+    for offsets, sizes in panels:
+        numel = math.prod(sizes)
+        low, high = max(start - begin, 0), min(stop - begin, numel)
+        for inside, extent in flat_boxes(sizes, low, high):
+            boxes.append((tuple(map(sum, zip(offsets, inside))), extent))
+        begin += numel
+    return boxes
 
 
 @dataclass(frozen=True)

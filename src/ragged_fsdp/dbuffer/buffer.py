@@ -52,7 +52,8 @@ from ragged_fsdp.dtensor import ragged_spec, wrap_local
 from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.placement import block_numel, placement_from_layout
 from ragged_fsdp.planner import plan_group
-from ragged_fsdp.policy import Elements, Granularity
+from ragged_fsdp.policy import Elements, Granularity, Tiles
+from ragged_fsdp.tiling import tiled, untiled
 from ragged_fsdp.torch_internals import local_of, storage_id
 
 __all__ = ["DBuffer"]
@@ -174,8 +175,10 @@ class DBuffer:
         """
         blocks = {} if granularity is None else granularity
         dtype = check_group(tensors, blocks, mesh)
+        kinds = {name: blocks.get(name, Elements()) for name in tensors}
+        tiles = {n: (kind.rows, kind.columns) for n, kind in kinds.items() if isinstance(kind, Tiles)}
         specs = tuple(
-            TensorSpec(name, tensor.numel(), block_numel(tensor.shape, blocks.get(name, Elements())))
+            TensorSpec(name, tensor.numel(), block_numel(tensor.shape, kinds[name]), tiles.get(name))
             for name, tensor in tensors.items()
         )
         align = max(1, _ALIGN_BYTES // dtype.itemsize)
@@ -184,7 +187,8 @@ class DBuffer:
         buffer.zero_()
         for index, tensor in enumerate(tensors.values()):
             part = layout.local_range(index, buffer.rank)
-            flat = tensor.detach().reshape(-1)[part.tensor_start : part.tensor_start + part.numel]
+            flat = tiled(tensor.detach(), specs[index].tile)
+            flat = flat[part.tensor_start : part.tensor_start + part.numel]
             buffer.tensor(index).view(-1).copy_(flat)
         return buffer
 
@@ -272,7 +276,10 @@ class DBuffer:
 
     @cached_property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The tensors, or this rank's part of each: views at addresses that never change."""
+        """The tensors, or this rank's part of each: views at addresses that never change.
+
+        One that lies in the order of its tiles is flat here, whole or not.
+        """
         slots = math.prod(map(self.mesh.size, self._whole_levels))
         if not self.is_sharded and slots < self.ranks:
             raise ValueError(
@@ -287,7 +294,10 @@ class DBuffer:
         return self.tensors[index]
 
     def dtensor(self, index: int, *, requires_grad: bool = False) -> DTensor:
-        """One tensor as a DTensor over the mesh: ragged where the buffer is sharded."""
+        """One tensor as a DTensor over the mesh: ragged where the buffer is sharded.
+
+        Of a whole one that lies in the order of its tiles it is a copy in the ordinary order.
+        """
         self._check_live("dtensor")
         placements = list(self.placements)
         if self.is_sharded:
@@ -295,7 +305,10 @@ class DBuffer:
                 raise ValueError(f"DBuffer: no DTensor is ragged over {len(self.levels)} mesh dims at once.")
             placements[self._ragged_dim] = self._ragged(index)
         spec = ragged_spec(self.mesh, tuple(placements), self.shapes[index], self.dtypes[index])
-        return wrap_local(self.tensors[index], spec, requires_grad=requires_grad)
+        local = self.tensors[index]
+        if not self.is_sharded:
+            local = untiled(local, self.shapes[index], self.layout.specs[index].tile)
+        return wrap_local(local, spec, requires_grad=requires_grad)
 
     # -- memory ----------------------------------------------------------------------------------
 
@@ -469,7 +482,10 @@ class DBuffer:
         dtype = self.dtypes[index]
         if not self.is_sharded:
             start = self.offset_bytes + self.layout.offsets[index] * self.cell_bytes
-            return self.storage.tensor(start, self.shapes[index], dtype)
+            shape = self.shapes[index]
+            if self.layout.specs[index].tile is not None:
+                shape = torch.Size((shape.numel(),))
+            return self.storage.tensor(start, shape, dtype)
         part = self.layout.local_range(index, self.rank)
         numel = part.numel * self.cell_bytes // dtype.itemsize
         row = self.shapes[index][len(self._ragged(index).dims) :]

@@ -185,6 +185,8 @@ def _run(op: Any, tensor: DTensor, model: torch.Tensor) -> DTensor:
     layout, own = ragged_layout(tensor), local_of(tensor)
     if model.shape == tensor.shape:
         return wrap_local(own.view(layout.local_shape), spec_of(tensor))
+    if layout.tile is not None:
+        raise refusal(op, tensor, "in the order of tiles another shape is no view")
     if not model.is_contiguous():
         raise refusal(op, tensor, "its result is not one run of the flat order")
     if outer_mesh_dims(tensor.placements):
@@ -210,7 +212,7 @@ def draw(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refusal(op, tensor, "its random numbers do not correspond to elements")
     if in_place and any(p.is_partial() for p in tensor.placements):
         raise refusal(op, tensor, "it would be written before its pending reduction")
-    sharded = bool(outer_mesh_dims(tensor.placements))
+    sharded = bool(outer_mesh_dims(tensor.placements)) or ragged_layout(tensor).tile is not None
     if local.is_meta:
         drawn = op(local, *args[1:], **kwargs)
     elif op in _CHUNKABLE and local.device.type == "cpu" and not sharded:

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.placement import RaggedShard, checked_shape
-from ragged_fsdp.routes import Box, chunk_of_chunks, flat_boxes, starts_of
+from ragged_fsdp.policy import Tiles
+from ragged_fsdp.routes import Box, boxes_between, chunk_of_chunks, starts_of
 from ragged_fsdp.torch_internals import DTensorSpec, StridedShard, TensorMeta, spec_of
 
 __all__ = [
@@ -52,8 +53,8 @@ class RaggedLayout:
     """One ragged tensor as a rank sees it, in elements.
 
     The *inner* tensor is what the other placements leave on this rank; the ragged placement splits
-    its flattened elements into one interval per rank of ``mesh_dim``. ``counts`` and ``starts`` are
-    those intervals, ``index`` is this rank's place among them.
+    its flattened elements, in the order of ``tile``s if it has them, into one interval per rank of
+    ``mesh_dim``. ``counts`` and ``starts`` are those intervals, ``index`` is this rank's place among them.
     """
 
     mesh_dim: int
@@ -63,6 +64,7 @@ class RaggedLayout:
     starts: tuple[int, ...]
     index: int
     rest: Shape
+    tile: tuple[int, int] | None = None
 
     @property
     def numel(self) -> int:
@@ -106,11 +108,24 @@ class RaggedLayout:
 
     def boxes_of(self, index: int) -> list[Box]:
         """The boxes of the rank ``index`` of the mesh dim."""
-        start = self.starts[index]
+        start, shape = self.starts[index], self.inner_shape
+        panels = Tiles(*self.tile).panels(shape) if self.tile else (((0,) * len(shape), shape),)
         return [
             (tuple(o + base for o, base in zip(offsets, self.inner_offset)), sizes)
-            for offsets, sizes in flat_boxes(self.inner_shape, start, start + self.counts[index])
+            for offsets, sizes in boxes_between(panels, start, start + self.counts[index])
         ]
+
+    def own_views(self, inner: torch.Tensor) -> list[torch.Tensor]:
+        """What this rank holds of the inner tensor, as views in the order of the local tensor."""
+        if self.tile is None:
+            return [inner.reshape(-1)[self.start : self.stop]]
+        views = []
+        for offsets, sizes in self.boxes():
+            view = inner
+            for dim, (offset, base, size) in enumerate(zip(offsets, self.inner_offset, sizes)):
+                view = view.narrow(dim, offset - base, size)
+            views.append(view)
+        return views
 
 
 def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
@@ -268,9 +283,8 @@ def compute_layout(
             f"{ragged}: pieces of {counts} elements cut through the dims {rest} after dims={ragged.dims} of "
             f"shape {inner_shape}; make pieces multiples of {row} or add dims."
         )
-    return RaggedLayout(
-        mesh_dim, inner_shape, inner_offset, counts, starts_of(counts), coordinate[mesh_dim], rest
-    )
+    starts, index = starts_of(counts), coordinate[mesh_dim]
+    return RaggedLayout(mesh_dim, inner_shape, inner_offset, counts, starts, index, rest, ragged.tile)
 
 
 def check_placements(shape: Shape, mesh_shape: Shape, placements: Any) -> None:
@@ -296,6 +310,8 @@ def _checked_ragged_dim(shape: Shape, mesh_shape: Shape, placements: tuple[Place
         _check_outer_rows(shape, mesh_shape, placements, found[1], ragged)
     if len(ragged.dims) > len(shape) or (shape and not ragged.dims):
         raise ValueError(f"{ragged}: dims must be a non-empty prefix of the dims of shape {shape}.")
+    if ragged.tile is not None and (len(shape) < 2 or len(ragged.dims) != len(shape)):
+        raise ValueError(f"{ragged}: tiles need two dims or more, and dims of all of them; shape {shape}.")
     for mesh_dim, other in enumerate(placements):
         if isinstance(other, StridedShard):
             raise ValueError(f"{ragged} beside {other}: only Shard, Replicate and Partial compose with it.")
@@ -317,7 +333,7 @@ def _check_outer_rows(
     outer: Any = placements[mesh_dim]
     if type(inner) is RaggedShard:
         raise ValueError(f"{inner} before {outer} would cut dim 0 twice; use StridedRaggedShard first.")
-    if type(outer) is not RaggedShard or outer.dims != (0,):
+    if type(outer) is not RaggedShard or outer.dims != (0,) or outer.tile is not None:
         raise ValueError(f"{outer} after {inner} must be a RaggedShard of whole rows, dims=(0,).")
     if len(outer.local_units) != mesh_shape[mesh_dim]:
         raise ValueError(

@@ -37,7 +37,7 @@ from ragged_fsdp.torch_internals import (
 __all__ = ["REPLACEMENTS", "install"]
 
 _KINDS = (RaggedShard, StridedRaggedShard)
-_MEMBERS = ("is_shard", "is_partial", "is_replicate", "__eq__", "dims", "local_units")  # for dynamo
+_MEMBERS = ("is_shard", "is_partial", "is_replicate", "__eq__", "dims", "local_units", "tile")  # for dynamo
 _RANDOM: dict[Any, Any] = {torch.rand: DTensor.uniform_, torch.randn: DTensor.normal_}
 
 # Captured before install() replaces the names.

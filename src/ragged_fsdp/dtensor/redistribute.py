@@ -32,6 +32,7 @@ from ragged_fsdp.dtensor.geometry import (
 )
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.routes import HopKind, Part, Region, Route, chunk_of_chunks, overlap, plan_route
+from ragged_fsdp.tiling import tiled, untiled
 from ragged_fsdp.torch_internals import (
     AsyncCollectiveTensor,
     DTensorSpec,
@@ -132,11 +133,13 @@ def _move(
 
 
 def _only_intervals(current: DTensorSpec, target: DTensorSpec, mesh_dim: int) -> bool:
-    """Whether nothing but ``mesh_dim`` changes, and there the inner tensor is whole or ragged."""
+    """Whether nothing but ``mesh_dim`` changes, and there the inner tensor is whole or in one order."""
     if any(isinstance(p, RaggedShard) for d, p in enumerate(current.placements) if d != mesh_dim):
         return False  # without the one at mesh_dim the other would be what is_ragged means
     before, after = current.placements[mesh_dim], target.placements[mesh_dim]
     if not all(p.is_replicate() or isinstance(p, RaggedShard) for p in (before, after)):
+        return False
+    if isinstance(before, RaggedShard) and isinstance(after, RaggedShard) and before.tile != after.tile:
         return False
     return target.placements == _replaced(current, mesh_dim, after).placements
 
@@ -151,10 +154,12 @@ def _between_intervals(
     """
     if not is_ragged(current):  # a copy: who writes into a piece never writes into what it was cut from
         goal = ragged_layout(target)
-        return local.reshape(-1)[goal.start : goal.stop].clone().view(goal.local_shape)
+        own = [view.reshape(-1) for view in goal.own_views(local)]
+        return (own[0].clone() if len(own) == 1 else _joined(local, own)).view(goal.local_shape)
     source, group = ragged_layout(current), (current.mesh, mesh_dim)
     if not is_ragged(target):
-        return _gathered(local.reshape(-1), source.counts, group, async_op).view(source.inner_shape)
+        flat = _gathered(local.reshape(-1), source.counts, group, async_op and source.tile is None)
+        return untiled(flat, source.inner_shape, source.tile)
     goal = ragged_layout(target)
     if source.counts == goal.counts:
         return local.reshape(goal.local_shape)
@@ -188,11 +193,11 @@ def _scattered(
     ragged = _replaced(current, mesh_dim, target.placements[mesh_dim])
     ranks, longest = len(layout.counts), max(layout.counts)
     if ranks == 1 or not longest:
-        return inner.reshape(layout.local_shape), ragged
+        return tiled(inner, layout.tile).view(layout.local_shape), ragged
     if _very_uneven(layout.counts):
         reduced = reduce_value(partial, inner, current.mesh, mesh_dim)
         return _wait(reduced), _replaced(current, mesh_dim, Replicate())
-    flat = inner.reshape(-1)
+    flat = tiled(inner, layout.tile)
     if not layout.even:
         padded = flat.new_zeros(ranks, longest)
         for rank, (start, count) in enumerate(zip(layout.starts, layout.counts)):
@@ -211,7 +216,7 @@ def _partial_from_ragged(local: torch.Tensor, partial: Partial, layout: RaggedLa
     scale = len(layout.counts) if partial.reduce_op == "avg" else 1
     flat = local.new_zeros(layout.inner_numel)
     flat[layout.start : layout.stop] = local.reshape(-1) * scale
-    return flat.view(layout.inner_shape)
+    return untiled(flat, layout.inner_shape, layout.tile)
 
 
 def _exchange(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:

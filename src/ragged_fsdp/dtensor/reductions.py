@@ -154,7 +154,10 @@ def _along_dims(
         local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
     else:
         filled = own.new_full(layout.inner_shape, combine.identity(own.dtype))
-        filled.view(-1)[layout.start : layout.stop] = own.reshape(-1)
+        position, flat = 0, own.reshape(-1)
+        for view in layout.own_views(filled):
+            view.copy_(flat[position : position + view.numel()].view(view.shape))
+            position += view.numel()
         local = reduce(filled, reduced, keepdim)
 
     def after(mesh_dim: int, placement: Placement) -> Placement:

@@ -193,6 +193,8 @@ def whole_blocks(grid: BlockGrid) -> LocalBlocks:
 def _blocks_at(
     grid: BlockGrid, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> LocalBlocks | None:
+    if any(getattr(placement, "tile", None) for placement in placements):
+        return None  # elements lie in the order of tiles, which these blocks do not know
     offset, size = shard_box(grid.shape, mesh_shape, coordinate, placements)
     start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, placements)
     return _blocks_of(grid, offset, size, start, stop)

@@ -151,9 +151,10 @@ def _groups(model: nn.Module) -> Iterator[ParamGroup]:
 
 
 def _is_flat(group: ParamGroup) -> bool:
-    """Whether a rank's part of each parameter is a run of its elements."""
+    """Whether a rank's part of each parameter is a run of its elements, in row-major order."""
     whole = all(param.inner_spec is None for param in group.params)
-    return whole and isinstance(group.main, MainShard) and not isinstance(group.plan, ChunkPlan)
+    in_rows = not any(spec.tile for spec in group.plan.layout.specs)
+    return whole and in_rows and isinstance(group.main, MainShard) and not isinstance(group.plan, ChunkPlan)
 
 
 def _cell_bytes(group: ParamGroup, sent: Sequence[torch.dtype]) -> int | None:

@@ -21,7 +21,7 @@ from ragged_fsdp.fsdp.construct.call import Agreement, collect
 from ragged_fsdp.fsdp.parts.members import ManagedParam
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
-from ragged_fsdp.policy import Elements
+from ragged_fsdp.policy import Elements, Granularity, Tiles
 from ragged_fsdp.torch_internals import local_of, set_local, spec_of
 
 __all__ = ["cut_again"]
@@ -108,11 +108,12 @@ def _inner(param: ManagedParam, data_dims: int, changed: Sequence[Placement] | N
 
 def _same_blocks(groups: Sequence[ParamGroup]) -> Any:
     """A policy that asks for the blocks that parameters were planned with: the user's may know objects."""
-    blocks: dict[str, Elements] = {}
+    blocks: dict[str, Granularity] = {}
     for group in groups:
         plan = group.plan
         for name, spec, item in zip(plan.names, plan.layout.specs, plan.item_bytes):
-            blocks[name] = Elements(spec.block_numel * plan.cell_bytes // item)
+            elements = Elements(spec.block_numel * plan.cell_bytes // item)
+            blocks[name] = elements if spec.tile is None else Tiles(*spec.tile)
     return lambda name, param: blocks[name]
 
 

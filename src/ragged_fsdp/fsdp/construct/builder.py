@@ -18,6 +18,7 @@ from ragged_fsdp.fsdp.construct.call import Managed, Options
 from ragged_fsdp.fsdp.construct.network import Network, Route
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
+from ragged_fsdp.fsdp.gather.tiled import Tiled
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
 from ragged_fsdp.fsdp.parts.members import MainShard, ManagedParam, RowPieces, pins_memory
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
@@ -38,7 +39,7 @@ from ragged_fsdp.fsdp.parts.plan import (
 )
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.placement import block_numel
-from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole
+from ragged_fsdp.policy import BlockCodes, Elements, Granularity, Rows, Tiles, Whole
 
 __all__ = ["Draft", "GroupBuilder"]
 
@@ -58,6 +59,8 @@ class _Choice:
     """What travels instead of values."""
     split_off: bool = False
     """Whether frozen and trainable parameters of its group were given buffers of their own."""
+    tile: tuple[int, int] | None = None
+    """Rows and columns of the tiles in whose order the elements lie; None is row-major."""
 
     @cached_property
     def transport(self) -> type[Any]:
@@ -66,6 +69,8 @@ class _Choice:
             return Extensions
         if self.codes is not None:
             return Codes
+        if self.tile is not None:
+            return Tiled
         return InPlace if self.shard_dim is None else Chunks
 
 
@@ -95,7 +100,8 @@ class GroupBuilder:
         alike: dict[Any, list[_Choice]] = {}
         for param in self.managed.params:
             choice = self._checked_choice(param)
-            dtype = param.dtype if choice.codes else None  # codes are decoded into a buffer of one dtype
+            # codes are decoded, and tiles untiled, into a buffer of one dtype
+            dtype = param.dtype if choice.codes or choice.tile else None
             alike.setdefault((choice.mesh.key(), choice.transport, dtype), []).append(choice)
         return [self._draft(part) for choices in alike.values() for part in self._split(choices)]
 
@@ -203,8 +209,20 @@ class GroupBuilder:
         mesh, placement, explicit = self._placement_choice(param)
         mesh.check_spmd(param, name)
         shapes = outer_shapes(param)
-        block = self._policy_block(name, param, shapes)
+        granularity = self._granularity(name, param, shapes)
+        if isinstance(granularity, Tiles) and not mesh.shards:
+            granularity = None  # every rank has all of it, in rows
+        block = self._policy_block(name, granularity, shapes)
         codes = self._codes(name, param, shapes)
+        if isinstance(granularity, Tiles):
+            if placement is not None and explicit:
+                raise ValueError(
+                    f"{name}: {granularity} and shard_placement_fn {placement} exclude each other."
+                )
+            if codes is not None:
+                raise NotImplementedError(f"{name}: {codes} of a parameter in {granularity}.")
+            tile = (granularity.rows, granularity.columns)
+            return _Choice(managed, mesh, block or 1, None, codes, tile=tile)
         if codes is not None:
             block = math.lcm(block or 1, block_numel(shapes[0], codes.granularity))
         if placement is None:
@@ -244,16 +262,36 @@ class GroupBuilder:
                 )
         return made
 
-    def _policy_block(self, name: str, param: nn.Parameter, shapes: Sequence[tuple[int, ...]]) -> int | None:
-        """Elements of the blocks the policy asks for; None where it asks for nothing."""
+    def _granularity(
+        self, name: str, param: nn.Parameter, shapes: Sequence[tuple[int, ...]]
+    ) -> Granularity | None:
+        """What the policy asks for."""
         policy = self.options.orig_param_policy
         granularity = policy(name, param) if policy is not None else None
+        if granularity is not None and not isinstance(granularity, (Elements, Rows, Whole, Tiles)):
+            raise TypeError(
+                f"{name}: orig_param_policy must return Elements, Rows, Tiles, Whole or None, "
+                f"got {granularity!r}."
+            )
+        if isinstance(granularity, Tiles):
+            if is_extended(param):
+                kind = type(param.data).__name__
+                raise NotImplementedError(
+                    f"{name}: a {kind} gathers itself by rows; it has no {granularity}."
+                )
+            if len(set(shapes)) > 1:
+                raise NotImplementedError(
+                    f"{name}: {granularity} of a dim that is cut unevenly, into {shapes}."
+                )
+        return granularity
+
+    @staticmethod
+    def _policy_block(
+        name: str, granularity: Granularity | None, shapes: Sequence[tuple[int, ...]]
+    ) -> int | None:
+        """Elements of the blocks that a granularity asks for; None where there is none."""
         if granularity is None:
             return None
-        if not isinstance(granularity, (Elements, Rows, Whole)):
-            raise TypeError(
-                f"{name}: orig_param_policy must return Elements, Rows, Whole or None, got {granularity!r}."
-            )
         try:
             blocks = [block_numel(shape, granularity) for shape in shapes if math.prod(shape)]
         except ValueError as error:
@@ -320,6 +358,7 @@ class GroupBuilder:
             [param.dtype for param in params],
             self.options.mp_policy.param_dtype,
             choices[0].split_off,
+            [choice.tile for choice in choices],
         )
 
     @torch.no_grad()

@@ -17,7 +17,7 @@ owns the memory in between:
     =========  ==============  ===================================================================
 
 :class:`InPlace` is the default: one buffer whose slots are the ranks' shards, and one
-:meth:`~ragged_fsdp.DBuffer.redistribute`. The others are in ``codes.py`` and ``packed.py``.
+:meth:`~ragged_fsdp.DBuffer.redistribute`. The others are in ``codes.py``, ``packed.py`` and ``tiled.py``.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class InPlace:
 
     def __init__(self, members: Members) -> None:
         self.members = members
+        self.layout = members.plan.layout
+        """Where the gathered parameters lie."""
         self.parking: Parking | None = None
         self.weight: DBuffer | None = None
         """Gathered weights in the compute dtypes; its storage comes and goes."""
@@ -93,7 +95,7 @@ class InPlace:
         if self.weight is not None and self.weight.dtypes == dtypes:
             return
         self.weight = DBuffer(
-            plan.layout,
+            self.layout,
             plan.shapes,
             members.mesh.mesh,
             (Replicate(),) * members.mesh.mesh.ndim,
@@ -158,12 +160,15 @@ class InPlace:
             with explain_failure("all-gather", members.label, members.mesh.shard_group):
                 out.wait()
         if self._staged is not None:
-            weight.flat.copy_(self._staged.flat)
+            self._unstage(weight, self._staged)
             if self.parking is not None:
                 self.parking.forget(self._staged)  # else it would stay allocated until the next forward
             self._staged = None
         if self.parking is not None:
             self.parking.kept = None
+
+    def _unstage(self, weight: DBuffer, staged: DBuffer) -> None:
+        weight.flat.copy_(staged.flat)
 
     def release(self) -> None:
         """Free the buffer's memory, unless it must keep its address."""

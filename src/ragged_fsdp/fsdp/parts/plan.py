@@ -35,6 +35,8 @@ from ragged_fsdp.dtensor.geometry import shard_box
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
 from ragged_fsdp.placement import ragged_dims
 from ragged_fsdp.planner import plan_buffers, plan_group, split_trainable
+from ragged_fsdp.policy import Tiles
+from ragged_fsdp.routes import boxes_between
 from ragged_fsdp.torch_internals import StridedShard, local_of
 
 __all__ = [
@@ -92,8 +94,17 @@ class GroupPlan:
 
     def local_part(self, index: int, rank: int, whole: torch.Tensor) -> torch.Tensor:
         """The flat part on ``rank`` of tensor ``index``, given all of it."""
-        part = self.local_range(index, rank)
-        return whole.view(-1)[part.tensor_start : part.tensor_start + part.numel]
+        part, tile = self.local_range(index, rank), self.tile(index)
+        start, stop = part.tensor_start, part.tensor_start + part.numel
+        if tile is None:
+            return whole.view(-1)[start:stop]
+        boxes = boxes_between(Tiles(*tile).panels(whole.shape), start, stop)
+        parts = [whole[tuple(slice(o, o + s) for o, s in zip(*box))].reshape(-1) for box in boxes]
+        return torch.cat(parts) if parts else whole.new_empty(0)
+
+    def tile(self, index: int) -> tuple[int, int] | None:
+        """Rows and columns of the tiles in whose order tensor ``index`` lies; None is row-major."""
+        return self.layout.specs[index].tile
 
     def tensor_layout(self, index: int) -> GroupLayout:
         """The layout of one tensor alone, in its elements."""
@@ -104,6 +115,7 @@ class GroupPlan:
         """One line per tensor and the layout's digest: what ranks must agree on."""
         lines = [
             f"{name} {shape} {dtype} block {spec.block_numel * self.cell_bytes // item}"
+            + (f" tiles {spec.tile}" if spec.tile else "")
             for name, shape, dtype, item, spec in zip(
                 self.names, self.shapes, self.dtypes, self.item_bytes, self.layout.specs
             )
@@ -131,6 +143,8 @@ class GroupTensors:
     param_dtype: torch.dtype | None
     split_off: bool = False
     """Whether frozen tensors of the group have a buffer of their own."""
+    tiles: Sequence[tuple[int, int] | None] = ()
+    """The tiles in whose order each lies; none at all is row-major for all."""
 
     @cached_property
     def item_bytes(self) -> tuple[int, ...]:
@@ -145,9 +159,11 @@ class GroupTensors:
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors in cells."""
+        tiles = self.tiles or (None,) * len(self.names)
+        cells = [item // self.cell_bytes for item in self.item_bytes]
         return tuple(
-            TensorSpec(name, math.prod(shape) * (item // self.cell_bytes), block * (item // self.cell_bytes))
-            for name, shape, block, item in zip(self.names, self.shapes, self.blocks, self.item_bytes)
+            TensorSpec(name, math.prod(shape) * count, block * count, tile)
+            for name, shape, block, count, tile in zip(self.names, self.shapes, self.blocks, cells, tiles)
         )
 
     def multiples(self, ranks: int) -> tuple[int, int]:

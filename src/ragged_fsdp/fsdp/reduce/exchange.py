@@ -54,6 +54,7 @@ from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
 from ragged_fsdp.fsdp.reduce.transport import make_buffer, scattered
 from ragged_fsdp.routes import Shared, shared_boxes
+from ragged_fsdp.tiling import tiled
 from ragged_fsdp.topology import LevelGroups, Levels
 
 __all__ = ["Exchange", "SendPlan", "Step", "packs_all", "plan_sends", "plan_steps", "rounds_of"]
@@ -423,7 +424,9 @@ class Exchange:
         if grad is None:
             flat = torch.zeros(sum(sizes), dtype=self.members.wire_dtype, device=self.members.device)
         else:
-            flat = grad.to(self.members.wire_dtype).contiguous().view(-1)
+            assert self._layout is not None
+            tile = self._layout.tiles[index] if self._layout.tiles else None
+            flat = tiled(grad.to(self.members.wire_dtype), tile).contiguous()
         return torch.split_with_sizes(flat, sizes)
 
     def target(self, main: DBuffer) -> DBuffer:

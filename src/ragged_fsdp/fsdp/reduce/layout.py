@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ragged_fsdp.fsdp.parts.plan import GroupPlan
 from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
+from ragged_fsdp.tiling import kind_views, tiled
 
 __all__ = ["GradLayout", "GradRun", "Scaling", "grad_layout", "scaling"]
 
@@ -47,6 +48,8 @@ class GradLayout:
     shapes: tuple[tuple[int, ...], ...]
     runs: tuple[tuple[GradRun, ...], ...]
     same_as_weights: bool
+    tiles: tuple[tuple[int, int] | None, ...] = ()
+    """The tiles in whose order each parameter's gradient lies in the buffer; none at all is row-major."""
 
     def local_piece(self, index: int, rank: int) -> tuple[int, LocalRange] | None:
         """The run and range with which parameter ``index`` is present on ``rank``."""
@@ -58,11 +61,17 @@ class GradLayout:
 
     def pairs(self, slots: Sequence[Any], grads: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
         """The ``slots`` of the gradients of parameters, and what goes into each."""
-        if self.same_as_weights:
+        if self.same_as_weights and not self.tiles:
             return [slots[index] for index in grads], list(grads.values())
         targets, sources = [], []
         for index, grad in grads.items():
-            flat = grad.reshape(-1)
+            tile = self.tiles[index] if self.tiles else None
+            if self.same_as_weights and tile is not None:  # the copy into the slot tiles
+                for stored, ordinary in kind_views(slots[index], grad, tile):
+                    targets.append(stored)
+                    sources.append(ordinary)
+                continue
+            flat = tiled(grad, tile)
             for run in self.runs[index]:
                 targets.append(slots[run.index])
                 sources.append(flat[run.tensor_start : run.tensor_start + run.numel])
@@ -71,13 +80,18 @@ class GradLayout:
 
 def grad_layout(plan: GroupPlan, trainable: Sequence[bool]) -> GradLayout:
     """The layout of the gradients of the ``trainable`` parameters of a group."""
+    tiles = tuple(spec.tile for spec in plan.layout.specs)
+    tiles = tiles if any(tiles) else ()
     if all(trainable) and plan.same_items:
         runs = tuple(
             (GradRun(i, 0, spec.numel),) if spec.numel else () for i, spec in enumerate(plan.layout.specs)
         )
-        return GradLayout(plan.layout, plan.shapes, runs, True)
+        if not tiles:
+            return GradLayout(plan.layout, plan.shapes, runs, True)
+        flat = tuple((spec.numel,) for spec in plan.layout.specs)
+        return GradLayout(plan.layout.recut(plan.layout.ranks), flat, runs, True, tiles)
     members = [i for i, is_member in enumerate(trainable) if is_member]
-    return _packed_layout(plan, members)
+    return replace(_packed_layout(plan, members), tiles=tiles)
 
 
 def _packed_layout(plan: GroupPlan, members: Sequence[int]) -> GradLayout:
