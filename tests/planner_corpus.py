@@ -2,8 +2,9 @@
 
 A case is ``(name, sizes, blocks, ranks, unit, align)``. Real cases are layers of published models, with
 experts fused or separate, split over expert-parallel ranks, several layers to a group, under rules from one
-row to whole matrices, on 1 to 131072 ranks. ``planner_best_known.json`` holds for each case the smallest
-shard size any search ever found and the largest lower bound; ``benchmarks/planner/best_known.py`` extends it.
+row to whole matrices and in tiles, on 1 to 131072 ranks. ``planner_best_known.json`` holds for each case the
+smallest shard size any search ever found and the largest lower bound; ``benchmarks/planner/best_known.py``
+extends it.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 BEST_KNOWN = Path(__file__).with_name("planner_best_known.json")
 
+_TILE = 128 * 128
 Shape = tuple[str, tuple[int, ...]]  # role (expert or FFN matrix "x", other matrix "a", the rest "n"), shape
 
 
@@ -181,6 +183,16 @@ def real_cases() -> Iterator[Case]:
         yield real_case(group, rule, ranks, 8 if place % 4 == 3 else 1)
 
 
+def tile_cases() -> Iterator[Case]:
+    """The matrices of a layer in tiles of 128 x 128, in a buffer of their own; edges fill whole tiles."""
+    groups = ["deepseek-v3-fused", "qwen3-30b", "gpt-oss-120b", "gpt-oss-20b", "llama3-8b", "llama3-70b"]
+    for group in [*groups, "kimi-k2", "embedding", "llama3-405b"]:
+        shapes = [shape for role, shape in GROUPS[group] if role != "n" and not math.prod(shape) % _TILE]
+        sizes, blocks = [math.prod(shape) for shape in shapes], [_TILE] * len(shapes)
+        for ranks in (64, 256, 384, 768, 1000, 1024):
+            yield Case(f"{group}/tiles/{ranks}/align8", sizes, blocks, ranks, 128, 8)
+
+
 def made_up_cases(count: int = 200, seed: int = 3) -> Iterator[Case]:
     """Random kinds and counts: blocks that share few factors, long and short tensors together."""
     rng = random.Random(seed)
@@ -198,7 +210,7 @@ def made_up_cases(count: int = 200, seed: int = 3) -> Iterator[Case]:
 
 
 def all_cases() -> list[Case]:
-    return [*real_cases(), *made_up_cases()]
+    return [*real_cases(), *tile_cases(), *made_up_cases()]
 
 
 def best_known() -> dict[str, dict[str, int]]:

@@ -44,6 +44,9 @@ class TensorLine:
     def stays_together(self) -> str:
         """What is never cut, in words."""
         row = self.shape[-1] if len(self.shape) > 1 else 1  # as ``Rows`` counts
+        tile = next((p.tile for p in self.placements if getattr(p, "tile", None)), None)
+        if tile is not None:
+            return f"{tile[0]} x {tile[1]}"
         if self.block_numel == 1:
             return "-"
         if self.block_numel == sum(self.parts):

@@ -85,7 +85,7 @@ ragged-fsdp plan llama-3-70b --advise --gpus 512 --memory 60
     "--granularity",
     multiple=True,
     metavar="PATTERN=RULE",
-    help="what stays on one rank: 128rows, 256elements or whole; A|B compares; the first match wins.",
+    help="what stays on one rank: 128rows, tiles:128x128, 256elements, whole; A|B compares, first match wins",
 )
 @click.option(
     "-w",

@@ -226,12 +226,12 @@ def fsdp2_numel(shape: Sequence[int], ranks: int) -> int:
 
 def merge_equal(groups: Sequence[Group], settings: PlanSettings) -> list[SpecGroup]:
     """Apply the granularity rules; groups that come out equal are merged, in order of appearance."""
-    merged: dict[tuple[tuple[str, int, int], ...], SpecGroup] = {}
+    merged: dict[tuple[Any, ...], SpecGroup] = {}
     for group in groups:
         specs = tuple(spec_of(tensor, settings.rules, settings.nearest) for tensor in group.tensors)
         inside = len(group.name) + 1 if group.name != "root" else 0
         specs = tuple(replace(spec, name=spec.name[inside:]) for spec in specs)
-        key = tuple((spec.name, spec.numel, spec.block_numel) for spec in specs)
+        key = tuple((spec.name, spec.numel, spec.block_numel, spec.tile) for spec in specs)
         held = merged.get(key)
         names = (*held.names, group.name) if held else (group.name,)
         merged[key] = SpecGroup(names, specs, held.source if held else group)
@@ -245,13 +245,20 @@ def plan_model(groups: Sequence[SpecGroup], ranks: int, settings: PlanSettings) 
 
 
 def plan_spec_group(group: SpecGroup, ranks: int, settings: PlanSettings) -> PlannedGroup:
-    """The plan of one group, in as many buffers as the settings allow and pay."""
+    """The plan of one group, in as many buffers as the settings allow and pay.
+
+    What lies in tiles is gathered in a buffer of its own, as ``fully_shard`` does it.
+    """
     options = {"unit": settings.unit, "align": settings.align}
-    if settings.max_buffers > 1:
-        layouts = plan_buffers(group.specs, ranks, max_buffers=settings.max_buffers, **options)
-    else:
-        layouts = (plan_group(group.specs, ranks, order=settings.order, **options),)
-    return PlannedGroup(group, layouts, settings.element_bytes)
+    tiled = tuple(spec for spec in group.specs if spec.tile is not None)
+    others = tuple(spec for spec in group.specs if spec.tile is None)
+    layouts: list[GroupLayout] = []
+    for specs in (others, tiled) if others and tiled else (group.specs,):
+        if settings.max_buffers > 1:
+            layouts += plan_buffers(specs, ranks, max_buffers=settings.max_buffers, **options)
+        else:
+            layouts.append(plan_group(specs, ranks, order=settings.order, **options))
+    return PlannedGroup(group, tuple(layouts), settings.element_bytes)
 
 
 def short_name(name: str) -> str:

@@ -356,6 +356,8 @@ def _legend(layout: GroupLayout, families: dict[str, int]) -> Text:
         blocks = sorted({spec.block_numel for spec in members})
         legend.append(f"  {ascii_letters[family % 26]} ", style=_TERMINAL[family % len(_TERMINAL)])
         blocked = "element-wise" if blocks == [1] else f"blocks of {', '.join(f'{b:,}' for b in blocks)}"
+        if members[0].tile is not None:
+            blocked = f"tiles of {members[0].tile[0]} x {members[0].tile[1]}"
         legend.append(f"{name}  {len(members)} x {members[0].numel:,}, {blocked}\n")
     legend.append(f"  {_PADDING} padding  {layout.padding_numel:,} elements, {layout.padding_ratio:.3%}\n")
     return legend

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ragged_fsdp.layout import TensorSpec
-from ragged_fsdp.policy import Elements, Granularity, Rows, parse_granularity
+from ragged_fsdp.policy import Elements, Granularity, Rows, Tiles, parse_granularity
 
 __all__ = [
     "GranularityRule",
@@ -240,7 +240,8 @@ def check_rules(tensors: Sequence[TensorShape], rules: Iterable[GranularityRule]
 def spec_of(tensor: TensorShape, rules: Sequence[GranularityRule], nearest: bool = False) -> TensorSpec:
     """The tensor with the block of the first rule that matches its name; element-wise without one.
 
-    Rows mean something for matrices only: tensors of one dimension stay element-wise under a row rule.
+    Rows and tiles mean something for matrices only: tensors of one dimension stay element-wise under such a
+    rule.
     Where a block does not divide the tensor, ``nearest`` takes the largest one below it that does.
     """
     if tensor.block_numel is not None:
@@ -249,9 +250,11 @@ def spec_of(tensor: TensorShape, rules: Sequence[GranularityRule], nearest: bool
     if rule is None or not tensor.numel:
         return TensorSpec(tensor.name, tensor.numel)
     granularity = rule.granularity
-    if isinstance(granularity, Rows) and len(tensor.shape) < 2:
+    if isinstance(granularity, (Rows, Tiles)) and len(tensor.shape) < 2:
         return TensorSpec(tensor.name, tensor.numel)
     block = granularity.block_numel(tensor.shape)
+    if isinstance(granularity, Tiles):
+        return TensorSpec(tensor.name, tensor.numel, block, (granularity.rows, granularity.columns))
     if tensor.numel % block and isinstance(granularity, Rows):
         rows, row = tensor.numel // tensor.shape[-1], tensor.shape[-1]
         fitting = next(count for count in range(min(granularity.count, rows), 0, -1) if rows % count == 0)
