@@ -99,6 +99,11 @@ class TileKind:
         """Elements of a tile."""
         return self.tile_rows * self.tile_columns
 
+    def between(self, start: int, stop: int) -> tuple[int, int]:
+        """The first of these tiles in the stored elements [start, stop), and how many of them there are."""
+        first, last = max(start, self.start), min(stop, self.start + self.numel)
+        return (first - self.start) // self.tile_numel, max(0, last - first) // self.tile_numel
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -196,8 +201,9 @@ _CODES = ("int8", "float8_e4m3fn")
 class BlockCodes:
     """A parameter travels, and is computed with, as one byte per element and one fp32 scale per tile.
 
-    Tiles of ``block_shape`` cover the last two dims, which they must divide. No tile is cut by sharding, so a
-    rank encodes what it holds without asking the others.
+    Tiles of ``block_shape`` cover the last two dims, which they must divide, unless the parameter is stored
+    in these :class:`Tiles`. No tile is cut by sharding, so a rank encodes what it holds without asking the
+    others.
     """
 
     dtype: str = "int8"
@@ -223,7 +229,7 @@ class BlockCodes:
 
     @property
     def granularity(self) -> Rows:
-        """The granularity that keeps every tile on one rank: whole rows of tiles."""
+        """The granularity that keeps every tile of a row-major parameter on one rank: whole rows of tiles."""
         return Rows(self.block_shape[0])
 
 

@@ -213,14 +213,12 @@ class GroupBuilder:
         if isinstance(granularity, Tiles) and not mesh.shards:
             granularity = None  # every rank has all of it, in rows
         block = self._policy_block(name, granularity, shapes)
-        codes = self._codes(name, param, shapes)
+        codes = self._codes(name, param, shapes, granularity)
         if isinstance(granularity, Tiles):
             if placement is not None and explicit:
                 raise ValueError(
                     f"{name}: {granularity} and shard_placement_fn {placement} exclude each other."
                 )
-            if codes is not None:
-                raise NotImplementedError(f"{name}: {codes} of a parameter in {granularity}.")
             tile = (granularity.rows, granularity.columns)
             return _Choice(managed, mesh, block or 1, None, codes, tile=tile)
         if codes is not None:
@@ -298,7 +296,13 @@ class GroupBuilder:
             raise ValueError(f"{name}: {error}") from None
         return max(blocks, default=1)
 
-    def _codes(self, name: str, param: nn.Parameter, shapes: Sequence[tuple[int, ...]]) -> BlockCodes | None:
+    def _codes(
+        self,
+        name: str,
+        param: nn.Parameter,
+        shapes: Sequence[tuple[int, ...]],
+        granularity: Granularity | None,
+    ) -> BlockCodes | None:
         """The codes that the gather policy asks for; None where a parameter travels as it is."""
         policy = self.options.gather_policy
         codes = policy(name, param) if policy is not None else None
@@ -310,6 +314,10 @@ class GroupBuilder:
             raise ValueError(f"{name}: no codes are made of a {type(param.data).__name__} of {param.dtype}.")
         if len(set(shapes)) > 1:
             raise NotImplementedError(f"{name}: codes of a dim that is cut unevenly, into {shapes}.")
+        if isinstance(granularity, Tiles):  # which leave smaller tiles at the edges
+            if codes.block_shape != (granularity.rows, granularity.columns):
+                raise ValueError(f"{name}: {codes} of a parameter in {granularity}; use tiles of one size.")
+            return codes
         try:
             codes.check(shapes[0])
         except ValueError as error:

@@ -9,11 +9,12 @@ on the CPU; on CUDA ``codes_triton`` computes the same bits with one kernel inst
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ragged_fsdp.policy import BlockCodes
+from ragged_fsdp.policy import BlockCodes, Tiles
 
 __all__ = [
     "LARGEST",
@@ -65,8 +66,23 @@ def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     torch.mul(codes, scales[..., None, :, None], out=out)
 
 
+def _by_kinds(whole: Tensor, codes: BlockCodes, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(whole.shape, dtype=dtype, device=whole.device)
+    for kind in Tiles(*codes.block_shape).kinds(whole.shape):
+        rows = slice(kind.first_row, kind.first_row + kind.rows)
+        columns = slice(kind.first_column, kind.first_column + kind.columns)
+        sized = replace(codes, block_shape=(kind.tile_rows, kind.tile_columns))
+        out[..., rows, columns] = quantize_dequantize(whole[..., rows, columns].contiguous(), sized, dtype)
+    return out
+
+
 def quantize_dequantize(whole: Tensor, codes: BlockCodes, dtype: torch.dtype | None = None) -> Tensor:
-    """What a weight is computed with when it is gathered as ``codes``: the reference of the runtime."""
+    """What a weight is computed with when it is gathered as ``codes``: the reference of the runtime.
+
+    Tiles that do not divide it are smaller at the edges, as of a parameter stored in :class:`Tiles`.
+    """
+    if any(size % tile for size, tile in zip(whole.shape[-2:], codes.block_shape)):
+        return _by_kinds(whole.detach(), codes, dtype or whole.dtype)
     codes.check(whole.shape)
     shape: Sequence[int] = (-1, *band_shape(codes, whole.shape[-1]))
     bands = whole.detach().reshape(shape)

@@ -7,6 +7,9 @@ encodes this rank's shard, moves bytes, and decodes them into the buffer that th
     message        codes, scales|codes, scales|codes, scales        a part per rank, one all-gather
     gathered       a a a a a a b b b b . .     in the compute dtype
 
+Of a parameter in the order of tiles (:class:`~ragged_fsdp.policy.Tiles`) each tile is a run of codes, and
+decoding writes it to its rows and columns: it untiles in the same pass.
+
 A parameter lies on a run of ranks: part of the first one's shard, whole shards, part of the last one's. The
 whole shards are decoded together, so the number of kernels does not grow with the number of ranks. On CUDA
 the kernels of ``codes_triton`` encode and decode. One rank alone does so too: the numbers do not depend on
@@ -20,8 +23,9 @@ all of the memory's rate.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
 from types import ModuleType
@@ -36,7 +40,8 @@ from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
 from ragged_fsdp.fsdp.gather.transport import InPlace
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.plan import GroupPlan
-from ragged_fsdp.policy import BlockCodes
+from ragged_fsdp.policy import BlockCodes, TileKind, Tiles
+from ragged_fsdp.tiling import kind_views
 
 if TYPE_CHECKING:
     from ragged_fsdp.fsdp.gather.codes_triton import Decoder
@@ -61,6 +66,18 @@ class RankRun:
 
 
 @dataclass(frozen=True)
+class TilePart:
+    """Tiles of one size that a rank holds of a parameter: which ones, and where they begin in its part."""
+
+    kind: TileKind
+    first: int
+    tiles: int
+    codes_at: int
+    """Codes before the first of them, and scales."""
+    scales_at: int
+
+
+@dataclass(frozen=True)
 class MessageLayout:
     """Where codes and scales lie in a rank's part of the message: codes where the shard has the elements."""
 
@@ -69,8 +86,21 @@ class MessageLayout:
 
     def scales_on(self, index: int, rank: int) -> int:
         """Tiles of a parameter on a rank."""
+        if self.plan.tile(index) is not None:
+            return sum(part.tiles for part in self.tile_parts(index, rank))
         rows, columns = self.codes[index].block_shape
         return self.plan.local_range(index, rank).numel // (rows * columns)
+
+    def tile_parts(self, index: int, rank: int) -> list[TilePart]:
+        """What a rank has of a parameter in the order of tiles, by the size of the tiles."""
+        part, codes = self.plan.local_range(index, rank), self.codes[index]
+        found, codes_at, scales_at = [], 0, 0
+        for kind in Tiles(*codes.block_shape).kinds(self.plan.shapes[index]):
+            first, tiles = kind.between(part.tensor_start, part.tensor_start + part.numel)
+            if tiles:
+                found.append(TilePart(kind, first, tiles, codes_at, scales_at))
+                codes_at, scales_at = codes_at + tiles * kind.tile_numel, scales_at + tiles
+        return found
 
     @cached_property
     def scale_offset(self) -> int:
@@ -110,6 +140,16 @@ class MessageLayout:
         if last:
             yield last
 
+    def tile_views(self, message: Tensor, index: int, run: RankRun, part: TilePart) -> tuple[Tensor, Tensor]:
+        """Codes (tiles, rows, 1, columns) and scales (tiles, 1) of a part of the tiles on one rank."""
+        row, kind = message[run.first_rank], part.kind
+        codes = row.narrow(0, run.shard_start + part.codes_at, part.tiles * kind.tile_numel)
+        scales = row.narrow(
+            0, self.scale_start(run) + part.scales_at * _SCALE_BYTES, part.tiles * _SCALE_BYTES
+        )
+        codes = codes.view(code_dtype(self.codes[index]))
+        return codes.view(-1, kind.tile_rows, 1, kind.tile_columns), scales.view(torch.float32).view(-1, 1)
+
     def views(self, message: Tensor, index: int, run: RankRun) -> tuple[Tensor, Tensor]:
         """Codes (ranks, bands, rows, tiles, columns) and scales (ranks, bands, tiles) of a run."""
         part = message.narrow(0, run.first_rank, run.ranks)
@@ -122,10 +162,25 @@ class MessageLayout:
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Write the values of the whole group to ``out``, its flat buffer: the reference."""
         for index, runs in enumerate(self.runs):
+            if self.plan.tile(index) is not None:
+                self._decode_tiles(message, index, out)
+                continue
             for run in runs:
                 codes, scales = self.views(message, index, run)
                 start = run.first_rank * self.plan.layout.shard_numel + run.shard_start
                 block_codes.decode(codes, scales, out.narrow(0, start, codes.numel()).view(codes.shape))
+
+    def _decode_tiles(self, message: Tensor, index: int, out: Tensor) -> None:
+        shape, start = self.plan.shapes[index], self.plan.layout.offsets[index]
+        whole = out.narrow(0, start, math.prod(shape)).view(shape)
+        stored = torch.empty_like(whole).view(-1)
+        for rank in range(self.plan.layout.ranks):
+            for part in self.tile_parts(index, rank):
+                codes, scales = self.tile_views(message, index, self.run_on(index, rank), part)
+                first = part.kind.start + part.first * part.kind.tile_numel
+                block_codes.decode(codes, scales, stored.narrow(0, first, codes.numel()).view(codes.shape))
+        for tiles, rows in kind_views(stored, whole, self.codes[index].block_shape):
+            rows.copy_(tiles)
 
     def scale_start(self, run: RankRun) -> int:
         """Bytes before a run's scales, in the part of each of its ranks."""
@@ -142,6 +197,8 @@ class Codes(InPlace):
     def __init__(self, members: Members, codes: Sequence[BlockCodes]) -> None:
         super().__init__(members)
         self.message_layout = MessageLayout(members.plan, tuple(codes))
+        if any(spec.tile for spec in members.plan.layout.specs):
+            self.layout = members.plan.layout.recut(members.plan.layout.ranks)
         self._message: Tensor | None = None
         """One row of bytes per rank, from the allocation until the computation has waited for it."""
         self._work: Any = None
@@ -204,6 +261,13 @@ class Codes(InPlace):
         for index, (piece, run) in enumerate(zip(members.main.pieces, self._own_runs)):
             if piece.numel():
                 shard = piece.to(members.device, non_blocking=members.pin_memory)
+                if members.plan.tile(index) is not None:
+                    for part in layout.tile_parts(index, run.first_rank):
+                        kind, out = part.kind, layout.tile_views(message, index, run, part)
+                        tiles = shard.narrow(0, part.codes_at, out[0].numel()).view(out[0].shape)
+                        sized = replace(layout.codes[index], block_shape=(kind.tile_rows, kind.tile_columns))
+                        encode(tiles, sized, out)
+                    continue
                 out = layout.views(message, index, run)
                 encode(shard.view(out[0].shape), layout.codes[index], out)
 

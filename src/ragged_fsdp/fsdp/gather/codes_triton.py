@@ -8,6 +8,9 @@ A thread holds ``VECTOR`` neighbours, all of one tile, as wide as one store of 1
 and stores have one register layout, and nothing goes through shared memory. It is two-dimensional, vectors by
 elements, since the compiler leaves it open in which order a third dimension would be given to the threads.
 
+Tiles that lie one behind the other (:class:`~ragged_fsdp.policy.Tiles`) are decoded by a kernel of their own,
+a tile per program, which writes each to its rows and columns.
+
 Encoding reads a rank's own shard, a tile per program, twice: for the largest magnitude, then (from the cache)
 for the codes.
 
@@ -115,6 +118,42 @@ def decode_kernel(
 
 
 @triton.jit
+def decode_tiles_kernel(
+    message_ptr,
+    out_ptr,
+    owner_ptr,  # the part of each program's tile
+    table_ptr,  # (parts, FIELDS); ``_tile_table`` says what is in a row
+    FLOAT8: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Values of one tile, ``ROWS`` rows at a time."""
+    program = tl.program_id(0)
+    entry = table_ptr + tl.load(owner_ptr + program).to(tl.int64) * FIELDS
+    local = program - tl.load(entry).to(tl.int32)
+    tile_rows, tile_cols = tl.load(entry + 3).to(tl.int32), tl.load(entry + 4).to(tl.int32)
+    down, matrices = tl.load(entry + 5).to(tl.int32), tl.load(entry + 6).to(tl.int32)
+    tile = local + tl.load(entry + 7).to(tl.int32)
+    stacked = tile // down
+    panel = stacked // matrices
+    matrix = (stacked - panel * matrices).to(tl.int64)
+    columns = tl.load(entry + 9)
+    target = tl.load(entry + 8) + matrix * tl.load(entry + 10) + panel.to(tl.int64) * tile_cols
+    target += (tile - stacked * down).to(tl.int64) * tile_rows * columns
+    codes_ptr = message_ptr + tl.load(entry + 1) + local.to(tl.int64) * tile_rows * tile_cols
+    scale = tl.load((message_ptr + tl.load(entry + 2)).to(tl.pointer_type(tl.float32)) + local)
+    row, col = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    for first in range(0, BLOCK_ROWS, ROWS):
+        mask = (row + first < tile_rows) & (col < tile_cols)
+        codes = tl.load(codes_ptr + (row + first) * tile_cols + col, mask=mask, other=0)
+        exact = _value_of_float8(codes) if FLOAT8 else codes.to(tl.int8, bitcast=True).to(tl.float32)
+        place = target + (row + first).to(tl.int64) * columns + col
+        tl.store(out_ptr + place, (exact * scale).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def encode_kernel(
     values_ptr,
     codes_ptr,
@@ -181,8 +220,12 @@ class Decoder:
 
     def __init__(self, layout: MessageLayout, device: torch.device) -> None:
         self._part_bytes = layout.part_bytes
-        kinds = {codes for codes, runs in zip(layout.codes, layout.runs) if runs}  # not of empty parameters
+        filled = (i for i, runs in enumerate(layout.runs) if runs)  # not of empty parameters
+        members = [(i, layout.codes[i]) for i in filled]
+        kinds = {codes for i, codes in members if layout.plan.tile(i) is None}
         self._launches = [(codes, *_table(layout, codes, device)) for codes in sorted(kinds, key=repr)]
+        tiled = {codes for i, codes in members if layout.plan.tile(i) is not None}
+        self._tiles = [(codes, *_tile_table(layout, codes, device)) for codes in sorted(tiled, key=repr)]
 
     def __call__(self, message: Tensor, out: Tensor) -> None:
         """Write the values of the whole group to ``out``, its flat buffer."""
@@ -200,6 +243,54 @@ class Decoder:
                 num_warps=_DECODE_WARPS,
                 enable_fp_fusion=False,
             )
+        for codes, owner, table in self._tiles:
+            rows, columns = (triton.next_power_of_2(size) for size in codes.block_shape)
+            at_once = min(rows, max(1, _BLOCK // columns))
+            decode_tiles_kernel[(owner.numel(),)](
+                message,
+                out,
+                owner,
+                table,
+                codes.dtype != "int8",
+                rows,
+                at_once,
+                columns,
+                table.shape[1],
+                num_warps=_DECODE_WARPS,
+                enable_fp_fusion=False,
+            )
+
+
+def _tile_table(layout: MessageLayout, codes: BlockCodes, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which part each program's tile belongs to, and the parts of the parameters with such codes."""
+    rows: list[list[int]] = []
+    tiles: list[int] = []
+    for index, plan in ((i, layout.plan) for i, kind in enumerate(layout.codes) if kind == codes):
+        if plan.tile(index) is None:
+            continue
+        *_, height, width = plan.shapes[index]
+        for rank in range(plan.layout.ranks):
+            run = layout.run_on(index, rank)
+            for part in layout.tile_parts(index, rank):
+                kind, begin = part.kind, rank * layout.part_bytes
+                rows.append(
+                    [
+                        sum(tiles),
+                        begin + run.shard_start + part.codes_at,
+                        begin + layout.scale_start(run) + 4 * part.scales_at,
+                        kind.tile_rows,
+                        kind.tile_columns,
+                        kind.rows // kind.tile_rows,
+                        math.prod(plan.shapes[index][:-2]),
+                        part.first,
+                        plan.layout.offsets[index] + kind.first_row * width + kind.first_column,
+                        width,
+                        height * width,
+                    ]
+                )
+                tiles.append(part.tiles)
+    owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), torch.tensor(tiles))
+    return owner.to(device), torch.tensor(rows, dtype=torch.int64).to(device)
 
 
 def _table(layout: MessageLayout, codes: BlockCodes, device: torch.device) -> tuple[Tensor, int, int]:
@@ -207,7 +298,7 @@ def _table(layout: MessageLayout, codes: BlockCodes, device: torch.device) -> tu
     shard_numel, part_bytes = layout.plan.layout.shard_numel, layout.part_bytes
     columns, programs = [], 0
     for index, runs in enumerate(layout.runs):
-        for run in runs if layout.codes[index] == codes else ():
+        for run in runs if layout.codes[index] == codes and layout.plan.tile(index) is None else ():
             starts = (
                 run.first_rank * part_bytes + run.shard_start,
                 run.first_rank * shard_numel + run.shard_start,
