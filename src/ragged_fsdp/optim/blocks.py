@@ -16,6 +16,9 @@ granularity of whole blocks always exists. A rank's part of a parameter is *inta
 whole blocks; ``locate_blocks`` finds it for every rank of the mesh at once, so that all ranks agree on
 an error. Per-block state (scales) is laid out like the parameter, over the grid instead of elements.
 :func:`to_blocks` and :func:`from_blocks` turn local elements into a batch of blocks and back.
+
+The blocks of a parameter that is stored in :class:`~ragged_fsdp.policy.Tiles` are these tiles, one behind the
+other. Where its edges have smaller tiles a block is as many neighbours as fill a whole one.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from ragged_fsdp.dtensor.geometry import outer_index, outer_mesh_dims, ragged_mesh_dim, shard_box
 from ragged_fsdp.optim.base import StateForm, wrap_state
 from ragged_fsdp.placement import RaggedShard
-from ragged_fsdp.policy import Elements, Granularity, Rows, Whole
+from ragged_fsdp.policy import Elements, Granularity, Rows, Tiles, Whole
 from ragged_fsdp.torch_internals import StridedShard
 
 __all__ = [
@@ -47,6 +50,7 @@ __all__ = [
     "blocks_placements",
     "form_over_blocks",
     "from_blocks",
+    "grid_of",
     "locate_blocks",
     "require_whole_blocks",
     "state_over_blocks",
@@ -68,6 +72,8 @@ class BlockGrid:
     block_rows: int
     block_cols: int
     tiled: bool
+    tile: tuple[int, int] | None = None
+    """The tiles in whose order the parameter is stored; its blocks are then runs of that order."""
 
     @property
     def numel(self) -> int:
@@ -87,6 +93,8 @@ class BlockGrid:
     @property
     def granularity(self) -> Granularity:
         """What to answer in ``orig_param_policy`` so that no block is cut."""
+        if self.tile is not None:
+            return Tiles(*self.tile)
         if self.numel % self.granule_numel:
             return Whole()
         return Rows(self.block_rows) if self.tiled else Elements(self.cols)
@@ -96,7 +104,7 @@ class BlockGrid:
         """Shape of per-block state; keeps leading dims where blocks do not straddle them."""
         if self.tiled:
             return (*self.shape[:-2], self.shape[-2] // self.block_rows, -(-self.cols // self.block_cols))
-        return (self.rows, 1)
+        return (self.rows, 1) if self.tile is None else (self.rows,)
 
 
 @dataclass(frozen=True)
@@ -142,9 +150,34 @@ def _power_of_two(what: str, value: int) -> None:
         raise ValueError(f"{what} must be a power of two, got {value!r}.")
 
 
+def grid_of(name: str, param: Tensor, block_shape: tuple[int, int] | None, run: int = 256) -> BlockGrid:
+    """The blocks of a parameter; raises, naming it, if it is stored in tiles and these are others."""
+    grid = block_grid(tuple(param.shape), block_shape, run)
+    tile = next((p.tile for p in getattr(param, "placements", ()) if getattr(p, "tile", None)), None)
+    if tile is None:
+        return grid
+    if block_shape != tile:
+        raise ValueError(
+            f"{name}: is stored in {Tiles(*tile)}, which are its blocks; got block_shape={block_shape}. Pass "
+            f"block_shape={tile}, or exclude the parameter."
+        )
+    return tile_grid(tuple(param.shape), tile)
+
+
+def tile_grid(shape: Shape, tile: tuple[int, int]) -> BlockGrid:
+    """The blocks of a parameter that is stored in tiles: these where there are no others at its edges."""
+    rows, cols = (min(size, most) for size, most in zip(shape[-2:], tile))
+    if 0 not in shape and not (shape[-2] % rows or shape[-1] % cols):
+        return BlockGrid(shape, shape[-1], rows, cols, tiled=True, tile=tile)
+    return BlockGrid(shape, max(1, rows * cols), 1, max(1, rows * cols), tiled=False, tile=tile)
+
+
 @lru_cache(maxsize=4096)
-def block_grid(shape: Shape, block_shape: tuple[int, int] = (32, 32), run: int = 256) -> BlockGrid:
-    """The blocks of a parameter of this global shape."""
+def block_grid(shape: Shape, block_shape: tuple[int, int] | None = (32, 32), run: int = 256) -> BlockGrid:
+    """The blocks of a parameter of this global shape; without a block shape, runs of elements."""
+    if block_shape is None:
+        _power_of_two("run", run)
+        return BlockGrid(shape, run, 1, run, tiled=False)
     if not isinstance(block_shape, tuple) or len(block_shape) != 2:
         raise ValueError(f"block_shape must be two powers of two, got {block_shape!r}.")
     for what, value in (*(("block_shape", b) for b in block_shape), ("run", run)):
@@ -159,7 +192,7 @@ def block_grid(shape: Shape, block_shape: tuple[int, int] = (32, 32), run: int =
 
 
 def block_policy(
-    block_shape: tuple[int, int] = (32, 32), run: int = 256, min_numel: int = 4096
+    block_shape: tuple[int, int] | None = (32, 32), run: int = 256, min_numel: int = 4096
 ) -> Callable[[str, Tensor], Granularity | None]:
     """An ``orig_param_policy`` for ``fully_shard`` under which no block of these optimizers is cut.
 
@@ -169,7 +202,8 @@ def block_policy(
     def policy(name: str, param: Tensor) -> Granularity | None:
         if param.numel() < min_numel:
             return None
-        return block_grid(tuple(param.shape), tuple(block_shape), run).granularity
+        shape = None if block_shape is None else tuple(block_shape)
+        return block_grid(tuple(param.shape), shape, run).granularity  # type: ignore[arg-type]
 
     return policy
 
@@ -193,11 +227,32 @@ def whole_blocks(grid: BlockGrid) -> LocalBlocks:
 def _blocks_at(
     grid: BlockGrid, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> LocalBlocks | None:
-    if any(getattr(placement, "tile", None) for placement in placements):
-        return None  # elements lie in the order of tiles, which these blocks do not know
+    if grid.tile is not None:
+        return _tiles_at(grid, mesh_shape, coordinate, placements)
     offset, size = shard_box(grid.shape, mesh_shape, coordinate, placements)
     start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, placements)
     return _blocks_of(grid, offset, size, start, stop)
+
+
+def _tiles_at(
+    grid: BlockGrid, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> LocalBlocks | None:
+    """The blocks of a parameter stored in tiles, as rows of the stored order."""
+    assert grid.tile is not None
+    _, size = shard_box(grid.shape, mesh_shape, coordinate, placements)
+    start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, placements)
+    cols = grid.block_cols
+    if start == stop:
+        return LocalBlocks(grid, 0, cols, 0, 0, 1, 0, 0)
+    kinds, block = Tiles(*grid.tile).kinds(size), grid.block_rows * cols
+    alike = kinds[0].tile_rows * kinds[0].tile_columns == block and (len(kinds) == 1) is grid.tiled
+    if not alike or start % block or (stop % block and (grid.tiled or stop != grid.numel)):
+        return None
+    rows = math.prod(size) // cols
+    outer = outer_index(mesh_shape, coordinate, placements)
+    if outer and not grid.tiled:
+        return None
+    return LocalBlocks(grid, stop - start, cols, start // cols, outer * rows, rows + 1, 0, 0)
 
 
 def _blocks_of(grid: BlockGrid, offset: Shape, size: Shape, start: int, stop: int) -> LocalBlocks | None:
@@ -245,6 +300,8 @@ def blocks_placements(
     grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...]
 ) -> tuple[Placement, ...] | None:
     """Placements under which a tensor over the grid lies where its blocks do; None if there are none."""
+    if grid.tile is not None:
+        return _tiles_placements(grid, mesh_shape, placements)
     outer = outer_mesh_dims(placements)  # whole rows of dim 0, which the grid has too
     candidates = [tuple(p if d in outer else _grid_placement(grid, p) for d, p in enumerate(placements))]
     cut = [d for d, p in enumerate(placements) if isinstance(p, (Shard, StridedShard, RaggedShard))]
@@ -255,6 +312,30 @@ def blocks_placements(
         ragged = RaggedShard(dims, units if sum(units) else (1,) * len(units))
         candidates.append(tuple(ragged if d == cut[0] else p for d, p in enumerate(placements)))
     return next((c for c in candidates if _same_place(grid, mesh_shape, placements, c)), None)
+
+
+def _tiles_placements(
+    grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...]
+) -> tuple[Placement, ...] | None:
+    """Those of a parameter stored in tiles: the grid is stored column by column, as its panels are."""
+    mesh_dim = ragged_mesh_dim(placements)
+    parts = locate_blocks(grid, mesh_shape, placements)
+    if mesh_dim is None or None in parts:
+        return None
+    counts = [part.grid_rows if part is not None else 0 for part in parts]
+    stride = math.prod(mesh_shape[mesh_dim + 1 :])
+    units = tuple(counts[index * stride] for index in range(mesh_shape[mesh_dim]))
+    if any(count != units[place // stride % mesh_shape[mesh_dim]] for place, count in enumerate(counts)):
+        return None  # other outer shards have other units
+    units = units if sum(units) else (1,) * len(units)
+    if grid.tiled:
+        kind: Any = type(placements[mesh_dim])
+        ragged = kind(range(len(grid.shape)), units, (1, 1))
+    elif outer_mesh_dims(placements):
+        return None
+    else:
+        ragged = RaggedShard((0,), units)
+    return tuple(ragged if d == mesh_dim else p for d, p in enumerate(placements))
 
 
 def _along(mesh_dim: int, mesh_shape: Shape, parts: Sequence[LocalBlocks | None]) -> list[LocalBlocks | None]:
@@ -318,19 +399,30 @@ def state_over_blocks(param: Tensor, grid: BlockGrid, local: Tensor) -> Tensor:
     rest = tuple(local.shape[1:])
     if not isinstance(param, DTensor):
         return local.view(*grid.grid_shape, *rest)
-    placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
+    form = form_over_blocks(param, grid, None, rest)
+    placements = form.placements
     if placements is None:
         raise ValueError(
             f"blocks of a parameter of shape {grid.shape} under {param.placements} have no layout."
         )
-    return wrap_state(param, local, (*grid.grid_shape, *rest), placements)
+    return wrap_state(param, local, form.shape, placements)
 
 
 def form_over_blocks(
     param: Tensor, grid: BlockGrid, dtype: torch.dtype | None = None, rest: tuple[int, ...] = ()
 ) -> StateForm:
-    """The form of state with ``rest`` values per block of a parameter."""
+    """The form of state with ``rest`` values per block of a parameter.
+
+    Several values for each tile of a parameter that is stored in tiles are a list of its blocks, as stored.
+    """
     placements = None
+    if grid.tile is not None and grid.tiled and rest and isinstance(param, DTensor):
+        placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
+        if placements is not None:
+            placements = tuple(
+                RaggedShard((0,), p.local_units) if isinstance(p, RaggedShard) else p for p in placements
+            )
+        return StateForm((math.prod(grid.grid_shape), *rest), placements, dtype)
     if isinstance(param, DTensor):
         placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
     return StateForm((*grid.grid_shape, *rest), placements, dtype)

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.dtensor.geometry import outer_mesh_dims
 from ragged_fsdp.optim.adam8bit.reference import AdamScalars, adam_direction, prepared_grad
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
@@ -34,9 +36,9 @@ from ragged_fsdp.optim.base import (
 )
 from ragged_fsdp.optim.blocks import (
     LocalBlocks,
-    block_grid,
     form_over_blocks,
     from_blocks,
+    grid_of,
     require_whole_blocks,
     state_over_blocks,
     to_blocks,
@@ -115,12 +117,24 @@ class Shampoo(ExactStateOptimizer):
         names = {}
         for name, param in self.named_group_params(index):
             require_optimisable(name, param)
-            grid = block_grid(tuple(param.shape), as_tuple(group["block_shape"]))
-            alone = is_excluded(name, group) or not grid.tiled or param.numel() < group["min_numel"]
-            blocks[param] = None if alone else require_whole_blocks(name, param, grid)
+            alone = is_excluded(name, group) or param.ndim < 2 or param.numel() < group["min_numel"]
+            blocks[param] = None if alone else self._blocks_of(name, param, group)
             names[param] = name
         self._blocks.update(blocks)
         self._names.update(names)
+
+    @staticmethod
+    def _blocks_of(name: str, param: Tensor, group: dict[str, Any]) -> LocalBlocks | None:
+        """The blocks of a matrix on this rank; None if it is too small for one."""
+        grid = grid_of(name, param, as_tuple(group["block_shape"]))
+        if grid.tile is None:
+            return require_whole_blocks(name, param, grid) if grid.tiled else None
+        if not grid.tiled or (isinstance(param, DTensor) and outer_mesh_dims(param.placements)):
+            raise ValueError(
+                f"{name}: stored in {grid.granularity}; Shampoo takes whole tiles, of a parameter that "
+                f"nothing else cuts; got shape {grid.shape}. Exclude it, or use tiles that divide it."
+            )
+        return require_whole_blocks(name, param, grid)
 
     def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
         blocks, moment = self._blocks[param], form_like(param, torch.float32)

@@ -36,6 +36,7 @@ from ragged_fsdp.optim.blocks import (
     LocalBlocks,
     block_grid,
     form_over_blocks,
+    grid_of,
     require_whole_blocks,
     state_over_blocks,
 )
@@ -76,7 +77,15 @@ class _Slot:
     @property
     def has_kernel(self) -> bool:
         """Whether the parameter is updated by a GPU kernel."""
-        return self.weight.is_cuda and self.weight.is_contiguous() and self.weight.dtype in _KERNEL_DTYPES
+        grid = None if self.entry is None else self.entry.blocks.grid
+        sizes = () if grid is None else (grid.block_rows, grid.block_cols)
+        even = not any(size & (size - 1) for size in sizes)  # a tile as high as its matrix may be any size
+        return (
+            even
+            and self.weight.is_cuda
+            and self.weight.is_contiguous()
+            and self.weight.dtype in _KERNEL_DTYPES
+        )
 
 
 @dataclass
@@ -156,7 +165,9 @@ class Adam8bit(ExactStateOptimizer):
         params: parameters, named parameters or groups. Ragged or ``Shard`` DTensors and plain tensors.
         lr, betas, eps, weight_decay, maximize: as in ``torch.optim.Adam`` (L2 decay).
         block_shape: rows and columns of a tile of a matrix, powers of two. Leading dims are batches of
-            matrices; rows are halved and columns doubled until they divide the rows of the matrix.
+            matrices; rows are halved and columns doubled until they divide the rows of the matrix. None
+            takes runs of elements for matrices too. Of parameters that are stored in ``Tiles`` it must be
+            the tile.
         run: elements per block of vectors and of matrices too small for a tile.
         min_8bit_numel: parameters with fewer elements (globally) keep fp32 moments.
         exclude: shell patterns of names (``"*.embed.weight"``) that keep fp32 moments. Needs names: pass
@@ -181,7 +192,7 @@ class Adam8bit(ExactStateOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        block_shape: tuple[int, int] = (32, 32),
+        block_shape: tuple[int, int] | None = (32, 32),
         run: int = 256,
         min_8bit_numel: int = 4096,
         exclude: Sequence[str] = (),
@@ -227,7 +238,7 @@ class Adam8bit(ExactStateOptimizer):
             require_optimisable(name, param)
             blocks = None
             if not is_excluded(name, group) and param.numel() >= max(1, group["min_8bit_numel"]):
-                grid = block_grid(tuple(param.shape), as_tuple(group["block_shape"]), group["run"])
+                grid = grid_of(name, param, as_tuple(group["block_shape"]), group["run"])
                 blocks = require_whole_blocks(name, param, grid)
             plans[param] = _Plan(name, position + offset, blocks)
         self._plans.update(plans)
@@ -323,7 +334,7 @@ class AdamW8bit(Adam8bit):
         weight_decay: float = 1e-2,
         *,
         maximize: bool = False,
-        block_shape: tuple[int, int] = (32, 32),
+        block_shape: tuple[int, int] | None = (32, 32),
         run: int = 256,
         min_8bit_numel: int = 4096,
         exclude: Sequence[str] = (),
