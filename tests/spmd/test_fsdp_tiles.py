@@ -13,8 +13,10 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_cases import fully_shard, ragged_only
-from ragged_fsdp import Elements, RaggedShard, Tiles
+from fsdp_inside import quantize_dequantize
+from ragged_fsdp import BlockCodes, Elements, RaggedShard, Rows, Tiles
 from ragged_fsdp.dtensor import RaggedOpError
+from ragged_fsdp.optim import AdamW8bit, Muon, Shampoo, block_policy
 from ragged_fsdp.tiling import tiled
 from rank_pool import spmd
 
@@ -242,6 +244,139 @@ def test_other_meshes_and_frozen_parameters(rank):
         assert_alike(value, other, place, exact=False)
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+@spmd(1, 2, 3, 4)
+def test_codes_of_tiles_are_those_of_the_whole_weight(rank, kind):
+    """Edge tiles have scales of their own; outputs and gradients are to the bit those of decoded weights."""
+    codes = BlockCodes(kind, (8, 8))
+
+    def gathered(name, p):
+        return codes if p.ndim > 1 else None
+
+    dtype = torch.bfloat16
+    options = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32), "reduction": "all_to_all"}
+    net, whole = make(rank, by_tiles, gather_policy=gathered, **options)
+    batch = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(1)).to(rank.device)
+    for _ in range(2):
+        decoded = {
+            name: (
+                quantize_dequantize(p, codes, dtype) if p.ndim > 1 else p.detach().to(dtype)
+            ).requires_grad_()
+            for name, p in whole.named_parameters()
+        }
+        expected = torch.func.functional_call(whole, decoded, batch.to(dtype))
+        expected.float().square().sum().backward()
+        out = net(batch)
+        assert torch.equal(out, expected)
+        out.float().square().sum().backward()
+        for (name, p), q in zip(net.named_parameters(), whole.parameters()):
+            assert torch.equal(p.grad.full_tensor(), decoded[name].grad.float()), name  # alike on every rank
+            with torch.no_grad():
+                p -= 0.01 * p.grad
+                q -= 0.01 * decoded[name].grad.float()
+            p.grad = None
+            assert torch.equal(p.full_tensor(), q)
+
+
+class Even(nn.Module):
+    """Matrices that tiles of 8 x 8 divide, stacked ones too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDE, 24, bias=False)
+        self.experts = nn.Parameter(torch.randn(2, 24, 16) / 8)
+
+    def forward(self, x):
+        return torch.einsum("bd,edk->bk", torch.relu(self.up(x)), self.experts)
+
+
+OPTIMIZERS = {
+    "adam8bit": lambda ps: AdamW8bit(ps, lr=0.01, block_shape=(8, 8), min_8bit_numel=1),
+    "shampoo": lambda ps: Shampoo(
+        ps, lr=0.01, block_shape=(8, 8), start_step=1, root_interval=1, min_numel=1
+    ),
+    "muon": lambda ps: Muon(ps, lr=0.01),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@spmd(1, 4)
+def test_block_optimizers_take_tiles_for_their_blocks(rank, kind):
+    """Weights of the unsharded model to the bit, and 8-bit state that a row-major model reads."""
+    torch.manual_seed(0)
+    net = Even().to(rank.device)
+    net.up = nn.Linear(WIDE - 4, 24, bias=False)
+    whole, bands = copy.deepcopy(net), copy.deepcopy(net)
+    fully_shard(net, orig_param_policy=by_tiles)
+    fully_shard(bands, orig_param_policy=lambda name, p: Rows(8))
+    makers = [OPTIMIZERS[kind](list(model.named_parameters())) for model in (net, whole, bands)]
+    for step in range(3):
+        batch = torch.randn(5, WIDE - 4, generator=torch.Generator().manual_seed(step))
+        for model, optimizer in zip((net, whole, bands), makers):
+            model(batch).square().mean().backward()  # alike on every rank
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, p), q in zip(net.named_parameters(), whole.parameters()):
+        error = (p.full_tensor() - q).abs().max().item()
+        assert error == 0 if kind == "adam8bit" else error < 1e-5, (name, error)
+    if kind != "adam8bit":
+        return
+    for p, q, r in zip(net.parameters(), bands.parameters(), whole.parameters()):
+        for key, value in makers[0].state[p].items():
+            if torch.is_tensor(value) and value.ndim:
+                expected = makers[1].state[r][key]
+                assert torch.equal(value.full_tensor(), expected), key
+                assert torch.equal(makers[2].state[q][key].full_tensor(), expected), key
+    _, state = get_state_dict(net, makers[0])
+    dcp.save({"o": state}, checkpoint_id=rank.shared_dir / "adam")
+    fresh = OPTIMIZERS[kind](list(bands.named_parameters()))
+    _, target = get_state_dict(bands, fresh)
+    dcp.load({"o": target}, checkpoint_id=rank.shared_dir / "adam")
+    set_state_dict(bands, fresh, model_state_dict=bands.state_dict(), optim_state_dict=target)
+    for q, r in zip(bands.parameters(), whole.parameters()):
+        scales = fresh.state[q]["exp_avg_scales"].full_tensor()
+        assert torch.equal(scales, makers[1].state[r]["exp_avg_scales"])
+
+
+@spmd(1, 4)
+def test_8bit_adam_with_edge_tiles_and_with_flat_runs(rank):
+    """Edges: the same on any number of ranks. Flat runs: those of the unsharded model."""
+    found = []
+    alone = init_device_mesh(rank.device, (rank.world_size, 1), mesh_dim_names=("all", "one"))["one"]
+    for mesh in (None, alone):
+        options = {} if mesh is None else {"mesh": mesh}
+        net, whole = make(rank, by_tiles, **options)
+        adam = AdamW8bit(net.named_parameters(), lr=0.01, block_shape=(8, 8), min_8bit_numel=100)
+        batch = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(0))
+        for _ in range(3):
+            net(batch).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
+        found.append(fulls(net))
+    for name, weight in found[0].items():
+        assert torch.equal(weight, found[1][name]), name
+    results = []
+    for sharded in (True, False):
+        torch.manual_seed(0)
+        net = Net()
+        if sharded:
+            fully_shard(net, orig_param_policy=block_policy(None, run=16, min_numel=100))
+        adam = AdamW8bit(net.named_parameters(), lr=0.01, block_shape=None, run=16, min_8bit_numel=100)
+        for _ in range(3):
+            net(batch).square().mean().backward()
+            adam.step()
+            adam.zero_grad()
+        results.append([p.full_tensor() if sharded else p for p in net.parameters()])
+        assert adam.state[net.up.weight]["exp_avg_scales"].shape == (72 * WIDE // 16, 1)
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    net, _ = make(rank, by_tiles)
+    for block_shape in (None, (32, 32)):
+        with pytest.raises(ValueError, match=r"experts: is stored in Tiles.*Pass block_shape=\(8, 8\)"):
+            AdamW8bit(net.named_parameters(), block_shape=block_shape, min_8bit_numel=100)
+    with pytest.raises(ValueError, match=r"experts: stored in Tiles.*Exclude it"):
+        Shampoo(net.named_parameters(), block_shape=(8, 8), min_numel=1)
+
+
 @spmd(2)
 def test_refusals_name_the_parameter(rank):
     with pytest.raises(ValueError, match=r"bias[\s\S]*two dims or more"):
@@ -251,6 +386,12 @@ def test_refusals_name_the_parameter(rank):
             nn.Linear(4, 4, bias=False),
             orig_param_policy=lambda name, p: Tiles(2, 2),
             shard_placement_fn=lambda p: Shard(1),
+        )
+    with pytest.raises(ValueError, match=r"weight: BlockCodes.*use tiles of one size"):
+        fully_shard(
+            nn.Linear(4, 4, bias=False),
+            orig_param_policy=lambda name, p: Tiles(2, 2),
+            gather_policy=lambda name, p: BlockCodes("int8", (4, 4)),
         )
     net, _ = make(rank, by_tiles)
     net.requires_grad_(False)
