@@ -345,7 +345,7 @@ def test_8bit_adam_with_edge_tiles_and_with_flat_runs(rank):
     alone = init_device_mesh(rank.device, (rank.world_size, 1), mesh_dim_names=("all", "one"))["one"]
     for mesh in (None, alone):
         options = {} if mesh is None else {"mesh": mesh}
-        net, whole = make(rank, by_tiles, **options)
+        net, _ = make(rank, by_tiles, **options)
         adam = AdamW8bit(net.named_parameters(), lr=0.01, block_shape=(8, 8), min_8bit_numel=100)
         batch = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(0))
         for _ in range(3):
