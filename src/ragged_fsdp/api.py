@@ -152,8 +152,8 @@ def fully_shard(
         ignored_params: parameters to leave alone.
         dp_mesh_dims: names the data-parallel dims of ``mesh``, on which the parameters already are DTensors.
         orig_param_policy: ``policy(name, param)`` returns how much of a parameter must stay on one rank:
-            ``Elements(n)``, ``Rows(n)``, ``Whole()``, or None for no constraint. Names are relative to
-            ``module``.
+            ``Elements(n)``, ``Rows(n)``, ``Tiles(rows, columns)``, ``Whole()``, or None for no constraint.
+            Names are relative to ``module``.
         reduction: ``"reduce_scatter"`` adds gradients on the wire, in ``reduce_dtype``. ``"all_to_all"``
             sends them as autograd produced them and adds them on arrival in ``reduce_dtype``: for bf16
             gradients added in fp32 half the bytes, no cast and no buffer of the whole gradient. It is for

@@ -57,8 +57,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="PATTERN=UNIT",
-        help="parameters whose name matches keep so much on one rank: 32rows, 256elements, whole; "
-        "the first that matches counts; may be repeated",
+        help="parameters whose name matches keep so much on one rank: 32rows, tiles:128x128, 256elements, "
+        "whole; the first that matches counts; may be repeated",
     )
     parser.add_argument("--reduction", help="how gradients are reduced, where the script does not say")
     parser.add_argument("script", help="the script, or the module with -m")

@@ -235,7 +235,7 @@ def test_other_meshes_and_frozen_parameters(rank):
         linear.weight = nn.Parameter(weight)
         fully_shard(linear, mesh=full_mesh["dp"], orig_param_policy=policy)
         assert torch.equal(linear.weight.full_tensor(), weight.full_tensor())
-        out = linear(distribute_tensor(torch.ones(3, 24), full_mesh["tp"], [Replicate()]))
+        out = linear(distribute_tensor(torch.ones(3, 24, device=rank.device), full_mesh["tp"], [Replicate()]))
         out.full_tensor().square().sum().backward()
         found.append(linear.weight.grad.full_tensor())
         results.append(found)
@@ -305,13 +305,13 @@ def test_block_optimizers_take_tiles_for_their_blocks(rank, kind):
     """Weights of the unsharded model to the bit, and 8-bit state that a row-major model reads."""
     torch.manual_seed(0)
     net = Even().to(rank.device)
-    net.up = nn.Linear(WIDE - 4, 24, bias=False)
+    net.up = nn.Linear(WIDE - 4, 24, bias=False).to(rank.device)
     whole, bands = copy.deepcopy(net), copy.deepcopy(net)
     fully_shard(net, orig_param_policy=by_tiles)
     fully_shard(bands, orig_param_policy=lambda name, p: Rows(8))
     makers = [OPTIMIZERS[kind](list(model.named_parameters())) for model in (net, whole, bands)]
     for step in range(3):
-        batch = torch.randn(5, WIDE - 4, generator=torch.Generator().manual_seed(step))
+        batch = torch.randn(5, WIDE - 4, generator=torch.Generator().manual_seed(step)).to(rank.device)
         for model, optimizer in zip((net, whole, bands), makers):
             model(batch).square().mean().backward()  # alike on every rank
             optimizer.step()
@@ -347,7 +347,7 @@ def test_8bit_adam_with_edge_tiles_and_with_flat_runs(rank):
         options = {} if mesh is None else {"mesh": mesh}
         net, _ = make(rank, by_tiles, **options)
         adam = AdamW8bit(net.named_parameters(), lr=0.01, block_shape=(8, 8), min_8bit_numel=100)
-        batch = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(0))
+        batch = torch.randn(5, WIDE, generator=torch.Generator().manual_seed(0)).to(rank.device)
         for _ in range(3):
             net(batch).square().mean().backward()
             adam.step()
@@ -358,7 +358,7 @@ def test_8bit_adam_with_edge_tiles_and_with_flat_runs(rank):
     results = []
     for sharded in (True, False):
         torch.manual_seed(0)
-        net = Net()
+        net = Net().to(rank.device)
         if sharded:
             fully_shard(net, orig_param_policy=block_policy(None, run=16, min_numel=100))
         adam = AdamW8bit(net.named_parameters(), lr=0.01, block_shape=None, run=16, min_8bit_numel=100)
@@ -397,13 +397,13 @@ def test_refusals_name_the_parameter(rank):
     net.requires_grad_(False)
     net.up.to(torch.bfloat16)
     with pytest.raises(RuntimeError, match="must keep one dtype"):
-        net(torch.ones(2, WIDE))
+        net(torch.ones(2, WIDE, device=rank.device))
 
 
 @spmd(3)
 def test_a_tensor_of_its_own(rank):
     mesh = rank.mesh()
-    whole = torch.arange(35.0).view(5, 7)
+    whole = torch.arange(35.0, device=rank.device).view(5, 7)
     placement = RaggedShard.even((5, 7), 3, Tiles(2, 3))
     tensor = DTensor.from_local(
         tiled(whole, (2, 3))[sum(placement.local_units[: rank.rank]) :][: placement.local_units[rank.rank]],

@@ -166,6 +166,19 @@ def test_json_equals_the_planner(tensors):
     assert [size["ranks"] for size in content["plans"][0]["sizes"]] == [4, 6]
 
 
+def test_tiles_have_a_buffer_of_their_own(tensors):
+    rule = "*.weight=tiles:32x32"
+    plan = json.loads(run(tensors, "-n", "4", "-g", rule, "--json").stdout)["plans"][0]
+    assert plan["granularity"] == [rule]
+    layer = next(
+        group for group in plan["sizes"][0]["groups"] if group["modules"] == ["layers.0", "layers.1"]
+    )
+    matrices = [TensorSpec(f"{name}.weight", 16384, 1024, (32, 32)) for name in ("up", "down")]
+    layouts = [plan_group([TensorSpec("norm.weight", 64)], 4), plan_group(matrices, 4)]
+    assert [buffer["digest"] for buffer in layer["buffers"]] == [layout.digest for layout in layouts]
+    assert "tiles of 32 x 32" in run(tensors, "-n", "4", "-g", rule, "--show", "layers.0").output
+
+
 def _network(tmp_path, ranks, per_node, *options):
     """Levels and traffic of shards of 128 elements: bytes inside a node and over a card, by collective."""
     path = tmp_path / "tensors.json"

@@ -195,11 +195,13 @@ class GranularityRule:
                 return f"{self.pattern}={count}rows"
             case Elements(count):
                 return f"{self.pattern}={count}elements"
+            case Tiles(rows, columns):
+                return f"{self.pattern}=tiles:{rows}x{columns}"
         return f"{self.pattern}=whole"
 
 
 def parse_rule(text: str) -> GranularityRule:
-    """``PATTERN=GRANULARITY``, the granularity being ``128rows``, ``256elements`` or ``whole``."""
+    """``PATTERN=GRANULARITY``: ``128rows``, ``tiles:128x128``, ``256elements`` or ``whole``."""
     pattern, separator, granularity = text.rpartition("=")
     if not separator or not pattern:
         raise ValueError(
