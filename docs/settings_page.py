@@ -14,6 +14,7 @@ ENVIRONMENT = {
     "NaNs, use on the wrong stream raises ([schedule](schedule.md#failures))",
     "RAGGED_FSDP_RANKS_PER_NODE": "how many consecutive ranks share a node, if they cannot find out "
     "([network](network.md#levels))",
+    "RAGGED_FSDP_REPLICA_TOKEN": "the secret by which replicas know each other ([replicas](replicas.md))",
 }
 
 

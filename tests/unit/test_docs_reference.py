@@ -16,6 +16,7 @@ MODULES = [
     "ragged_fsdp.optim",
     "ragged_fsdp.planner",
     "ragged_fsdp.weights",
+    "ragged_fsdp.replicas",
     "ragged_fsdp.dtensor",
     "ragged_fsdp.integrations.substitute",
     "ragged_fsdp.integrations.lightning",

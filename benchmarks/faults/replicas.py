@@ -1,0 +1,484 @@
+"""Kill -9 of whole replicas of an HSDP job under torchft, at random moments; then compare with a quiet run.
+
+    python benchmarks/faults/replicas.py --replicas 2 --kills 25 --out benchmarks/faults/replicas-2x2.json
+    python benchmarks/faults/replicas.py --rate --out benchmarks/faults/replicas-rate.json
+
+A lighthouse and the replicas' managers are really started; a replica is two ranks, sharded inside. A rank
+of a random replica is killed, the rest of it a moment later, as an agent would do; it is started again with
+other weights and must copy those of a peer. At the end the same schedule of who contributed to which step is
+computed again without torchft and without a kill: losses and all state must be the same to the bit.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import multiprocessing as mp
+import os
+import platform
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+RANKS = 2
+_CONTEXT = mp.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "ragged_fsdp.api", "ragged_fsdp.replicas"]
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all processes of a run know."""
+
+    folder: str
+    replicas: int
+    hidden: int = 64
+    layers: int = 3
+    timeout_s: float = 30.0
+    connect_s: float = 1.0
+    pause_s: float = 0.02
+    """Added to each step, so that a replica can come back before the run has ended."""
+    token: str = "a token of the benchmark"
+
+
+class Net(nn.Module):
+    """A stack of blocks, with a head that odd steps do not use: not all gradients are always there."""
+
+    def __init__(self, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(hidden, hidden), nn.Tanh()) for _ in range(layers)
+        )
+        self.head, self.other = nn.Linear(hidden, 3), nn.Linear(hidden, 1)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        loss = self.head(x).square().mean()
+        return loss + self.other(x).square().mean() if step % 2 else loss
+
+
+def build(setting: Setting, seed: int, mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The sharded model of a replica and its optimizer."""
+    from ragged_fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = Net(setting.hidden, setting.layers)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batch(setting: Setting, step: int, replica: int, rank: int) -> Tensor:
+    """The rows that one rank of a replica sees in a step."""
+    generator = torch.Generator().manual_seed(((step * 64) + replica) * 64 + rank)
+    return torch.randn(4, setting.hidden, generator=generator)
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of all parameters and optimizer state that this rank holds."""
+    found = hashlib.sha256()
+    for name, param in model.named_parameters():
+        values = [param, *(value for _, value in sorted(optimizer.state[param].items()))]
+        for value in values:
+            local = value.to_local() if hasattr(value, "to_local") else value
+            found.update(
+                name.encode() + local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
+    return found.hexdigest()
+
+
+def free_port() -> int:
+    """A port that nobody uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def join(port: int, rank: int, ranks: int) -> None:
+    """A process group of this replica alone."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
+    dist.init_process_group("gloo")
+
+
+def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: int, port: int) -> None:
+    """One rank of a replica: steps until the folder has a file ``stop``, which holds the last step."""
+    from ragged_fsdp.integrations.torchft import Replicas
+
+    folder = Path(setting.folder)
+    with open(folder / f"said-{replica}-{life}-{rank}", "wb") as said:  # torchft says a lot
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    join(port, rank, RANKS)
+    model, optimizer = build(setting, seed=100 * life)
+    log = open(folder / f"log-{replica}-{life}-{rank}", "a", buffering=1)  # noqa: SIM115
+    replicas = Replicas(
+        model,
+        optimizer,
+        replica=replica,
+        token=setting.token,
+        lighthouse=lighthouse,
+        timeout_s=setting.timeout_s,
+        connect_s=setting.connect_s,
+        host="127.0.0.1",
+        on_change=lambda change: print(json.dumps({"change": str(change), **vars(change)}), file=log),
+    )
+    while not (folder / "stop").exists() or replicas.step < int((folder / "stop").read_text()):
+        replicas.begin()
+        step = replicas.step
+        loss = model(batch(setting, step, replica, rank), step)
+        loss.backward()
+        averaged = replicas.average()
+        optimizer.step()
+        optimizer.zero_grad()
+        line: dict[str, Any] = {"step": averaged.step, "by": averaged.replicas, "time": time.time()}
+        line["attempts"] = averaged.attempts
+        if replica in averaged.replicas:
+            line["loss"] = loss.item().hex()
+        print(json.dumps(line), file=log)
+        time.sleep(setting.pause_s)
+    print(json.dumps({"digest": digest(model, optimizer), "end": replicas.step}), file=log)
+    os._exit(0)  # the manager's threads would keep the process
+
+
+def rerun_rank(setting: Setting, schedule: list[list[int]], rank: int, port: int) -> None:
+    """One rank of all replicas in one quiet job: the same steps with plain collectives of torch."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from ragged_fsdp.replicas import ReplicaGradients
+
+    join(port, rank, setting.replicas * RANKS)
+    replica, inner = divmod(rank, RANKS)
+    mesh = DeviceMesh(
+        "cpu", torch.arange(setting.replicas * RANKS).view(-1, RANKS), mesh_dim_names=("r", "s")
+    )
+    model, optimizer = build(setting, seed=0, mesh=mesh["s"])
+    gradients = ReplicaGradients(model)
+    losses = {}
+    for step, contributors in enumerate(schedule):
+        takes_part = replica in contributors
+        if takes_part:
+            loss = model(batch(setting, step, replica, inner), step)
+            loss.backward()
+            losses[step] = loss.item().hex()
+        present, flats = gradients.collect()
+        for flat in flats:
+            dist.all_reduce(flat, group=mesh["r"].get_group())
+            flat /= len(contributors)
+        dist.all_reduce(present, group=mesh["r"].get_group())
+        gradients.hand_over(present)
+        optimizer.step()
+        optimizer.zero_grad()
+    result = {"losses": losses, "digest": digest(model, optimizer)}
+    (Path(setting.folder) / f"again-{replica}-{inner}").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+@contextmanager
+def lighthouse(log: Path) -> Iterator[str]:
+    """A lighthouse that takes a silent replica for dead after 1.5 seconds."""
+    port = free_port()
+    binary = Path(sys.executable).parent / "torchft_lighthouse"
+    command = [binary, "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", "--quorum_tick_ms", "50"]
+    command += ["--heartbeat_timeout_ms", "1500", "--join_timeout_ms", "10000"]
+    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            while process.poll() is None:
+                try:
+                    socket.create_connection(("127.0.0.1", port), 0.2).close()
+                    break
+                except OSError:
+                    time.sleep(0.02)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+@dataclass
+class Job:
+    """The replicas of a run, as their launcher sees them."""
+
+    setting: Setting
+    lighthouse: str
+    lives: dict[int, int] = field(default_factory=dict)
+    processes: dict[int, list[Any]] = field(default_factory=dict)
+
+    def start(self, replica: int) -> None:
+        """Start a replica, for the first time or again."""
+        life = self.lives[replica] = self.lives.get(replica, -1) + 1
+        port = free_port()
+        self.processes[replica] = [
+            _CONTEXT.Process(target=run_rank, args=(self.setting, self.lighthouse, replica, life, rank, port))
+            for rank in range(RANKS)
+        ]
+        for process in self.processes[replica]:
+            process.start()
+
+    def kill(self, replica: int, choose: random.Random) -> None:
+        """Kill one rank, and the others a moment later."""
+        order = choose.sample(self.processes[replica], RANKS)
+        for process in order:
+            os.kill(process.pid, signal.SIGKILL)
+            time.sleep(choose.uniform(0, 0.05))
+        for process in order:
+            process.join()
+        del self.processes[replica]
+
+    def lines(self, replica: int, life: int | None = None, rank: int = 0) -> list[dict[str, Any]]:
+        """What a rank has logged in one life."""
+        life = self.lives[replica] if life is None else life
+        path = Path(self.setting.folder) / f"log-{replica}-{life}-{rank}"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def steps(self, replica: int) -> list[dict[str, Any]]:
+        """The steps that a replica has taken in its present life."""
+        return [line for line in self.lines(replica) if "step" in line and "by" in line]
+
+    def contributes(self, replica: int) -> bool:
+        """Whether a replica takes part since it was last started."""
+        return any(replica in line["by"] for line in self.steps(replica))
+
+    def wait(self, what: Any, seconds: float, why: str) -> None:
+        """Until ``what()``; raises if a process died by itself, or after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while not what():
+            for replica, processes in self.processes.items():
+                for rank, process in enumerate(processes):
+                    if process.exitcode not in (None, 0):
+                        raise RuntimeError(f"rank {rank} of replica {replica} ended with {process.exitcode}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{why}: not within {seconds} s")
+            time.sleep(0.01)
+
+
+def disturbed(job: Job, kills: int, choose: random.Random, patience_s: float = 90.0) -> list[dict[str, Any]]:
+    """Kill and restart replicas; what happened to the others at each kill."""
+    replicas = range(job.setting.replicas)
+    for replica in replicas:
+        job.start(replica)
+    job.wait(lambda: all(map(job.contributes, replicas)), patience_s, "all replicas take part")
+    story = []
+    for number in range(kills):
+        time.sleep(choose.uniform(0.0, 0.5))
+        victim = choose.choice(list(replicas))
+        others = [replica for replica in replicas if replica != victim]
+        seen = {replica: len(job.steps(replica)) for replica in others}
+        killed = time.time()
+        job.kill(victim, choose)
+        job.wait(lambda v=victim, o=others: all(_alone(job, r, v) for r in o), patience_s, "the others go on")
+        usual = statistics.median(_gaps(job.steps(others[0]))[-50:])
+        gap = max(max(_gaps(job.steps(r)[max(0, seen[r] - 2) :])) for r in others)
+        time.sleep(choose.uniform(0.0, 0.5))
+        started = time.time()
+        job.start(victim)
+        job.wait(lambda v=victim: job.contributes(v), patience_s, f"replica {victim} is back")
+        story.append(
+            {
+                "replica": victim,
+                "at_step": job.steps(others[0])[seen[others[0]] - 1]["step"],
+                "others_went_on_after_s": round(gap - usual, 3),
+                "usual_step_s": round(usual, 3),
+                "back_after_s": round(time.time() - started, 2),
+            }
+        )
+        print(f"{number + 1}/{kills}", story[-1], f"{time.time() - killed:.1f} s", flush=True)
+    last = max(job.steps(replica)[-1]["step"] for replica in replicas) + 20
+    (Path(job.setting.folder) / "stop").write_text(str(last))
+    running = [process for processes in job.processes.values() for process in processes]
+    job.wait(lambda: all(p.exitcode == 0 for p in running), patience_s, "the end")
+    return story
+
+
+def _alone(job: Job, replica: int, victim: int) -> bool:
+    """Whether ``replica`` has taken two steps without ``victim``."""
+    newest = job.steps(replica)[-2:]
+    return len(newest) == 2 and all(victim not in line["by"] for line in newest)
+
+
+def _gaps(steps: list[dict[str, Any]]) -> list[float]:
+    return [after["time"] - before["time"] for before, after in itertools.pairwise(steps)] or [0.0]
+
+
+def schedule_of(job: Job) -> tuple[list[list[int]], dict[tuple[int, int, int], str]]:
+    """Who contributed to each step, as all replicas agree; the loss by replica, rank and step."""
+    by_step: dict[int, list[int]] = {}
+    losses: dict[tuple[int, int, int], str] = {}
+    for replica, lives in job.lives.items():
+        for life in range(lives + 1):
+            for rank in range(RANKS):
+                for line in job.lines(replica, life, rank):
+                    if "by" not in line:
+                        continue
+                    step = line["step"]
+                    known = by_step.setdefault(step, line["by"])
+                    assert known == line["by"], f"step {step}: {known} and {line['by']}"
+                    if "loss" in line:
+                        assert losses.setdefault((replica, rank, step), line["loss"]) == line["loss"]
+    assert sorted(by_step) == list(range(len(by_step))), "a step is missing"
+    return [by_step[step] for step in range(len(by_step))], losses
+
+
+def compare_with_quiet_run(job: Job) -> dict[str, Any]:
+    """The same schedule without torchft and without a kill; raises if a bit differs."""
+    schedule, losses = schedule_of(job)
+    port = free_port()
+    ranks = [
+        _CONTEXT.Process(target=rerun_rank, args=(job.setting, schedule, rank, port))
+        for rank in range(job.setting.replicas * RANKS)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+        assert process.exitcode == 0, "the quiet run failed"
+    compared = 0
+    for replica, life in job.lives.items():
+        for rank in range(RANKS):
+            again = json.loads((Path(job.setting.folder) / f"again-{replica}-{rank}").read_text())
+            for (of_replica, of_rank, step), loss in losses.items():
+                if (of_replica, of_rank) == (replica, rank):
+                    assert again["losses"][str(step)] == loss, f"replica {replica}, rank {rank}, step {step}"
+                    compared += 1
+            end = job.lines(replica, life, rank)[-1]
+            assert end["digest"] == again["digest"], f"the state of replica {replica}, rank {rank} differs"
+    return {"steps": len(schedule), "losses_compared": compared, "state": "equal to the bit"}
+
+
+def fallen_behind(job: Job) -> int:
+    """Steps to which a replica that was alive and not coming back did not contribute."""
+    count = 0
+    for replica, lives in job.lives.items():
+        for life in range(lives + 1):
+            lines = [line for line in job.lines(replica, life) if "by" in line]
+            taken = [replica in line["by"] for line in lines]
+            count += taken[taken.index(True) :].count(False) if True in taken else 0
+    return count
+
+
+def kill_replicas(setting: Setting, kills: int, seed: int) -> dict[str, Any]:
+    """A run through ``kills`` kills, and what came of it."""
+    folder = Path(setting.folder)
+    with lighthouse(folder / "lighthouse") as address:
+        job = Job(setting, address)
+        try:
+            story = disturbed(job, kills, random.Random(seed))
+        finally:
+            for processes in job.processes.values():
+                for process in processes:
+                    process.kill()
+    pauses = sorted(entry["others_went_on_after_s"] for entry in story)
+    return {
+        "setting": {"replicas": setting.replicas, "ranks": RANKS, "kills": kills, "seed": seed},
+        "longest_pause_s": pauses[-1],
+        "median_pause_s": statistics.median(pauses),
+        "steps_lost": 0,  # else `schedule_of` below raises
+        "contributions_lost_by_survivors": fallen_behind(job),
+        "rejoins": len(story),
+        **compare_with_quiet_run(job),
+        "kills": story,
+    }
+
+
+# -- the rate of a copy ---------------------------------------------------------------------------------
+
+
+def _plain_copy(data: Tensor) -> float:
+    """Seconds to copy ``data`` over loopback with nothing but send and receive."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    target = torch.empty_like(data)
+
+    def send() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(data.numpy().data)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    began, view = time.perf_counter(), target.numpy().data
+    with socket.create_connection(listener.getsockname()) as connection:
+        while len(view):
+            view = view[connection.recv_into(view) :]
+    sender.join()
+    listener.close()
+    return time.perf_counter() - began
+
+
+def copy_rates(megabytes: int, rounds: int) -> dict[str, Any]:
+    """The rate of a healing copy beside that of a plain one over the same link."""
+    from ragged_fsdp.replicas import ReplicaState, StateServer, receive
+
+    torch.set_num_threads(1)
+    width = int((megabytes * 2**20 / 12) ** 0.5)  # parameters, and two moments of Adam
+    model = nn.Linear(width, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    state, token = ReplicaState(model, optimizer), b"a token of the benchmark"
+    server = StateServer(token, "127.0.0.1", 60.0)
+    server.offer(1, state.offer())
+    plain, healing = [], []
+    data = torch.zeros(state.offer().nbytes, dtype=torch.uint8)
+    for _ in range(rounds):
+        plain.append(_plain_copy(data))
+        healing.append(receive(server.address, token, 1, 60.0, state.check).seconds)
+    gigabytes = data.numel() / 1e9
+    return {
+        "bytes": data.numel(),
+        "plain_gb_per_s": round(gigabytes / min(plain), 3),
+        "healing_gb_per_s": round(gigabytes / min(healing), 3),
+        "ratio": round(min(plain) / min(healing), 3),
+        "ratio_of_medians": round(statistics.median(plain) / statistics.median(healing), 3),
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rate", action="store_true", help="only the rate of a copy")
+    parser.add_argument("--megabytes", type=int, default=512)
+    parser.add_argument("--folder", type=Path, help="where logs are kept; default: nowhere")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if given.rate:
+            result = copy_rates(given.megabytes, rounds=5)
+        else:
+            kept = given.folder or Path(folder)
+            kept.mkdir(parents=True, exist_ok=True)
+            result = kill_replicas(Setting(str(kept), given.replicas), given.kills, given.seed)
+    result["hardware"] = f"{os.cpu_count()} cores, {platform.machine()}, loopback"
+    result["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
+    if not given.rate:
+        from importlib.metadata import version
+
+        result["versions"]["torchft"] = version("torchft")
+    result["command"] = "python benchmarks/faults/replicas.py " + " ".join(sys.argv[1:])
+    print(json.dumps({key: value for key, value in result.items() if key != "kills"}, indent=1))
+    if given.out:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,354 @@
+"""torchft: replicas of a sharded model, each a job of its own, that go on when others die and rejoin.
+
+A replica is an ordinary job of a few ranks, with ``fully_shard`` inside. torchft's lighthouse knows which
+replicas live; :class:`Replicas` averages their gradients between the backward and the optimizer::
+
+    replicas = Replicas(model, optimizer, replica=int(os.environ["REPLICA"]))
+    while replicas.step < steps:
+        replicas.begin()                       # who takes part is found out beside the forward
+        loss = model(batch(replicas.step, replica)).mean()
+        loss.backward()
+        replicas.average()                     # gradients are now the mean over the replicas that are there
+        optimizer.step()
+        optimizer.zero_grad()
+
+A replica that dies takes its own gradients with it and no step: the others average again what they have. One
+that comes, or fell behind, copies the state of the same rank of a peer and takes part from the next step on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchft.checkpointing.transport import CheckpointTransport
+from torchft.manager import Manager
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+from ragged_fsdp.optim.base import local_part
+from ragged_fsdp.replicas.gradients import ReplicaGradients
+from ragged_fsdp.replicas.state import Offer, ReplicaState
+from ragged_fsdp.replicas.transport import HealingError, Received, StateServer, job_token, receive
+
+__all__ = ["Averaged", "Change", "Replicas", "SplitError"]
+
+_LOGGER = logging.getLogger(__name__)
+_MOST_REPLICAS = 1024
+_KEY = "default"
+
+
+class SplitError(RuntimeError):
+    """This replica took steps that the others did not, because each side took the other for dead."""
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What the gradients are after :meth:`Replicas.average`."""
+
+    step: int
+    replicas: tuple[int, ...]
+    """Whose gradients are in the mean."""
+    attempts: int
+    """How often it was averaged: more than once if a replica died in the middle."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Who left and who came between two steps of this replica."""
+
+    step: int
+    members: tuple[int, ...]
+    left: tuple[int, ...]
+    came: tuple[int, ...]
+    waited_s: float
+    """From the end of this replica's backward to the average."""
+    copied_bytes: int = 0
+    """What this rank copied from a peer, if it was the one that came or fell behind."""
+    copied_s: float = 0.0
+
+    def __str__(self) -> str:
+        parts = [f"step {self.step}: replicas {list(self.members)}"]
+        parts += [f"left: {list(self.left)}"] if self.left else []
+        parts += [f"came: {list(self.came)}"] if self.came else []
+        parts.append(f"waited {self.waited_s:.2f} s")
+        if self.copied_s:
+            parts.append(f"copied {self.copied_bytes:,} bytes in {self.copied_s:.2f} s")
+        return ", ".join(parts)
+
+
+class _Members:
+    """Mixed into a process group of torchft: notes which replicas it is made of."""
+
+    members: tuple[int, ...] = ()
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        names = ["store_addr", "replica_id", "rank", "world_size"]
+        names += ["quorum_id", "group_rank", "group_world_size", "global_ranks"]
+        given = {**dict(zip(names, args)), **kwargs}
+        self.members = tuple(rank // given["group_world_size"] for rank in given["global_ranks"])
+        super().configure(**given)  # type: ignore[misc]
+
+
+class _Gloo(_Members, ProcessGroupGloo):
+    """Over gloo. Connecting must fail soon, for a replica may die while it does; averaging may wait."""
+
+    def __init__(self, connect_s: float, timeout_s: float) -> None:
+        super().__init__(timeout=timedelta(seconds=connect_s))
+        self._average_timeout = timedelta(seconds=timeout_s)
+
+    def _opts_hook(self, opts: Any) -> Any:
+        opts.timeout = self._average_timeout
+        return opts
+
+
+class _Nccl(_Members, ProcessGroupNCCL):
+    def __init__(self, connect_s: float, timeout_s: float) -> None:
+        super().__init__(timeout=timedelta(seconds=timeout_s))
+
+
+class _Transport(CheckpointTransport[dict[str, Any]]):
+    """torchft's way from one replica to another, over :mod:`ragged_fsdp.replicas.transport`."""
+
+    def __init__(self, state: ReplicaState, token: bytes, host: str, timeout_s: float, pin: bool) -> None:
+        self._state, self._token, self._pin = state, token, pin
+        self._server = StateServer(token, host, timeout_s)
+        self.received: Received | None = None
+        self.failure: HealingError | None = None
+
+    def metadata(self) -> str:
+        return self._server.address
+
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
+    ) -> None:
+        offer: Offer = state_dict["user"][_KEY]
+        offer.header["counters"] = state_dict["torchft"]
+        self._server.offer(step, offer)
+
+    def disallow_checkpoint(self) -> None:
+        self._server.withdraw()
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
+        seconds = timeout.total_seconds()
+        try:
+            received = receive(metadata, self._token, step, seconds, self._state.check, pin_memory=self._pin)
+        except HealingError as failure:
+            self.failure = failure
+            raise
+        self.received = received
+        counters = received.header["counters"]
+        return {
+            "user": {_KEY: received},
+            "torchft": {key: int(counters[key]) for key in ("step", "batches_committed")},
+        }
+
+    def shutdown(self, wait: bool = True) -> None:
+        self._server.close()
+
+
+class Replicas:
+    """This replica among the others; every rank of it makes one, after ``fully_shard`` and the optimizer.
+
+    Args:
+        model, optimizer: of this replica, sharded alike in all of them.
+        replica: its number, which no other living replica has; a restarted one keeps it.
+        min_replicas: with fewer than these no step is taken.
+        token: the secret that members of the job share; default: ``RAGGED_FSDP_REPLICA_TOKEN``.
+        lighthouse: its address, ``http://host:port``; default: torchft's ``TORCHFT_LIGHTHOUSE``.
+        timeout_s: how long an average may take, the wait for the slowest replica and for one that copies its
+            state included; a replica that stands still longer is left behind.
+        connect_s: how long replicas may take to connect after a change (gloo).
+        host: the name under which peers reach this rank; default: the machine's.
+        init_sync: whether replicas at step 0 copy the weights of one of them; without it they must be equal.
+        extra: by name, a function that returns what else a replica that comes must know, as JSON values, and
+            one that takes it, such as ``{"scheduler": (scheduler.state_dict, scheduler.load_state_dict)}``.
+        on_change: called with a :class:`Change` after a step in which replicas left or came; they are
+            logged too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        replica: int,
+        min_replicas: int = 1,
+        token: str | None = None,
+        lighthouse: str | None = None,
+        timeout_s: float = 60.0,
+        connect_s: float = 10.0,
+        host: str | None = None,
+        init_sync: bool = True,
+        extra: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] | None = None,
+        on_change: Callable[[Change], None] | None = None,
+    ) -> None:
+        if not 0 <= replica < _MOST_REPLICAS:
+            raise ValueError(f"replica: expected a number from 0 to {_MOST_REPLICAS - 1}, got {replica}.")
+        secret = job_token(token)
+        self.replica = replica
+        self._state = ReplicaState(model, optimizer, extra)
+        self._gradients = ReplicaGradients(model)
+        self._fingerprint = int(self._state.fingerprint()[:10], 16)
+        self._lineage = 1
+        """Stands for all steps so far and whose gradients were in them: equal where the state is."""
+        self._on_change = on_change
+        self._ready: Any = None
+        self._begun = False
+        self._known: tuple[int, ...] = ()
+        host = host or socket.gethostname()
+        self._device = local_part(next(iter(model.parameters()))).device
+        on_gpu = self._device.type == "cuda"
+        self._group = (_Nccl if on_gpu else _Gloo)(connect_s, timeout_s)
+        self._transport = _Transport(self._state, secret, host, timeout_s, pin=on_gpu)
+        # Last: from here on the lighthouse waits for this replica, so that it must be ready to take a step.
+        self._manager = Manager(
+            pg=self._group,
+            load_state_dict=self._load,
+            state_dict=self._offer,
+            min_replica_size=min_replicas,
+            use_async_quorum=True,
+            timeout=timedelta(seconds=timeout_s),
+            quorum_timeout=timedelta(seconds=timeout_s),
+            connect_timeout=timedelta(seconds=connect_s),
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            lighthouse_addr=lighthouse,
+            replica_id=f"replica_{replica}",
+            hostname=host,
+            checkpoint_transport=self._transport,
+            init_sync=init_sync,
+        )
+
+    @property
+    def step(self) -> int:
+        """Steps that the job has taken; jumps when this replica copies the state of a peer."""
+        return self._manager.current_step()
+
+    def state_dict(self) -> dict[str, int]:
+        """The counters, to be saved with a checkpoint of the model and optimizer."""
+        return {**self._manager.state_dict(), "lineage": self._lineage}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where a checkpoint was taken; before the first step."""
+        self._manager.load_state_dict(state)
+        self._lineage = state["lineage"]
+
+    def begin(self) -> None:
+        """Before the forward: ask who takes part in this step, and let peers copy this rank's state.
+
+        Neither is waited for. Until :meth:`average` the state must not change.
+        """
+        if self._begun:
+            raise RuntimeError("begin: the last step was begun and not averaged.")
+        if torch.accelerator.is_available():
+            self._ready = torch.accelerator.current_stream().record_event()
+        self._begun = True
+        self._manager.start_quorum()
+
+    def average(self) -> Averaged:
+        """After the backward: the gradients become their mean over the replicas that are there.
+
+        Always for one step of the job, which the optimizer must take next. A replica that had to copy its
+        state from a peer contributed nothing to that step, but has it after this.
+        """
+        if not self._begun:
+            raise RuntimeError("average: call begin() before the forward.")
+        began, attempts = time.monotonic(), 1
+        self._transport.received = None
+        while (averaged := self._attempt()) is None:
+            attempts += 1
+            self._manager.start_quorum()
+        present, contributors = averaged
+        self._gradients.hand_over(present)
+        text = f"{self._lineage} {self.step} {contributors}"
+        self._lineage = int(hashlib.sha256(text.encode()).hexdigest()[:10], 16)
+        self._begun = False
+        self._tell(time.monotonic() - began)
+        return Averaged(self.step - 1, contributors, attempts)
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._manager.shutdown(wait=False)
+
+    def _attempt(self) -> tuple[Tensor, tuple[int, ...]] | None:
+        """Average the gradients and commit; None if a replica left on the way."""
+        manager = self._manager
+        manager.wait_quorum()
+        contributors = self._agree()
+        present, flats = self._gradients.collect()
+        if contributors is not None:
+            works = [manager.allreduce(present, reduce_op=dist.ReduceOp.SUM)]
+            works += [manager.allreduce(flat) for flat in flats]
+            for work in works:
+                work.wait()
+        if manager.errored() is not None:
+            self._group.abort()  # else a replica that waits for this one would find out only by its time-out
+        committed = manager.should_commit()
+        if (failure := self._transport.failure) is not None:
+            raise failure  # the other ranks may have been healed: only a fresh start is sure to be whole
+        return (present, contributors) if committed and contributors is not None else None
+
+    def _agree(self) -> tuple[int, ...] | None:
+        """Whose gradients will be in the mean; None if a replica left. All must have one model, one past."""
+        roll = torch.zeros(2 * _MOST_REPLICAS + 1, dtype=torch.int64, device=self._device)
+        roll[self.replica], roll[_MOST_REPLICAS + self.replica] = 1, self._lineage
+        roll[-1] = self._fingerprint
+        self._manager.allreduce(roll, reduce_op=dist.ReduceOp.SUM).wait()
+        if self._manager.errored() is not None:
+            return None
+        values = roll.tolist()
+        there, lineages = values[:_MOST_REPLICAS], values[_MOST_REPLICAS:-1]
+        if max(there) > 1:
+            raise ValueError(f"replica {there.index(max(there))}: two living replicas have this number.")
+        contributors = tuple(index for index, one in enumerate(there) if one)
+        if values[-1] != len(contributors) * self._fingerprint:
+            raise ValueError(
+                f"replicas {list(contributors)}: their models, or how they are cut or trained, differ on "
+                f"rank {dist.get_rank()}; start all with the same settings and the same number of ranks."
+            )
+        pasts = [lineages[index] for index in contributors]
+        kept = max(pasts, key=lambda past: (pasts.count(past), -pasts.index(past)))
+        if self._manager.is_participating() and self._lineage != kept:
+            others = [index for index in contributors if lineages[index] == kept]
+            raise SplitError(
+                f"replica {self.replica}: up to step {self.step} it has taken other steps than replicas "
+                f"{others}; start it again, to copy their state."
+            )
+        if len(set(pasts)) > 1:  # the others leave; what is averaged then is averaged without them
+            self._manager.report_error(RuntimeError("replicas took different steps"))
+            return None
+        return contributors
+
+    def _offer(self) -> Offer:
+        offer = self._state.offer(self._ready)
+        offer.header["lineage"] = self._lineage
+        return offer
+
+    def _load(self, received: Received) -> None:
+        self._state.load(received.header, received.runs)
+        self._lineage = int(received.header["lineage"])
+
+    def _tell(self, waited_s: float) -> None:
+        members, known = self._group.members, self._known
+        self._known = members
+        received = self._transport.received
+        left = tuple(sorted(set(known) - set(members)))
+        came = tuple(sorted(set(members) - set(known))) if known else ()
+        if not (left or came or received):
+            return
+        change = Change(self.step - 1, members, left, came, waited_s)
+        if received is not None:
+            change = Change(self.step - 1, members, left, came, waited_s, received.nbytes, received.seconds)
+        if dist.get_rank() == 0:
+            _LOGGER.warning("%s", change)
+        if self._on_change is not None:
+            self._on_change(change)

@@ -1,0 +1,201 @@
+"""Who gets the state of a replica, what is refused, and that it never changes under a copy."""
+
+import contextlib
+import pickle
+import socket
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from ragged_fsdp.replicas import HealingError, ReplicaState, StateServer, receive
+from ragged_fsdp.replicas.transport import job_token
+
+TOKEN = b"a token of the tests"
+
+
+def _state(width: int = 4, steps: int = 2) -> ReplicaState:
+    model = nn.Linear(width, width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.5, 0.75))
+    for _ in range(steps):
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+    return ReplicaState(model, optimizer)
+
+
+def _values(state: ReplicaState) -> dict[str, list[int]]:
+    """The bytes of each tensor by its name."""
+    offer, found = state.offer(), {}
+    for pieces, run in zip(state.check(offer.header), offer.runs):
+        parts = run.split([piece.nbytes for piece in pieces])
+        found |= {piece.name: part.tolist() for piece, part in zip(pieces, parts)}
+    return found
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(state: ReplicaState, step: int = 3, token: bytes = TOKEN) -> StateServer:
+        servers.append(StateServer(token, "127.0.0.1", 2.0))
+        servers[-1].offer(step, state.offer())
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def test_everything_is_copied(serve):
+    ours, theirs = _state(steps=0), _state()
+    got = receive(serve(theirs).address, TOKEN, 3, 2.0, ours.check)
+    ours.load(got.header, got.runs)
+    assert _values(ours) == _values(theirs)
+    assert ours.offer().header["groups"] == theirs.offer().header["groups"]
+    assert ours._optimizer.param_groups[0]["betas"] == (0.5, 0.75)
+    assert isinstance(ours._optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
+@pytest.mark.parametrize("side", ["receiver", "server"])
+def test_only_who_knows_the_token_is_one_of_us(serve, side):
+    ours = _state()
+    server = serve(_state(), token=TOKEN if side == "receiver" else b"another token of somebody")
+    wrong = b"a token that is wrong" if side == "receiver" else TOKEN
+    with pytest.raises(HealingError, match=r"token|ended the connection"):
+        receive(server.address, wrong, 3, 2.0, ours.check)
+    with pytest.raises(ValueError, match="at least 16"):
+        job_token("short")
+
+
+def test_strangers_are_sent_away_and_nothing_is_unpickled(serve):
+    server = serve(_state())
+    host, port = server.address.split(":")
+
+    class Boom:
+        def __reduce__(self):
+            return pytest.fail, ("was unpickled",)
+
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, pickle.dumps(Boom()) * 9, bytes(100)):
+        with socket.create_connection((host, int(port)), 2.0) as stranger:
+            heard = b""
+            with contextlib.suppress(ConnectionError):  # it may be sent away while it still talks
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                while part := stranger.recv(1000):
+                    heard += part
+        assert len(heard) <= 48  # a greeting, which tells nothing
+    ours = _state()
+    receive(server.address, TOKEN, 3, 2.0, ours.check)  # it still serves
+
+
+@pytest.mark.parametrize("at", [60, 300, -40, -3])
+def test_what_was_changed_on_its_way_is_refused_and_nothing_is_taken(serve, at):
+    """A byte of the header, of its HMAC or behind it, of the last run, of the last HMAC."""
+    theirs, ours = _state(), _state(steps=0)
+    server = serve(theirs)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on() -> None:
+        near, _ = listener.accept()
+        host, port = server.address.split(":")
+        far = socket.create_connection((host, int(port)))
+
+        def back() -> None:
+            data = bytearray()
+            far.settimeout(0.3)
+            try:
+                while part := far.recv(65536):
+                    if len(data) == 0 and len(part) <= 48:
+                        near.sendall(part)
+                        continue
+                    data += part
+            except TimeoutError:
+                pass
+            data[at] ^= 1
+            near.sendall(data)
+            near.close()
+
+        thread = threading.Thread(target=back)
+        thread.start()
+        while part := near.recv(1000):
+            far.sendall(part)
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    before = _values(ours)
+    with pytest.raises(HealingError, match="changed on its way"):
+        receive(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, 3, 3.0, ours.check)
+    assert _values(ours) == before
+    listener.close()
+
+
+def test_what_does_not_fit_is_named_before_it_is_sent(serve):
+    theirs = _state(width=5)
+    with pytest.raises(HealingError, match=r"param\.weight: the peer has .*\(5, 5\).* this rank .*\(4, 4\)"):
+        receive(serve(theirs).address, TOKEN, 3, 2.0, _state().check)
+    ours = _state()
+    header = ours.offer().header
+    for change, match in (
+        ({"version": 2}, "version 2"),
+        ({"groups": []}, "0 groups"),
+        ({"extra": {"x": 1}}, "extra: the peer has"),
+        ({"runs": header["runs"] + [[["optim.step.nobody", "float32", [], "plain"]]]}, "optim.step.nobody"),
+        ({"runs": header["runs"] + header["runs"]}, "twice"),
+        ({"runs": [[["param.weight", "float33", [4, 4], "plain"]]]}, "must be name, dtype"),
+        ({"runs": [[["param.weight", "float32", [-4, 4], "plain"]]]}, "must be name, dtype"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ours.check({**header, **change})
+    stranger = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="no parameter of the model"):
+        ReplicaState(nn.Linear(2, 2), torch.optim.SGD(stranger.parameters(), lr=1.0))
+
+
+def test_a_state_of_another_step_is_not_given(serve):
+    server = serve(_state(), step=4)
+    with pytest.raises(HealingError, match="ended the connection"):
+        receive(server.address, TOKEN, 3, 2.0, _state().check)  # that step is over
+
+
+def test_the_state_may_change_as_soon_as_it_is_withdrawn(serve):
+    """Withdrawing waits for a copy under way; a receiver that stands still is cut."""
+    theirs, ours = _state(width=1200), _state(width=1200)
+    server = serve(theirs)
+    begun, got = threading.Event(), []
+
+    def slowly(header):
+        begun.set()
+        time.sleep(0.3)
+        return ours.check(header)
+
+    thread = threading.Thread(target=lambda: got.append(receive(server.address, TOKEN, 3, 9.0, slowly)))
+    thread.start()
+    assert begun.wait(5)
+    expected = [run.clone() for run in theirs.offer().runs]
+    server.withdraw()
+    for run in theirs.offer().runs:
+        run.zero_()
+    thread.join()
+    assert all(map(torch.equal, got[0].runs, expected))
+    server.offer(3, theirs.offer())
+    blocked = threading.Event()
+
+    def stand_still(header):
+        begun.set()
+        blocked.wait(8)
+        return ours.check(header)
+
+    def fail() -> None:
+        with pytest.raises(HealingError):
+            receive(server.address, TOKEN, 3, 9.0, stand_still)
+
+    stuck = threading.Thread(target=fail)
+    begun.clear()
+    stuck.start()
+    assert begun.wait(5)
+    began = time.monotonic()
+    server.withdraw()
+    assert time.monotonic() - began < 4  # the time-out of the server is 2 s
+    blocked.set()
+    stuck.join()
