@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torchft", reason="torchft is not installed: pip install 'ragged-fsdp[torchft]'")
+pytest.importorskip("torchft", reason="torchft is not installed: pip install '.[torchft]'")
 
 from benchmarks.faults.replicas import Setting, kill_replicas
 
