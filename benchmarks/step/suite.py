@@ -40,13 +40,6 @@ _PEERS = ("fsdp2", "fsdp1", "megatron")
 _FEW = ("none", "ours-all-to-all", *_PEERS)
 _MOST = ("none", *_OURS, *_PEERS)
 _CODES = ("none", "ours-all-to-all", "ours-all-to-all-int8", "ours-all-to-all-float8")
-_OPTIONS = (
-    "ours-2-buffers",
-    *(
-        f"ours-all-to-all-{option}"
-        for option in ("2-pending", "nothing-kept", "budget", "no-prefetch", "prefetch-2", "2-communicators")
-    ),
-)
 
 SUITE: dict[str, Planned] = {
     "gpt-oss-64-expandable": Planned(
@@ -60,15 +53,11 @@ SUITE: dict[str, Planned] = {
     "gpt-oss-256": Planned(_GPT_OSS_256, _FEW),
     "host": Planned(_HOST, ("none", *_OURS, "fsdp2"), rounds=8),
     "deepseek-256": Planned(_DEEPSEEK, (*_MOST, "deepspeed")),
-    "gpt-oss-128": Planned(replace(_GPT_OSS, ranks=128), _FEW),
     "gpt-oss-64-shard1": Planned(
         replace(_GPT_OSS, wires=(400.0,)), ("ours-all-to-all", "fsdp2", "fsdp2-shard1")
     ),
-    "gpt-oss-64-options": Planned(_GPT_OSS, ("none", *_OURS, *_OPTIONS)),
     "gpt-oss-64-bytes": Planned(_EXPANDABLE_GPT_OSS, (*_CODES, "fsdp2-bf16")),
     "llama-64-bytes": Planned(replace(_EXPANDABLE_LLAMA, wires=(None, 200.0, 100.0)), _CODES),
-    "gpt-oss-64-channels": Planned(replace(_GPT_OSS, delivery="channels"), _MOST),
-    "llama-64-channels": Planned(replace(_LLAMA, delivery="channels"), _MOST),
 }
 """The result files by name. Each has its own floor, so that a table is of one run."""
 
