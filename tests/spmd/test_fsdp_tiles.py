@@ -4,9 +4,17 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
@@ -14,10 +22,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fsdp_cases import fully_shard, ragged_only
 from fsdp_inside import quantize_dequantize
-from ragged_fsdp import BlockCodes, Elements, RaggedShard, Rows, Tiles
+from ragged_fsdp import BlockCodes, Elements, RaggedShard, Rows, Tiles, weights
 from ragged_fsdp.dtensor import RaggedOpError
 from ragged_fsdp.optim import AdamW8bit, Muon, Shampoo, block_policy
 from ragged_fsdp.tiling import tiled
+from ragged_fsdp.trainer.config import OptimizerConfig
+from ragged_fsdp.trainer.optimizers import build_optimizer
 from rank_pool import spmd
 
 pytestmark = ragged_only
@@ -373,8 +383,38 @@ def test_8bit_adam_with_edge_tiles_and_with_flat_runs(rank):
     for block_shape in (None, (32, 32)):
         with pytest.raises(ValueError, match=r"experts: is stored in Tiles.*Pass block_shape=\(8, 8\)"):
             AdamW8bit(net.named_parameters(), block_shape=block_shape, min_8bit_numel=100)
+    groups = build_optimizer(OptimizerConfig(optimizer="adam8bit"), net).param_groups
+    assert sorted(group["block_shape"] for group in groups) == [(8, 8), (32, 32)]
     with pytest.raises(ValueError, match=r"experts: stored in Tiles.*Exclude it"):
         Shampoo(net.named_parameters(), block_shape=(8, 8), min_numel=1)
+
+
+@spmd(1, 3)
+def test_weights_are_read_and_handed_over_in_the_ordinary_order(rank):
+    """A folder of safetensors into tiles, a stream out of them, safetensors written by DCP, pickles."""
+    net, _ = make(rank, by_tiles, seed=1)
+    _, whole = make(rank, by_elements, seed=2)
+    folder = rank.shared_dir / "folder"
+    if rank.rank == 0:
+        folder.mkdir()
+        save_file(
+            {name: value.cpu() for name, value in whole.state_dict().items()}, folder / "model.safetensors"
+        )
+    dist.barrier()
+    weights.load(net, folder)
+    for (name, p), q in zip(net.named_parameters(), whole.parameters()):
+        assert torch.equal(p.full_tensor(), q), name
+    for name, value in weights.stream(net).tensors():
+        assert torch.equal(value, whole.state_dict()[name]), name
+    full_state = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank.rank == 0:
+        assert all(torch.equal(full_state[name], value.cpu()) for name, value in whole.state_dict().items())
+    other, _ = make(rank, by_tiles, seed=3)
+    set_model_state_dict(other, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert all(torch.equal(p.full_tensor(), q) for p, q in zip(other.parameters(), whole.parameters()))
+    path = rank.shared_dir / f"piece{rank.rank}.pt"
+    torch.save(net.up.weight, path)
+    assert torch.equal(torch.load(path, weights_only=True).full_tensor(), whole.up.weight)
 
 
 @spmd(2)

@@ -106,7 +106,7 @@ def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
         if rules and config.sharding != "ragged":
             raise ConfigError(f"{setting} needs sharding = ragged, not {config.sharding}")
         if rules:
-            check_rules(source.build(), setting, rules)
+            check_rules(source.build(), setting, rules, config.granularity)
 
 
 def _check_run(config: TrainConfig) -> None:

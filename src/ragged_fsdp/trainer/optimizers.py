@@ -52,6 +52,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
 
     if config.optimizer == "adamw":
         return FusedAdamW(groups, **adam)
+    groups = [part for group in groups for part in _by_tile(group)]
     try:
         if config.optimizer == "adam8bit":
             return AdamW8bit(groups, **adam)
@@ -78,6 +79,19 @@ class LearningRate:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = peak * factor
         return self._peaks[0] * factor
+
+
+def _by_tile(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group apart by the tiles in which its parameters are stored, which are then their blocks."""
+    apart: dict[Any, list[Any]] = {}
+    for name, param in group["params"]:
+        placements = getattr(param, "placements", ())
+        tile = next((p.tile for p in placements if getattr(p, "tile", None)), None)
+        apart.setdefault(tile, []).append((name, param))
+    return [
+        {**group, "params": params, **({} if tile is None else {"block_shape": tile})}
+        for tile, params in apart.items()
+    ]
 
 
 def _by_decay(named: list[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.placement import block_numel
-from ragged_fsdp.policy import parse_codes, parse_granularity
+from ragged_fsdp.policy import Tiles, parse_codes, parse_granularity
 from ragged_fsdp.trainer.config_file import ConfigError
 
 __all__ = ["check_rules", "match_rules"]
@@ -37,13 +37,19 @@ def match_rules(model: nn.Module, setting: str, rules: dict[str, str]) -> dict[n
     return chosen
 
 
-def check_rules(model: nn.Module, setting: str, rules: dict[str, str]) -> None:
-    """Raise ``ConfigError``, naming the parameter, for a rule whose blocks do not fit a shape."""
+def check_rules(
+    model: nn.Module, setting: str, rules: dict[str, str], granularity: dict[str, str] | None = None
+) -> None:
+    """Raise ``ConfigError``, naming the parameter, for a rule whose blocks do not fit a shape.
+
+    ``granularity`` are the rules beside those of codes: codes of a parameter in tiles need not divide it.
+    """
+    stored = match_rules(model, "granularity", granularity) if granularity else {}
     for parameter, rule in match_rules(model, setting, rules).items():
         try:
             if setting == "granularity":
                 block_numel(parameter.shape, rule)
-            else:
+            elif not isinstance(stored.get(parameter), Tiles):
                 rule.check(parameter.shape)
         except ValueError as error:
             name = next(plain_name(name) for name, p in model.named_parameters() if p is parameter)
