@@ -143,7 +143,7 @@ def sender(args: argparse.Namespace) -> dict[str, Any]:
             began, moved = time.perf_counter(), 0
             for _records, data in buckets():
                 moved += data.numel()
-            del data
+                del data  # a loop that keeps it while it asks for the next has three in memory
             _wait(args.device)
             times.append(time.perf_counter() - began)
             if args.device == "cuda":

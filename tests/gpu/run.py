@@ -107,6 +107,7 @@ GROUPS = {  # those that take longest first
     "experts": Group(
         "expert parallelism: parity, moves, dispatch, models of transformers; 1 to 4 NCCL ranks",
         (*_spmd("experts"), *_spmd("train", "huggingface")),
+        ("-k", "not equals_the_library_s"),  # that one computes on the host
     ),
     "device": Group(
         "memory, offload, equality with DDP and FSDP2",

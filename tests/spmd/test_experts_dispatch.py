@@ -1,22 +1,30 @@
 """Dispatchers alone: ranks without tokens, one expert for all, a capacity; and what is refused."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
+import ragged_fsdp.experts.levels as levels_module
 from ragged_fsdp.experts import (
     AllGather,
     AllToAll,
     ExpertSplit,
     Here,
     SharedTokens,
+    SplitExperts,
+    TwoLevel,
     expert_parallel,
     fit_capacity,
     grouped_linear,
     held_part,
     load_of,
     mix,
+    spread,
+    two_level,
 )
+from ragged_fsdp.topology import Levels
 from rank_pool import DEVICE, spmd
 
 EXPERTS, CHANNELS, PER_TOKEN = 4, 6, 2
@@ -78,6 +86,107 @@ def test_any_number_of_tokens_on_each_rank(rank):
     expert_parallel(module, rank.mesh(), dispatcher=SharedTokens, split=ExpertSplit(held))
     for ours, theirs in zip(_run(module["experts"], _inputs(4, 0)), common):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@spmd(4)
+def test_a_token_leaves_its_node_once_for_each_other_node(rank):
+    """Two nodes of two: results and gradients of all-to-all, also interleaved and uneven; rows counted."""
+    mesh = rank.mesh()
+    group = mesh.get_group()
+    module = Squares().to(DEVICE)
+    for split in (ExpertSplit((1, 1, 1, 1)), ExpertSplit((2, 1, 1, 0)), ExpertSplit((0, 2, 1, 1))):
+        for levels in (Levels(((0, 1), (2, 3)), 2), Levels(((0, 3), (1, 2)), 2)):
+            results = []
+            for made in (AllToAll(mesh, split), TwoLevel(mesh, split, levels)):
+                spread(experts := SplitExperts("x", copy.deepcopy(module), mesh, split, lambda *_, m=made: m))
+                inputs = _inputs(3 * rank.rank, seed=rank.rank)  # rank 0 has no tokens
+                out = _run(experts.module, inputs)
+                results.append((*out, held_part(experts.module.weight.grad), experts.load))
+            for got, expected in zip(results[1], results[0]):
+                assert torch.allclose(got, expected, atol=1e-12), (split, levels)
+    levels = Levels(((0, 1), (2, 3)), 2)
+    made = TwoLevel(mesh, ExpertSplit((1, 1, 1, 1)), levels)
+    crossed = []
+    with pytest.MonkeyPatch.context() as patch:
+        send = levels_module.exchange
+
+        def counting(rows, sent, received, to, *more):
+            if rows.shape[-1] == CHANNELS and to.size() == 2:
+                crossed.append(sent[1 - (rank.rank // 2)])
+            return send(rows, sent, received, to, *more)
+
+        patch.setattr(levels_module, "exchange", counting)
+        x, _, _ = _inputs(8, seed=rank.rank)
+        away = torch.tensor([2, 3] if rank.rank < 2 else [0, 1], device=DEVICE)
+        made.dispatch(x, away.expand(8, 2))
+    assert crossed == [8]  # both experts of each of eight tokens are on the other node
+    assert isinstance(two_level(mesh, ExpertSplit((1, 1, 1, 1)), ranks_per_node=2), TwoLevel)
+    assert isinstance(two_level(mesh, ExpertSplit((1, 1, 1, 1)), ranks_per_node=4), AllToAll)
+    assert isinstance(two_level(mesh, ExpertSplit((2, 2, 0, 0)), ranks_per_node=2), AllToAll)
+    assert group.size() == 4
+
+
+class Layer(nn.Module):
+    """Experts and a shared one, in the order in which models call them."""
+
+    def __init__(self, shared_first):
+        super().__init__()
+        self.experts, self.shared_first = Squares(), shared_first
+        self.shared_experts = nn.Linear(CHANNELS, CHANNELS, bias=False, dtype=torch.float64)
+        with torch.no_grad():
+            self.shared_experts.weight.copy_(torch.randn(CHANNELS, CHANNELS, generator=_seeded(8)))
+
+    def forward(self, tokens, chosen, weights):
+        if self.shared_first:
+            return self.shared_experts(tokens) + self.experts(tokens, chosen, weights)
+        flat = tokens.view(-1, CHANNELS)
+        return self.experts(flat, chosen, weights) + self.shared_experts(tokens)
+
+
+@spmd(2)
+def test_a_shared_expert_is_computed_while_rows_travel(rank):
+    """Between the start of an exchange and its end, forward and backward; once; with the same results."""
+    import torch.distributed as dist
+
+    said, real = [], dist.all_to_all_single
+
+    class Work:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def wait(self):
+            said.append("arrived")
+            self.inner.wait()
+
+    def sending(*args, async_op=False, **options):
+        if not async_op:
+            return real(*args, **options)
+        said.append("left")
+        return Work(real(*args, async_op=True, **options))
+
+    results = []
+    for overlap, shared_first in ((False, False), (True, False), (True, True)):
+        layer = Layer(shared_first).to(DEVICE)
+        expert_parallel(layer, rank.mesh(), overlap=overlap)
+        inner = layer.shared_experts
+        inner.register_full_backward_hook(lambda *_: said.append("shared backward"))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_to_all_single", sending)
+            linear = torch.nn.functional.linear
+            patch.setattr(torch.nn.functional, "linear", lambda *a, f=linear: said.append("shared") or f(*a))
+            for step in range(2):
+                said.clear()
+                layer.zero_grad()
+                inputs = _inputs(5 + rank.rank, seed=rank.rank + step)
+                out = _run(layer, inputs)
+                if overlap and not shared_first:
+                    assert said[:3] == ["left", "shared", "arrived"] and said.count("shared") == 1
+                    assert said[3] == "left" and said[-1] == "arrived", said
+                else:
+                    assert "left" not in said[1:] or step == 0, said
+        results.append((*out, inner.weight.grad))
+    for got in results[1:]:
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, results[0]))
 
 
 @spmd(2)

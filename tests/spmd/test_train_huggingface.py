@@ -204,6 +204,24 @@ def test_a_run_of_a_library_s_folder_survives_an_upgrade_but_no_other_tokenizer(
     assert read_manifest(run / "checkpoints/step-00000004")["info"]["step"] == 4
 
 
+def _check_balance_loss(rank, model):
+    """``output_router_logits`` adds the library's balance loss of a rank's sequences, however experts lie."""
+    from ragged_fsdp.trainer.metrics import read_metrics
+    from train_cases import train_on_pool
+
+    changes = {"output_router_logits": "true", "router_aux_loss_coef": "0.5"}
+    found = []
+    for name, ep in (("plain balance", 1), ("spread balance", 4)):
+        folder = rank.shared_dir / name
+        settings = {**model, "model_set": {**model["model_set"], **changes}}
+        train_on_pool(folder, **settings, steps=2, ep=ep, save_at_end=False)
+        rows = [row for row in read_metrics(folder) if row["kind"] == "train"]
+        found.append([(row["loss"], row["balance_loss"]) for row in rows])
+        # two experts of four for each token: 2.0 if all get as many, times the coefficient
+        assert all(0.9 < row["balance_loss"] < 2.0 for row in rows), rows
+    assert torch.allclose(torch.tensor(found[0]), torch.tensor(found[1]), atol=1e-5)
+
+
 EXPERT_RUNS = {
     "gathered": {"ep": 4, "tp": 2, "dispatch": "all_gather", "activation_checkpointing": 1},
     "capacity": {"ep": 4, "expert_capacity": 4.0},
@@ -233,6 +251,7 @@ def test_experts_of_the_library_s_models_are_spread(rank):
         assert all(abs(got[step] - expected[step]) < 1e-5 for step in got), (name, got, expected)
         rows = [row["experts"] for row in read_metrics(folder) if row["kind"] == "train"]
         assert all(row["busiest_rank"] >= 1 and row["dropped"] == 0 for row in rows), (name, rows)
+    _check_balance_loss(rank, model)
     moved = rank.shared_dir / "moved"
     for changes in (
         {"ep": 2, "stop_at": 1},

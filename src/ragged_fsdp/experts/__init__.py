@@ -14,6 +14,7 @@ from ragged_fsdp.experts.dispatch import (
     SlicedTokens,
 )
 from ragged_fsdp.experts.layers import GroupedExperts, expert_count, expert_modules, grouped_linear, held_part
+from ragged_fsdp.experts.levels import TwoLevel, two_level
 from ragged_fsdp.experts.parallel import (
     SplitExperts,
     divide_gradients,
@@ -36,6 +37,7 @@ __all__ = [
     "SharedTokens",
     "SlicedTokens",
     "SplitExperts",
+    "TwoLevel",
     "balanced_splits",
     "divide_gradients",
     "expert_count",
@@ -49,4 +51,5 @@ __all__ = [
     "move_experts",
     "split_experts_of",
     "spread",
+    "two_level",
 ]

@@ -24,7 +24,7 @@ not fit is dropped and counted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
@@ -32,6 +32,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -61,6 +62,12 @@ class Route:
     """What the dispatcher itself needs for the way back."""
 
 
+Dispatched = tuple[Tensor, Tensor, Route]
+"""Rows, how many each expert held here has, and the way back."""
+Meanwhile = Callable[[], None] | None
+"""Work that needs no rows of other ranks: shared experts."""
+
+
 class Dispatcher(Protocol):
     """Brings tokens to the experts of this rank, and what the experts made of them back.
 
@@ -68,11 +75,12 @@ class Dispatcher(Protocol):
     train.
     """
 
-    def dispatch(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
+    def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Tokens (N, D) and their experts (N, K) to rows (R, D) grouped by the experts held here.
 
         Also how many rows each of those experts has, as a tensor, and the way back. Rows after the groups are
-        padding. Every rank of the group calls it, with or without tokens.
+        padding. Every rank of the group calls it, with or without tokens. ``meanwhile`` is to be called once,
+        where rows are on their way if there is such a moment.
         """
         ...
 
@@ -87,8 +95,9 @@ class Here:
     def __init__(self, experts: int) -> None:
         self._experts = experts
 
-    def dispatch(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
+    def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows ordered by expert."""
+        _call(meanwhile)
         slot_of, counts = by_expert(chosen, self._experts)
         route = Route(slot_of, inverted(slot_of, chosen.numel()), counts)
         return take(tokens, route.slot_of, route.row_of), counts, route
@@ -107,7 +116,7 @@ class AllToAll:
         rank 0 receives  a0 a1 b0 | a2 b1 b2     and groups them   a0 a1 a2 b0 b1 b2
 
     Args:
-        mesh: the ranks that experts are spread over, a 1-D mesh.
+        mesh: the ranks that experts are spread over, a 1-D mesh or a process group.
         split: how many experts each of them holds.
         capacity: None sends what there is. A number is the rows that each rank sends each other one, as a
             multiple of those it would send if tokens went everywhere alike: 2.0 has room for twice as many.
@@ -116,12 +125,16 @@ class AllToAll:
             everything is sent.
     """
 
-    def __init__(self, mesh: DeviceMesh, split: ExpertSplit, *, capacity: float | None = None) -> None:
-        _check_group(type(self).__name__, mesh, split)
+    def __init__(
+        self, mesh: DeviceMesh | dist.ProcessGroup, split: ExpertSplit, *, capacity: float | None = None
+    ) -> None:
+        if isinstance(mesh, DeviceMesh):
+            _check_group(type(self).__name__, mesh, split)
         if capacity is not None and not capacity > 0:
             raise ValueError(f"AllToAll: capacity must be None or positive, got {capacity!r}.")
-        self._group, self._ranks = mesh.get_group(), mesh.size()
-        self._split, self._held = split, split.held[mesh.get_local_rank()]
+        self._group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
+        self._ranks = self._group.size()
+        self._split, self._held = split, split.held[self._group.rank()]
         self.capacity = capacity
         self.for_evaluation = self if capacity is None else AllToAll(mesh, split)
         self.needed: Tensor | None = None
@@ -129,17 +142,21 @@ class AllToAll:
         self._agreed: set[int] = set()
         self._constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def dispatch(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
-        """Rows of all ranks' tokens for the experts of this rank."""
+    def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
+        """Rows of all ranks' tokens for the experts of this rank.
+
+        Without a capacity slots may be numbered as no expert: one past the last. They are not sent.
+        """
         order, load = by_expert(chosen, self._split.experts)
         if self.capacity is not None:
-            return self._dispatch_fixed(tokens, chosen, order, load)
+            return self._dispatch_fixed(tokens, chosen, order, load, meanwhile)
         received = self._exchange_counts(load)
         numbers = torch.cat((load, received.flatten())).tolist()  # the one wait for the device
         there = _sums(numbers[: len(load)], self._split.held)
         here = _sums(numbers[len(load) :], (self._held,) * self._ranks)
+        order = order[: sum(there)]
         route = Route(order, inverted(order, chosen.numel()), load)
-        rows = self._send(take(tokens, route.slot_of, route.row_of), there, here)
+        rows = self._send(take(tokens, route.slot_of, route.row_of), there, here, meanwhile)
         expert = torch.arange(self._held, device=tokens.device).repeat(self._ranks)
         grouping = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
         route.extra.update(grouping=grouping, arrival=inverted(grouping, len(rows)), there=there, here=here)
@@ -158,8 +175,8 @@ class AllToAll:
         return min(slots, math.ceil(self.capacity * slots / self._ranks))
 
     def _dispatch_fixed(
-        self, tokens: Tensor, chosen: Tensor, order: Tensor, load: Tensor
-    ) -> tuple[Tensor, Tensor, Route]:
+        self, tokens: Tensor, chosen: Tensor, order: Tensor, load: Tensor, meanwhile: Meanwhile
+    ) -> Dispatched:
         """Send every rank as many rows; no shape depends on where tokens go."""
         slots, device = chosen.numel(), tokens.device
         if slots not in self._agreed:
@@ -186,7 +203,7 @@ class AllToAll:
         received = self._exchange_counts(kept)  # (rank, expert here)
         route = Route(slot_of, inverted(slot_of, slots), load, load.sum() - kept.sum())
         equal = [room] * self._ranks
-        rows = self._send(take(tokens, route.slot_of, route.row_of), equal, equal)
+        rows = self._send(take(tokens, route.slot_of, route.row_of), equal, equal, meanwhile)
         last = received.cumsum(1)
         expert = (position.view(1, -1, 1) >= last.unsqueeze(1)).sum(-1)  # (rank, position); held: padding
         grouping = expert.flatten().argsort(stable=True)
@@ -217,9 +234,10 @@ class AllToAll:
         dist.all_to_all_single(received, counts.contiguous(), held, list(self._split.held), group=self._group)
         return received.view(self._ranks, self._held)
 
-    def _send(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        result: Tensor = _Exchange.apply(rows, sent, received, self._group)
-        return result
+    def _send(
+        self, rows: Tensor, sent: list[int], received: list[int], meanwhile: Meanwhile = None
+    ) -> Tensor:
+        return exchange(rows, sent, received, self._group, meanwhile)
 
 
 class AllGather:
@@ -236,8 +254,9 @@ class AllGather:
         _check_group(type(self).__name__, mesh, split)
         self._group, self._split, self._rank = mesh.get_group(), split, mesh.get_local_rank()
 
-    def dispatch(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
+    def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows of all ranks' tokens for the experts of this rank."""
+        _call(meanwhile)
         lengths = chosen.new_empty(self._group.size())
         _COMM.gather(lengths, chosen.new_tensor([len(chosen)]), self._group)
         longest = int(lengths.max())
@@ -270,8 +289,9 @@ class SharedTokens:
         _check_group(type(self).__name__, mesh, split)
         self._mesh, self._split = mesh, split
 
-    def dispatch(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
+    def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows of the common tokens for the experts of this rank."""
+        _call(meanwhile)
         slot_of, counts = _mine(chosen, self._split, self._mesh.get_local_rank())
         load = by_expert(chosen, self._split.experts)[1]
         route = Route(slot_of, inverted(slot_of, chosen.numel()), load)
@@ -303,9 +323,9 @@ class SlicedTokens:
         evaluation = getattr(inner, "for_evaluation", inner)
         self.for_evaluation = self if evaluation is inner else SlicedTokens(evaluation, mesh)
 
-    def dispatch(self, tokens: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Route]:
+    def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Dispatch this rank's part of the common tokens."""
-        rows, counts, route = self.inner.dispatch(self._part(tokens), self._part(chosen))
+        rows, counts, route = self.inner.dispatch(self._part(tokens), self._part(chosen), meanwhile)
         route.extra["common"] = len(tokens)
         return rows, counts, route
 
@@ -343,8 +363,31 @@ def _mine(chosen: Tensor, split: ExpertSplit, rank: int) -> tuple[Tensor, Tensor
     return slots[: int(counts.sum())], counts
 
 
+def _call(meanwhile: Meanwhile) -> None:
+    if meanwhile is not None:
+        meanwhile()
+
+
+def exchange(
+    rows: Tensor, sent: list[int], received: list[int], group: Any, meanwhile: Meanwhile = None
+) -> Tensor:
+    """Rows cut by ``sent`` to the ranks of a group, and the rows that they send here, in their order.
+
+    ``meanwhile`` is called while they are on their way. What it puts into the graph lies between the start
+    and the end of the exchange, so backward computes it while the gradients are on theirs.
+    """
+    if meanwhile is None:
+        together: Tensor = _Exchange.apply(rows, sent, received, group)
+        return together
+    trip = _Trip(sent, received, group)
+    arriving: Tensor = _Leave.apply(rows, trip)
+    meanwhile()
+    arrived: Tensor = _Arrive.apply(arriving, trip)
+    return arrived
+
+
 class _Exchange(torch.autograd.Function):
-    """Rows cut by ``sent`` to the ranks of a group, and the rows that they send here, in their order."""
+    """An exchange that is waited for where it is made."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -356,6 +399,61 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _Exchange.apply(grads[0], *ctx.back), None, None, None
+
+
+class _Trip:
+    """One exchange and the one of its gradients: sizes, and what is on its way."""
+
+    def __init__(self, sent: list[int], received: list[int], group: Any) -> None:
+        self.sent, self.received, self.group = sent, received, group
+        self._under_way: tuple[Any, Tensor, Tensor] | None = None
+
+    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send; the result may not be touched before :meth:`wait`."""
+        given = rows.contiguous()
+        result = rows.new_empty((sum(received), *rows.shape[1:]))
+        work = dist.all_to_all_single(result, given, received, sent, group=self.group, async_op=True)
+        self._under_way = (work, given, result)  # memory that is still read or written must not go back
+        return result
+
+    def wait(self) -> Tensor:
+        """What has arrived, once the current stream may use it."""
+        assert self._under_way is not None
+        (work, _, result), self._under_way = self._under_way, None
+        if work is not None:
+            work.wait()
+        return result
+
+
+class _Leave(torch.autograd.Function):
+    """Starts an exchange; backward waits for that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.start(rows, trip.sent, trip.received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.trip.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for an exchange; backward starts that of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.wait()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        trip = ctx.trip
+        trip.start(grads[0], trip.received, trip.sent)
+        return grads[0], None  # only for its shape: what is on its way is the trip's
 
 
 class _Gather(torch.autograd.Function):

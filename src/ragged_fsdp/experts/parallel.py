@@ -21,8 +21,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
-from ragged_fsdp.experts.dispatch import AllGather, AllToAll, Dispatcher, Route, SlicedTokens
+from ragged_fsdp.experts.beside import SharedBeside
+from ragged_fsdp.experts.dispatch import AllGather, AllToAll, Dispatcher, Meanwhile, Route, SlicedTokens
 from ragged_fsdp.experts.layers import apply_experts, expert_count, expert_modules, expert_parameters
+from ragged_fsdp.experts.levels import two_level
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.fsdp.autograd import in_backward
 
@@ -38,9 +40,14 @@ __all__ = [
 
 MakeDispatcher = Callable[[DeviceMesh, ExpertSplit], Dispatcher]
 
-_BACKENDS: dict[str, MakeDispatcher] = {"all_to_all": AllToAll, "all_gather": AllGather}
+_BACKENDS: dict[str, MakeDispatcher] = {
+    "all_to_all": AllToAll,
+    "all_gather": AllGather,
+    "two_level": two_level,
+}
 _STYLES = ("ep_dispatch_experts", *_BACKENDS)
 _OF_PARAMETERS = "grouped_gemm"
+_SHARED = ("shared_experts", "shared_expert")
 _ATTRIBUTE = "_ragged_fsdp_experts"
 
 
@@ -58,6 +65,8 @@ class SplitExperts:
         """Slots sent to each expert by this rank's tokens, in training, since they were last taken."""
         self.dropped: Tensor | None = None
         """How many of those were dropped; None where none can be."""
+        self.beside: SharedBeside | None = None
+        """A shared expert that is computed while rows travel."""
         self.use(split)
 
     def use(self, split: ExpertSplit) -> None:
@@ -71,7 +80,8 @@ class SplitExperts:
         dispatcher = self.dispatcher
         if not self.module.training:
             dispatcher = getattr(dispatcher, "for_evaluation", dispatcher)
-        mixed, route = mix(self.module, dispatcher, tokens, chosen, weights)
+        meanwhile = None if self.beside is None else self.beside.work(tokens)
+        mixed, route = mix(self.module, dispatcher, tokens, chosen, weights, meanwhile)
         if self.module.training and not in_backward():  # a recomputed layer has been counted
             self._count(route.load, route.dropped)
         return mixed
@@ -83,10 +93,17 @@ class SplitExperts:
 
 
 def mix(
-    module: nn.Module, dispatcher: Dispatcher, tokens: Tensor, chosen: Tensor, weights: Tensor
+    module: nn.Module,
+    dispatcher: Dispatcher,
+    tokens: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    meanwhile: Meanwhile = None,
 ) -> tuple[Tensor, Route]:
     """Tokens (N, D) through the experts that each was sent to, weighted; and where they went."""
-    rows, counts, route = dispatcher.dispatch(tokens, chosen)
+    # a dispatcher of the user's own need not know that there can be something to do
+    more = () if meanwhile is None else (meanwhile,)
+    rows, counts, route = dispatcher.dispatch(tokens, chosen, *more)
     mixed = dispatcher.combine(apply_experts(module, rows, counts), weights, route)
     return mixed.to(tokens.dtype), route
 
@@ -99,6 +116,7 @@ def expert_parallel(
     dispatcher: str | MakeDispatcher = "all_to_all",
     split: ExpertSplit | Mapping[str, ExpertSplit] | None = None,
     token_mesh: DeviceMesh | None = None,
+    overlap: bool = True,
 ) -> nn.Module:
     """Spread the experts of ``model`` over the ranks of ``mesh``, in place; call it before ``fully_shard``.
 
@@ -112,13 +130,15 @@ def expert_parallel(
         mesh: 1-D, the ranks to spread experts over; or a mesh with a dim named ``ep``. Any number of ranks
             will do for any number of experts.
         plan: names of modules of experts, with ``*`` for numbers, to how tokens reach them: ``all_to_all``,
-            ``all_gather``, or transformers' ``ep_dispatch_experts`` for what ``dispatcher`` says. An
-            ``ep_plan`` of transformers is one. None spreads every module of experts that is found.
-        dispatcher: ``all_to_all``, ``all_gather``, or a function of mesh and split that makes a
-            :class:`~ragged_fsdp.experts.Dispatcher`.
+            ``all_gather``, ``two_level``, or transformers' ``ep_dispatch_experts`` for what ``dispatcher``
+            says. An ``ep_plan`` of transformers is one. None spreads every module of experts that is found.
+        dispatcher: ``all_to_all``, ``all_gather``, ``two_level``, or a function of mesh and split that makes
+            a :class:`~ragged_fsdp.experts.Dispatcher`.
         split: how many experts each rank holds, for all modules or by name; even where not given.
         token_mesh: 1-D, ranks that share their tokens because attention is tensor parallel; each sends a part
             of them. They must be in one group of ``mesh``.
+        overlap: compute a shared expert beside the others (``shared_experts`` or ``shared_expert`` of the
+            module that holds them) while rows are on their way to theirs.
 
     Returns:
         The model.
@@ -145,6 +165,10 @@ def expert_parallel(
     ]
     for experts in made:  # nothing can fail from here on
         spread(experts)
+        parent = model.get_submodule(experts.name.rpartition(".")[0])
+        shared = [child for name, child in parent.named_children() if name in _SHARED]
+        if overlap and shared:
+            experts.beside = SharedBeside(shared[0])
     return model
 
 

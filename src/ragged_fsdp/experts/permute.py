@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["by_expert", "combine", "inverted", "take", "take_reference", "weighted_reference"]
+__all__ = ["add_up", "by_expert", "combine", "inverted", "take", "take_reference", "weighted_reference"]
 
 
 def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -50,6 +50,12 @@ def combine(rows: Tensor, weights: Tensor, slot_of: Tensor, row_of: Tensor) -> T
     """Outputs of rows (R, D) to tokens (N, D), weighted (N, K), in the wider dtype of the two."""
     tokens: Tensor = _Combine.apply(rows, weights, slot_of, row_of)
     return tokens
+
+
+def add_up(rows: Tensor, slot_of: Tensor, row_of: Tensor, tokens: int) -> Tensor:
+    """Rows (R, D) to the sums of those of each token (N, D), without weights."""
+    sums: Tensor = _Sum.apply(rows, slot_of, row_of, tokens)
+    return sums
 
 
 def take_reference(source: Tensor, index: Tensor) -> Tensor:

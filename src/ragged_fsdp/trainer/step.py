@@ -6,6 +6,7 @@ spread: each rank sums over its own tokens and divides by those of the whole ste
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,8 +71,18 @@ def summed_losses(model: ShardedModel, ids: Tensor) -> tuple[Tensor, Tensor]:
     output = model(ids[:, :-1])
     logits = at_least_float32(output.logits.flatten(0, 1))  # type: ignore[attr-defined]
     tokens_loss = F.cross_entropy(logits, ids[:, 1:].flatten(), reduction="sum")
-    balance = getattr(output, "balance_loss", None)
-    return tokens_loss, tokens_loss.new_zeros(()) if balance is None else balance.sum()
+    return tokens_loss, _balance_loss(model, output, tokens_loss)
+
+
+def _balance_loss(model: ShardedModel, output: Any, tokens_loss: Tensor) -> Tensor:
+    """Our model has one for each sequence; one of transformers has one for all that it was given."""
+    own = getattr(output, "balance_loss", None)
+    if own is not None:
+        return own.sum()
+    of_batch = getattr(output, "aux_loss", None)  # with output_router_logits; not for models without routers
+    if not isinstance(of_batch, Tensor) or not len(output.logits):
+        return tokens_loss.new_zeros(())
+    return of_batch * (model.module.config.router_aux_loss_coef * len(output.logits))
 
 
 def clip_gradients(model: ShardedModel, limit: float) -> Tensor:
