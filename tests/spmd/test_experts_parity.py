@@ -132,6 +132,32 @@ def test_every_way_is_that_of_one_process(rank):
                 _assert_same(got[1], expected[experts][2], case)
 
 
+@spmd(2)
+def test_attention_over_the_ranks_of_the_experts(rank):
+    """Tensor parallelism of attention beside experts: every gradient of one step, for each plan there is."""
+    from ragged_fsdp.models.hf_parallel import attention_split
+
+    mesh = rank.mesh(1, 2, names=("dp", "ep"))
+    for family in cases.FAMILIES:
+        if family == "ours":
+            continue
+        with cases.wide_arithmetic(family):
+            ids = cases.batch(4)
+            expected = _train(cases.build(family, torch.float64), ids, 1, 0, 1)[0]
+            model = cases.build(family, torch.float64)
+            attention_split(model.config).apply(model, mesh["ep"])
+            expert_parallel(model, mesh["ep"], token_mesh=mesh["ep"])
+            if family == "GptOssConfig":  # its sinks must be gathered before the module sees them
+                for layer in cases.layers_of(model):
+                    fully_shard(layer.self_attn, mesh=mesh["dp"])
+            got = {}
+            cases.loss_of(model, ids, ids.numel()).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    got[name] = _whole(parameter.grad)
+            _assert_same(got, expected, family)
+
+
 @spmd(4)
 def test_a_wrong_divisor_and_a_lost_token_are_seen(rank):
     """What the comparison above is for: it must fail where one of these is wrong."""
