@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ragged_fsdp.checkpoint.reading import CheckedReader, load
 from ragged_fsdp.checkpoint.store import MANIFEST, read_manifest
 
 __all__ = ["CheckpointReader", "StoredTensor"]
@@ -34,10 +34,9 @@ class CheckpointReader:
     """Reads the metadata once; tensors only when asked for. Needs no process group."""
 
     def __init__(self, path: Path) -> None:
-        if not (path / ".metadata").exists():
-            raise ValueError(f"{path} is not a checkpoint: it has no .metadata file")
         self.path = path
-        self._reader = _CachedReader(path)
+        self._reader = CheckedReader(path)
+        self._reader.read_metadata()
         self.info: dict[str, Any] = read_manifest(path)["info"] if (path / MANIFEST).exists() else {}
         """The manifest's values; empty for a checkpoint of another tool."""
 
@@ -60,16 +59,5 @@ class CheckpointReader:
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-            dcp.load({tensor.name: full}, storage_reader=self._reader, no_dist=True)
+            load({tensor.name: full}, self._reader, alone=True)
         return full
-
-
-class _CachedReader(dcp.FileSystemReader):
-    """A reader that parses the metadata once: every load asks for it, and a large model's takes long."""
-
-    _parsed: Metadata | None = None
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        if self._parsed is None:
-            self._parsed = super().read_metadata(*args, **kwargs)
-        return self._parsed

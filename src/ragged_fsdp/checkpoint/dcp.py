@@ -1,11 +1,12 @@
 """Writing and reading a sharded state with ``torch.distributed.checkpoint``.
 
-``Saver`` copies the state (the only part that training waits for), then writes in a thread of each
+``Saver`` copies the state (``staging.py``; training waits for nothing else), then writes in a thread of each
 rank, over a process group of its own: its collectives must not mix with those of training, whose order
 the thread does not know. The state is any tree of dicts whose leaves are tensors, DTensors (of any
 placement, ours included) or picklable values.
 """
 
+import secrets
 import shutil
 import threading
 from collections.abc import Callable
@@ -14,26 +15,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from ragged_fsdp.agreement import together
+from ragged_fsdp.checkpoint import reading
+from ragged_fsdp.checkpoint.staging import Staging
 from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
 
-__all__ = ["Saver", "copy_state", "first_good_step", "load", "shared_damage", "stored_names"]
-
-
-def copy_state(state: Any) -> Any:
-    """A copy of the state in host memory that later steps do not change."""
-    if isinstance(state, dict):
-        return {key: copy_state(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(copy_state(value) for value in state)
-    if isinstance(state, torch.Tensor):
-        copied = state.detach()
-        return copied.clone() if copied.device.type == "cpu" else copied.to("cpu")
-    return state
+__all__ = ["Saver", "first_good_step", "load", "shared_damage", "stored_names"]
 
 
 class Saver:
@@ -42,21 +32,31 @@ class Saver:
     def __init__(self, store: CheckpointStore, *, background: bool, timeout_s: float) -> None:
         self._store = store
         self._background = background
+        self._staging = Staging()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._pending: tuple[int, Future[None]] | None = None
+        store.attempt = "-" + together(lambda: secrets.token_hex(4), self._group)[0]
 
     def save(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
-        """Start to save ``state`` as the checkpoint of ``step``; returns once the state is copied."""
+        """Start to save ``state`` as the checkpoint of ``step``.
+
+        What is in host memory is copied when this returns. What is on a device may be read, but must not be
+        changed before :meth:`before_update`.
+        """
         self.wait()
         copied: dict[str, Any] = {}
         failure: Exception | None = None
         try:
-            copied = copy_state(state) if self._background else state
+            copied = self._staging.copy(state) if self._background else state
         except Exception as error:  # the other ranks write already: their first exchange must hear of it
             failure = error
         self._pending = (step, _in_thread(lambda: self._write(step, copied, info, failure)))
         if failure is not None or not self._background:
             self.wait()
+
+    def before_update(self) -> None:
+        """Call before tensors of a state on a device are changed: the stream waits for their copies."""
+        self._staging.before_update()
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written, if any, is complete; raises what made it fail."""
@@ -85,6 +85,7 @@ class Saver:
         def begin() -> None:
             if failure is not None:
                 raise failure
+            self._staging.wait()
             if rank == 0:
                 self._store.begin(step)
 
@@ -118,12 +119,12 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
 
 def load(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None = None) -> None:
     """Fill the tensors of ``state`` in place, each rank reading the parts that its own shards need."""
-    dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=group)
+    reading.load(state, reading.CheckedReader(path), group)
 
 
 def stored_names(path: Path) -> set[str]:
     """The names of everything a checkpoint holds, read from its metadata alone."""
-    return set(dcp.FileSystemReader(path).read_metadata().state_dict_metadata)
+    return set(reading.CheckedReader(path).read_metadata().state_dict_metadata)
 
 
 def first_good_step(

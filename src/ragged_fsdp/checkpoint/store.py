@@ -2,7 +2,7 @@
 
 A checkpoint appears under its name only when it is complete::
 
-    .writing-step-00000200/     being written, or left by a crash: never loaded, removed at the next start
+    .writing-step-00000200-1f2e being written, or left by a crash: never loaded, removed at the next start
     step-00000100/              complete: manifest.json lists every file with its size and CRC-32
     .dropped-step-00000000/     being deleted: renamed first, so that a crash leaves no half checkpoint
     best.json                   the step with the lowest evaluation loss
@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MANIFEST", "CheckpointStore", "FileSum", "checksum", "damage", "read_manifest"]
+__all__ = [
+    "MANIFEST",
+    "CheckpointStore",
+    "FileSum",
+    "checksum",
+    "damage",
+    "is_plain_name",
+    "read_manifest",
+]
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})$")
@@ -35,6 +43,10 @@ class FileSum:
 
     bytes: int
     crc32: int
+
+    def __post_init__(self) -> None:
+        if type(self.bytes) is not int or type(self.crc32) is not int or self.bytes < 0:
+            raise ValueError(f"a file cannot have {self.bytes!r} bytes and the checksum {self.crc32!r}")
 
 
 def checksum(path: Path) -> FileSum:
@@ -51,14 +63,28 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a checkpoint; raises ``ValueError`` if there is no readable one."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
-        return {
-            "info": dict(manifest["info"]),
-            "files": {k: FileSum(**v) for k, v in manifest["files"].items()},
-        }
+        info, files = manifest["info"], manifest["files"]
+        if unknown := sorted(set(manifest) - {"info", "files", "crc32"}):
+            raise ValueError(f"unknown key {unknown[0]!r}")
+        if "crc32" in manifest and manifest["crc32"] != _own_sum(info, files):  # older ones have none
+            raise ValueError("it has changed since it was written (checksum)")
+        if unfit := [name for name in files if not is_plain_name(name)]:
+            raise ValueError(f"{unfit[0]!r} is not the name of a file in this folder")
+        return {"info": dict(info), "files": {name: FileSum(**given) for name, given in files.items()}}
     except FileNotFoundError:
         raise ValueError(f"{path} has no {MANIFEST}: it is not a complete checkpoint") from None
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged: {error}") from error
+
+
+def is_plain_name(name: object) -> bool:
+    """Whether it is the name of a file in a folder, and no way out of it."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def _own_sum(info: Any, files: Any) -> int:
+    """CRC-32 of what a manifest says, however it is laid out."""
+    return zlib.crc32(json.dumps([info, files], sort_keys=True).encode())
 
 
 def damage(path: Path, files: Iterable[str] | None = None) -> list[str]:
@@ -70,7 +96,7 @@ def damage(path: Path, files: Iterable[str] | None = None) -> list[str]:
     problems = []
     for name in sorted(expected if files is None else files):
         file = path / name
-        if not file.exists():
+        if not file.is_file():
             problems.append(f"{file} is missing")
         elif file.stat().st_size != expected[name].bytes:
             problems.append(f"{file} has {file.stat().st_size} bytes instead of {expected[name].bytes}")
@@ -84,6 +110,9 @@ class CheckpointStore:
 
     def __init__(self, root: Path, *, keep_last: int = 0, keep_best: bool = True) -> None:
         self.root = root
+        self.attempt = ""
+        """Set by who writes, the same on all ranks and another after each restart: a rank of before that is
+        cut off from the others may still write, and must not do it into the files of now."""
         self._keep_last = keep_last
         self._keep_best = keep_best
 
@@ -93,7 +122,7 @@ class CheckpointStore:
 
     def writing_path(self, step: int) -> Path:
         """The folder in which a checkpoint is written before it has its name."""
-        return self.root / f"{_WRITING}step-{step:08d}"
+        return self.root / f"{_WRITING}step-{step:08d}{self.attempt}"
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint under its final name, oldest first; it may still be damaged."""
@@ -121,7 +150,9 @@ class CheckpointStore:
     def commit(self, step: int, files: dict[str, FileSum], info: dict[str, Any]) -> Path:
         """Give a completely written checkpoint its name. After a crash it is there or it is not."""
         writing, final = self.writing_path(step), self.path(step)
-        manifest = {"info": info, "files": {name: vars(s) for name, s in sorted(files.items())}}
+        sums = {name: vars(s) for name, s in sorted(files.items())}
+        info = json.loads(json.dumps(info))  # keys as texts, tuples as lists: as they will be read
+        manifest = {"info": info, "files": sums, "crc32": _own_sum(info, sums)}
         _write_durably(writing / MANIFEST, json.dumps(manifest, indent=1))
         _sync_folder(writing)
         if final.exists():  # the same step again, after a resume from an older checkpoint

@@ -50,7 +50,10 @@ def _config(name: str, folder: Path | None, changes: Mapping[str, str]) -> Pretr
     if folder is not None:
         if not (folder / "config.json").exists():
             raise ValueError(f"model = {name!r}: the folder has no config.json")
-        stored = AutoConfig.from_pretrained(folder, local_files_only=True)
+        try:  # code that a folder brings along is not run, and nobody is asked whether it should be
+            stored = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # the library raises errors of several kinds
+            raise ValueError(f"model = {name!r}: transformers cannot read its config: {error}") from error
         cls, values = type(stored), stored.to_dict()
     elif name in PUBLISHED:
         values = {**PUBLISHED[name]}

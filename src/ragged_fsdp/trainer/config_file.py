@@ -33,7 +33,7 @@ def load_toml(path: str | Path) -> dict[str, Any]:
         parsed = tomllib.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     sections = TrainConfig.sections()
     values: dict[str, Any] = {}

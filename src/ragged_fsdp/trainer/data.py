@@ -7,8 +7,10 @@ that race for it all end with the same complete file.
 
 import glob
 import hashlib
+import json
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,7 @@ __all__ = ["Tokens", "open_tokens"]
 
 _STDLIB = "stdlib"
 _DIGESTED_PLACES, _DIGESTED_TOKENS = 64, 4096
+_SUMMED_BLOCKS, _SUMMED_BYTES = 64, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,10 @@ def _token_file(path: Path, dtype: str) -> np.ndarray:
     if not path.exists():
         raise ConfigError(f"data: {path} does not exist")
     if path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r")
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, OSError, EOFError, SyntaxError, MemoryError) as error:
+            raise ConfigError(f"data: {path} is no array of tokens: {error}") from error
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ConfigError(
                 f"data: {path} holds {tokens.dtype} of shape {tokens.shape}; expected flat integers"
@@ -185,13 +191,35 @@ def _cached(
     default = Path.home() / ".cache" / "ragged_fsdp"
     folder = Path(os.environ.get("RAGGED_FSDP_CACHE", default))
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{dtype.name}"
-    if not path.exists():
+    sums = path.with_name(f"{path.name}.json")
+    if not (path.exists() and sums.exists()):
         folder.mkdir(parents=True, exist_ok=True)
         temporary = path.with_suffix(f".tmp-{os.getpid()}")
         with temporary.open("wb") as out:
             for document in documents:
                 out.write(marks.add(document).astype(dtype).tobytes())
+        written = sums.with_suffix(f".tmp-{os.getpid()}-json")
+        written.write_text(json.dumps(_sums(temporary)))
         os.replace(temporary, path)
+        os.replace(written, sums)
     if path.stat().st_size == 0:
         raise ConfigError("data: the sources hold no text")
+    try:
+        whole = json.loads(sums.read_text()) == _sums(path)
+    except ValueError:
+        whole = False
+    if not whole:
+        raise ConfigError(
+            f"data: the cached tokens in {path} have changed since they were written; delete them"
+        )
     return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _sums(path: Path) -> dict[str, int]:
+    """Size of a file and CRC-32 of blocks spread over it, which are all of it unless it is large."""
+    size, crc = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for index in range(_SUMMED_BLOCKS):
+            file.seek(index * size // _SUMMED_BLOCKS)
+            crc = zlib.crc32(file.read(min(_SUMMED_BYTES, -(-size // _SUMMED_BLOCKS))), crc)
+    return {"bytes": size, "crc32": crc}

@@ -26,7 +26,7 @@ from ragged_fsdp.trainer.loggers import Loggers, open_loggers
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
-from ragged_fsdp.trainer.ranks import Ranks, on_first_rank, seed_everything
+from ragged_fsdp.trainer.ranks import Ranks, has_agent, on_first_rank, seed_everything
 from ragged_fsdp.trainer.run_folder import RunLock, identity_of, starting_point
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
@@ -56,7 +56,9 @@ class TrainingJob:
         self._source = find_model(
             config.model.model, config.model.model_set, random_weights=config.model.weights == "random"
         )
-        self._lock = on_first_rank(lambda: RunLock(self._run_dir), ranks)
+        # Half of the time that the other ranks wait for the answer.
+        wait_s = config.sharding.timeout / 2 if has_agent() else 0.0
+        self._lock = on_first_rank(lambda: RunLock(self._run_dir, wait_s), ranks)
         self._tokens = _open_together(config, ranks)
         _check_vocabulary(self._source, self._tokens)
         twin = self._source.build()
@@ -154,6 +156,7 @@ class TrainingJob:
             load_weights(model, source.weights, strict="missing", progress=shown, group=ranks.control)
         self.model = ShardedModel(model, config.sharding, ranks)
         self.optimizer = build_optimizer(config.optimizer, model)
+        self.optimizer.register_step_pre_hook(lambda *_: self._saver.before_update())
         self._lr = LearningRate(self.optimizer)
         data = config.data
         vocab = source.vocab_size
@@ -173,6 +176,7 @@ class TrainingJob:
             self._metrics.write(
                 "start",
                 step,
+                time=time.time(),
                 torch=torch.__version__,
                 device=device_name(ranks.device),
                 world_size=ranks.world_size,
@@ -238,6 +242,7 @@ class TrainingJob:
         if not _due(self._counters.step, self.config.sharding.rebalance):
             return
         self._flush()
+        self._saver.before_update()
         splits = balanced_splits(replace(load, rows=self._rows_since_move))
         moved = move_experts(self.model.module, splits, self.optimizer)
         self._rows_since_move = {}
@@ -304,7 +309,10 @@ class TrainingJob:
             "data": self._identity.data,
             "config": asdict(self.config),
         }
-        self._saver.save(step, state_to_save(self.model.module, self.optimizer, self.ranks), info)
+        state = state_to_save(self.model.module, self.optimizer, self.ranks)
+        for name in state["model"].keys() & dict(self.model.module.named_buffers()).keys():
+            state["model"][name] = state["model"][name].clone()  # the next forward may change it
+        self._saver.save(step, state, info)
         if self._metrics is not None:
             self._metrics.write("checkpoint", step, blocked_s=time.perf_counter() - began)
         self._view.say(f"step {step:>5}/{self.config.run.steps}  checkpoint {self._store.path(step)}")

@@ -20,6 +20,7 @@ __all__ = [
     "Ranks",
     "SplitMesh",
     "allocator_variables",
+    "has_agent",
     "join",
     "lay_out",
     "leave",
@@ -97,6 +98,11 @@ def allocator_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
+def has_agent() -> bool:
+    """Whether torchrun's elastic agent started this process, and would start it again."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 def rank_variables() -> dict[str, str] | None:
     """RANK, LOCAL_RANK, WORLD_SIZE and the meeting point as torchrun or SLURM gave them, or None."""
     env = os.environ
@@ -109,10 +115,21 @@ def rank_variables() -> dict[str, str] | None:
             "RANK": env["SLURM_PROCID"],
             "WORLD_SIZE": env["SLURM_NTASKS"],
             "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+            "LOCAL_WORLD_SIZE": str(_tasks_here(env)),
             "MASTER_ADDR": env.get("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", "127.0.0.1"))),
             "MASTER_PORT": env.get("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 20_000)),
         }
     return None
+
+
+def _tasks_here(env: Mapping[str, str]) -> int:
+    """Tasks of the SLURM step on this node: the third of ``8(x2),4`` has 4. Where it is not said, all."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", env["SLURM_NTASKS"]))
+    counts: list[int] = []
+    for part in text.split(","):
+        tasks, _, times = part.rstrip(")").partition("(x")
+        counts += [int(tasks)] * int(times or 1)
+    return counts[int(env.get("SLURM_NODEID", "0"))]
 
 
 def _first_host(nodelist: str) -> str:

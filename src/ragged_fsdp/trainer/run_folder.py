@@ -3,6 +3,7 @@
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,25 +35,35 @@ _SHOWN = {
 class RunLock:
     """Held while a run uses its folder; the system lets go of it when the process ends, however it ends.
 
-    Two runs in one folder would delete each other's half-written checkpoints.
+    Two runs in one folder would delete each other's half-written checkpoints. ``wait_s`` is how long to wait
+    for another to let go: after a restart on other nodes the rank 0 of before may still be in a collective
+    that has to time out.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, wait_s: float = 0.0) -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self.file = (run_dir / ".lock").open("a+")
         except OSError as error:
             raise ConfigError(f"run_dir = {str(run_dir)!r} cannot be used: {error.strerror}") from error
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.file.seek(0)
-            holder = self.file.read().strip() or "another process"
-            self.file.close()
-            raise ConfigError(f"run_dir = {str(run_dir)!r} is in use by {holder}; use another one") from None
+        until = time.monotonic() + wait_s
+        while not self._taken():
+            if time.monotonic() >= until:
+                self.file.seek(0)
+                holder = self.file.read().strip() or "another process"
+                self.file.close()
+                raise ConfigError(f"run_dir = {str(run_dir)!r} is in use by {holder}; use another one")
+            time.sleep(0.2)
         self.file.truncate(0)
         self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.file.flush()
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
 
     def release(self) -> None:
         """Let the next run have the folder."""

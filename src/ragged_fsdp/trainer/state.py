@@ -72,23 +72,35 @@ def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank
         del state["optim"]
     stored_ranks = {name.split(".")[1] for name in names if name.startswith("rng.")}
     same_ranks = stored_ranks == {str(rank) for rank in range(ranks.world_size)}
-    if not same_ranks:
-        notes.append("another number of processes: random states (dropout) start anew, data order goes on")
+    same_form = f"rng.{ranks.rank}.python.words" in names  # else written before random states were tensors
+    if not (same_ranks and same_form):
+        why = "another number of processes" if not same_ranks else "a checkpoint of an older version"
+        notes.append(f"{why}: random states (dropout) start anew, data order goes on")
         del state["rng"]
-    dcp.load(state, path, ranks.control)
+    try:
+        dcp.load(state, path, ranks.control)
+    except ValueError as error:
+        raise ConfigError(f"resume: {error}") from error
     optimizer_state = state.get("optim", {})
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
-    if same_ranks:
+    if same_ranks and same_form:
         _set_random_state(state["rng"][str(ranks.rank)], ranks.device)
     return notes
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
-    """Every generator that a model may draw from. The lists are pickled, the tensors stored as such."""
+    """Every generator that a model may draw from, as tensors and numbers: nothing that needs a pickle."""
+    numpy: Any = np.random.get_state(legacy=False)
+    version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(legacy=False),
-        "python": random.getstate(),
+        "numpy": {
+            "key": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
+            "position": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "gauss": float(numpy["gauss"]),
+        },
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
     }
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -97,9 +109,10 @@ def _random_state(device: torch.device) -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
-    np.random.set_state(state["numpy"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
+    numpy, python = state["numpy"], state["python"]
+    key = numpy["key"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if device.type == "cuda":
         cuda: Tensor = state["cuda"]
         torch.cuda.set_rng_state(cuda.cpu(), device)

@@ -69,7 +69,9 @@ class FolderTokenizer:
                 f"tokenizer = {folder!r}: no such folder; use 'auto', 'bytes' or a tokenizer's folder"
             )
         try:
-            self._inner: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._inner: Any = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # the library raises errors of several kinds
             raise ConfigError(f"tokenizer = {folder!r}: transformers cannot read it: {error}") from error
         self.vocab_size = len(self._inner)

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ragged_fsdp.checkpoint.reading import CheckedReader, load
 from ragged_fsdp.routes import region_numel
 from ragged_fsdp.weights.names import Naming, parts_of
 from ragged_fsdp.weights.targets import Target, region_of
@@ -31,8 +30,7 @@ class StoredShape:
 
 def read(folder: Path) -> dict[str, StoredShape]:
     """The tensors of a checkpoint by name, of its model alone where it holds more; its files are checked."""
-    metadata = dcp.FileSystemReader(folder).read_metadata()
-    _check_files(folder, metadata)
+    metadata = CheckedReader(folder).read_metadata()
     tensors = {
         name: StoredShape(tuple(entry.size), entry.properties.dtype.itemsize)
         for name, entry in metadata.state_dict_metadata.items()
@@ -41,19 +39,6 @@ def read(folder: Path) -> dict[str, StoredShape]:
     of_model = {name: entry for name, entry in tensors.items() if name.startswith(_PREFIX)}
     is_run = of_model and any(name.startswith("optim.") for name in metadata.state_dict_metadata)
     return of_model if is_run else tensors
-
-
-def _check_files(folder: Path, metadata: Any) -> None:
-    """Raise unless every file is as long as the metadata needs."""
-    ends: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    for name, end in ends.items():
-        file = folder / name
-        if not file.is_file():
-            raise ValueError(f"{folder} lacks {name}, which its .metadata names")
-        if file.stat().st_size < end:
-            raise ValueError(f"{file} is truncated: {file.stat().st_size} bytes, the metadata tells of {end}")
 
 
 @dataclass
@@ -104,12 +89,7 @@ class DcpPlan:
     def run(self, tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> int:
         """Fill the targets in place, each rank its own part; returns the bytes of these parts as stored."""
         state = {name: tensors[index].detach() for index, name in self._sources.items()}
-        dcp.load(
-            state,
-            storage_reader=dcp.FileSystemReader(self.folder),
-            process_group=group,
-            no_dist=not dist.is_initialized(),
-        )
+        load(state, CheckedReader(self.folder), group, alone=not dist.is_initialized())
         return sum(
             region_numel(region_of(name, tensors[index])) * self.stored[name].item_bytes
             for index, name in self._sources.items()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ragged_fsdp.checkpoint.safetensors_writer import TYPE_NAMES
+from ragged_fsdp.checkpoint.store import is_plain_name
 
 __all__ = ["Entry", "read_header", "safetensors_files"]
 
@@ -57,6 +58,8 @@ def safetensors_files(folder: Path) -> dict[str, list[str] | None]:
             by_file[file].append(name)  # type: ignore[union-attr]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{indices[0]} is no index of safetensors: {error!r}") from error
+    if outside := [file for file in by_file if not is_plain_name(file)]:
+        raise ValueError(f"{indices[0]} names {outside[0]!r}, which is not the name of a file in this folder")
     missing = [file for file in by_file if not (folder / file).is_file()]
     if missing:
         raise ValueError(
@@ -94,11 +97,14 @@ def read_header(folder: Path, file: str, wanted: list[str] | None) -> dict[str, 
 
 
 def _entry(path: Path, name: str, given: dict[str, Any], data: int) -> Entry:
+    numbers = (*given["shape"], *given["data_offsets"])
+    if not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"{path}: {name} has a shape or place that is no whole number: {numbers}")
     if given["dtype"] not in _DTYPES:
         raise ValueError(f"{path}: {name} has the type {given['dtype']}; known are {sorted(_DTYPES)}")
     begin, end = given["data_offsets"]
     entry = Entry(path.name, _DTYPES[given["dtype"]], tuple(given["shape"]), data + begin)
-    if begin < 0 or end - begin != entry.nbytes:
+    if end - begin != entry.nbytes:
         raise ValueError(
             f"{path}: {name} has {end - begin} bytes; {entry.dtype} of shape {entry.shape} has {entry.nbytes}"
         )
