@@ -172,7 +172,7 @@ def _free_job() -> int:
 
 
 def test_slurm_runs_the_same_command_and_its_warning_saves(tmp_path):
-    """SIGUSR1 to one rank, as before a time limit: both save and end."""
+    """SIGUSR1 to one rank, as before a time limit, then SIGTERM to all: both save, end, and later go on."""
     run_dir, ranks = tmp_path / "run", []
     try:
         ranks = _srun(_train_command(run_dir, steps=100_000, timeout=20.0), _free_job())
@@ -180,12 +180,17 @@ def test_slurm_runs_the_same_command_and_its_warning_saves(tmp_path):
         while len(losses_by_step(run_dir)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         ranks[1].send_signal(signal.SIGUSR1)
+        for rank in (*ranks, *ranks):
+            rank.send_signal(signal.SIGTERM)
         said = [rank.communicate(timeout=60)[0] for rank in ranks]
         assert [rank.returncode for rank in ranks] == [130, 130], said
         (stopped,) = CheckpointStore(run_dir / "checkpoints").steps()
         assert (
             stopped == max(losses_by_step(run_dir)) and f"checkpoint {run_dir}" in said[0] and said[1] == ""
         )
+        ranks = _srun(_train_command(run_dir, steps=stopped + 1, timeout=20.0), _free_job())
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0] and f"at step {stopped}" in said[0], said
     finally:
         for rank in ranks:
             rank.kill()

@@ -245,6 +245,11 @@ def test_ranks_from_torchrun_and_slurm(monkeypatch):
     found = rank_variables()
     assert found is not None and found["MASTER_ADDR"] == "gpu07" and found["LOCAL_RANK"] == "1"
     assert (found["RANK"], found["WORLD_SIZE"], found["MASTER_PORT"]) == ("3", "4", "20077")
+    assert found["LOCAL_WORLD_SIZE"] == "4"  # where SLURM does not say how many are on this node
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),4")
+    for node, tasks in enumerate(("8", "8", "4")):
+        monkeypatch.setenv("SLURM_NODEID", str(node))
+        assert rank_variables()["LOCAL_WORLD_SIZE"] == tasks
     monkeypatch.setenv("SLURM_STEP_NODELIST", "a,b")
     assert rank_variables()["MASTER_ADDR"] == "a"
     monkeypatch.setenv("RANK", "0")

@@ -58,6 +58,12 @@ def likely_mistakes(config: TrainConfig, source: ModelSource) -> list[str]:
         )
     if config.data.tokenizer == "bytes" and has_tokenizer(Path(config.model.model)):
         said.append(f"tokenizer = bytes, although {config.model.model} has one; --tokenizer auto uses it")
+    agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if agent_store and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        said.append(
+            "torchrun's agents keep one store over all restarts, in which ranks find addresses of ranks that "
+            "are gone; export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun"
+        )
     return said
 
 

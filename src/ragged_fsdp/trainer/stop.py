@@ -14,9 +14,12 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-__all__ = ["StopRequest"]
+__all__ = ["StopRequest", "end_with_parent"]
 
 _GO_ON, _TIME_IS_UP, _INTERRUPTED = 0, 1, 2
+_PARENT = os.getppid()  # read at import: an agent that dies while torch loads is noticed too
+_LOOK_S = 0.5
+_ONE_REQUEST_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
 
 
 class StopRequest:
@@ -25,9 +28,14 @@ class StopRequest:
     def __init__(self, minutes: float) -> None:
         self._deadline = time.monotonic() + 60 * minutes if minutes else None
         self._asked = threading.Event()
+        self._asked_s = 0.0
 
     def listen_to(self, *signals: int) -> None:
-        """Stop at the first of these signals; a second one ends at once."""
+        """Stop at the first of these signals; a Ctrl-C after it ends at once.
+
+        Schedulers repeat theirs: SLURM sends SIGTERM to the job and to its steps, and after a SIGUSR1. Those
+        must not end a save; what must end at once gets SIGKILL.
+        """
         for number in signals:
             signal.signal(number, self._on_signal)
 
@@ -47,9 +55,11 @@ class StopRequest:
         return {_GO_ON: None, _TIME_IS_UP: "time", _INTERRUPTED: "interrupted"}[int(strongest)]
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked.is_set():
+        if not self._asked.is_set():
+            self._asked_s = time.monotonic()
+            self._asked.set()
+        elif number == signal.SIGINT and time.monotonic() - self._asked_s > _ONE_REQUEST_S:
             os._exit(128 + number)
-        self._asked.set()
 
     def _follow(self, channel: Connection) -> None:
         try:
@@ -58,3 +68,18 @@ class StopRequest:
                 self._asked.set()
         except (EOFError, OSError):
             os._exit(1)  # without the launcher nobody would end the other ranks
+
+
+def end_with_parent() -> None:
+    """End this process soon after the one that started it, in a thread.
+
+    Without its agent a rank is ended and restarted by nobody: it would train on, or hold the run's folder,
+    while the others meet without it.
+    """
+
+    def follow() -> None:
+        while os.getppid() == _PARENT:
+            time.sleep(_LOOK_S)
+        os._exit(1)
+
+    threading.Thread(target=follow, name="parent", daemon=True).start()

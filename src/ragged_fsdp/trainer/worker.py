@@ -6,8 +6,8 @@ from typing import Any
 
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.job import TrainingJob
-from ragged_fsdp.trainer.ranks import join, leave
-from ragged_fsdp.trainer.stop import StopRequest
+from ragged_fsdp.trainer.ranks import has_agent, join, leave
+from ragged_fsdp.trainer.stop import StopRequest, end_with_parent
 
 __all__ = ["run_rank"]
 
@@ -19,11 +19,15 @@ def run_rank(config: TrainConfig, channel: Connection | None) -> dict[str, Any]:
         stop.listen_to_launcher(channel)
         ranks = join(config.sharding)
     else:
+        if has_agent():
+            end_with_parent()
         # Ranks that wait for one that never comes are inside torch, where no handler of ours would run.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         stop.listen_to(signal.SIGUSR1)  # SLURM's, before a time limit
         ranks = join(config.sharding)
-        stop.listen_to(signal.SIGINT, signal.SIGTERM)
-    outcome = TrainingJob(config, ranks, stop).run()
+    job = TrainingJob(config, ranks, stop)
+    if channel is None:
+        stop.listen_to(signal.SIGINT, signal.SIGTERM)  # until here they end at once: there is nothing to save
+    outcome = job.run()
     leave()
     return outcome
