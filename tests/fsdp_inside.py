@@ -252,6 +252,12 @@ class Watch:
             self._watch._device = device
             self._watch.record(phase, group, pg, stream)
 
+    def begin(self, phase: str, group: str, pg: dist.ProcessGroup, *, returns: bool) -> None:
+        """The host goes into a collective; ``returns``: and comes back, once all ranks are there."""
+        self._watch.begin(phase, group, pg)
+        if returns:
+            self._watch.returned()
+
     def shift_newest(self, phase: str, seconds: float) -> None:
         """Let the newest launch of a phase have been made so much later."""
         self._watch._launched[phase][-1].started_s += seconds

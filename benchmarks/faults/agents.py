@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "agents.json")
     options = parser.parse_args()
     enter_private_network()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # ends the agents too
     start_network()
     with tempfile.TemporaryDirectory() as folder:
         logs = options.logs or Path(folder)

@@ -1,5 +1,6 @@
 """RAGGED_FSDP_DEBUG=1 and the failures it makes visible; where a collective stands that does not finish."""
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Replicate
 import fsdp_inside
 from fsdp_cases import Transformer, build, logged, ragged_only, shard_blocks, tokens
 from ragged_fsdp import DBuffer, fully_shard
+from ragged_fsdp.fsdp.watch import keep_records
 from rank_pool import Rank, spmd
 
 pytestmark = ragged_only
@@ -209,3 +211,33 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
     (line,) = said
     assert f"rank {rank.rank}: all-gather of group 'layers.1' (rank {rank.rank} of 2" in line
     assert "launched 60 s ago" in line and "gives up after 100 s" in line
+
+
+@spmd(3)
+def test_ranks_that_did_not_arrive_are_named_from_what_all_have_launched(rank: Rank) -> None:
+    """Rank 2 never comes to the second gather: it is in no collective, and writes its launches too."""
+    pg = dist.new_group(timeout=timedelta(seconds=100))
+    watch, folder = fsdp_inside.Watch(remembered=3), rank.shared_dir / "hangs"
+    watch.begin("all-gather", "layers.0", pg, returns=True)
+    if rank.rank < 2:
+        watch.begin("all-gather", "layers.1", pg, returns=False)
+    keep_records(folder)
+    try:
+        with logged() as said:
+            for _ in range(3):  # the first to look writes, the others follow, then those that wait compare
+                watch.report(time.monotonic() + 60)
+                dist.barrier()
+    finally:
+        keep_records(None)
+    assert len(said) == (2 if rank.rank < 2 else 0), said
+    records = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
+    assert sorted(records) == [f"rank-0000{number}.json" for number in range(3)]
+    assert records["rank-00002.json"]["waits_in"] is None
+    for number in range(2):
+        record = records[f"rank-0000{number}.json"]
+        assert record["waits_in"]["phase"] == "all-gather" and record["waits_in"]["group"] == "layers.1"
+        assert record["did_not_arrive"] == ["rank 2 (last: all-gather of 'layers.0')"]
+        own = [launch for launch in record["last_launches"] if launch["process_group"] == pg.group_name]
+        assert [launch["number"] for launch in own] == [1, 2]
+    if rank.rank < 2:
+        assert "all-gather of group 'layers.1': did not arrive: rank 2 (last:" in said[1]

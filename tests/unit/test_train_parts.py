@@ -25,7 +25,7 @@ from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml,
 from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.loggers import check_loggers, open_loggers
 from ragged_fsdp.trainer.metrics import read_metrics
-from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables
+from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables, recorder_variables
 from ragged_fsdp.trainer.schedule import lr_factor
 
 
@@ -261,6 +261,13 @@ def test_the_allocator_s_setting_is_ours_unless_the_user_has_one():
     assert allocator_variables({}) == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert allocator_variables({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}) == {}
     assert allocator_variables({"PYTORCH_CUDA_ALLOC_CONF": ""}) == {}
+
+
+def test_the_flight_recorder_writes_into_the_run_unless_the_user_has_set_it():
+    ours = recorder_variables({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, "runs/a")
+    assert ours["TORCH_FR_DUMP_TEMP_FILE"].endswith("runs/a/hangs/nccl-rank-")
+    assert "TORCH_FR_BUFFER_SIZE" not in ours and ours["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert recorder_variables({**ours, "TORCH_FR_BUFFER_SIZE": "7"}, "runs/b") == {}
 
 
 def test_a_model_of_a_missing_library_is_refused(monkeypatch):

@@ -108,9 +108,14 @@ class CommContext:
         """An event behind the current stream's work; None without streams."""
         return None if self.device_module is None else self.current_stream().record_event()
 
+    def begin_launch(self, phase: str, group: Any, pg: Any) -> None:
+        """Note that a collective of ``group`` is about to be launched; :meth:`record_launch` follows."""
+        self.watch.begin(phase, group.label, pg)
+
     def record_launch(self, phase: str, group: Any, pg: Any) -> Any:
         """An event behind a collective of ``group``, which has a label and is watched from now on."""
         if self.device_module is None:
+            self.watch.returned()
             return None
         return self.watch.record(phase, group.label, pg, self.current_stream())
 

@@ -5,19 +5,26 @@ raises: the host has long gone on, and after the process group's timeout a watch
 number of a collective in its message. So the launches of the last steps are remembered with their events; a
 thread looks at them a few times per timeout and logs, on every rank, the first that is still running after
 half of it, when the host launches no more. A rank that stopped launching is the one that does not report.
+
+With a folder that all ranks see (:func:`keep_records`), each rank then writes there what it has launched,
+those that wait for nothing too, and the ranks that wait compare: collectives of a process group are launched
+in one order, so who has launched fewer did not arrive. It is named before the timeout, on any backend.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
+import os
 import threading
 import time
 import weakref
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +32,38 @@ import torch.distributed as dist
 
 from ragged_fsdp.torch_internals import timeout_of
 
-__all__ = ["CollectiveWatch", "Launch"]
+__all__ = ["CollectiveWatch", "Launch", "keep_records"]
 
 logger = logging.getLogger("ragged_fsdp")
 
 _REMEMBERED = 512  # more than the host can launch ahead of the device
 _LOOKS_PER_TIMEOUT = 8
 _LONGEST_PAUSE_S = 30.0
+_NAME_BY = 0.8  # of the timeout: then the ranks that did not arrive are named, whoever has written by then
+
+
+class _Launches:
+    """What this process has launched, below all roots: they share process groups."""
+
+    def __init__(self) -> None:
+        self.last: deque[tuple[float, str, str, str, int]] = deque(maxlen=_REMEMBERED)
+        """When, phase, group, process group and number of each launch; appended before it is made."""
+        self.counts: dict[str, int] = {}
+        """Launches by the name of the process group."""
+        self.folder: Path | None = None
+        self.written: set[Path] = set()
+        self.named: set[Path] = set()
+
+
+_launches = _Launches()
+
+
+def keep_records(folder: Path | None) -> None:
+    """Let ranks write what they launched into ``folder``, another one for each start, once one is late.
+
+    It is made when it is needed. None: they write nothing, as at first.
+    """
+    _launches.folder = folder
 
 
 @dataclass(eq=False, slots=True)
@@ -44,6 +76,8 @@ class Launch:
     event: Any
     """Behind it on its stream; has ``query()``. A later launch will use it again."""
     started_s: float
+    number: int
+    """The how many-th of its process group."""
 
 
 class CollectiveWatch:
@@ -56,28 +90,48 @@ class CollectiveWatch:
         self._last_reported: tuple[Launch, float] | None = None
         self._rank = 0
         self._pause_s = math.inf
+        self._inside: Launch | None = None
+        """A collective that the host is in: over gloo it returns when all ranks have come."""
+
+    def begin(self, phase: str, group_name: str, pg: dist.ProcessGroup) -> None:
+        """Note a collective of a group that is about to be launched."""
+        name = pg.group_name
+        count = _launches.counts[name] = _launches.counts.get(name, 0) + 1
+        _launches.last.append((time.time(), phase, group_name, name, count))
+        self._inside = Launch(phase, group_name, pg, None, time.monotonic(), count)
+        self._know(pg)
+
+    def returned(self) -> None:
+        """The host is back from the launch that began."""
+        self._inside = None
 
     def record(self, phase: str, group_name: str, pg: dist.ProcessGroup, stream: Any) -> Any:
         """An event behind the collective of a group that was launched on ``stream`` just now.
 
         It is remembered until many more have been launched.
         """
-        if pg not in self._timeouts_s:
-            self._timeouts_s[pg] = _timeout_s(pg, self._device)
-            self._rank = dist.get_rank()
-            self._look_often(self._timeouts_s[pg] / _LOOKS_PER_TIMEOUT)
+        self._inside = None
+        self._know(pg)
+        number = _launches.counts.get(pg.group_name, 0)
         launched = self._launched.get(phase)
         if launched is None:
             launched = self._launched[phase] = deque()
         if len(launched) < _REMEMBERED:
-            launch = Launch(phase, group_name, pg, torch.Event(self._device), time.monotonic())
+            launch = Launch(phase, group_name, pg, torch.Event(self._device), time.monotonic(), number)
         else:
             launch = launched.popleft()
-            launch.group_name, launch.pg = group_name, pg
+            launch.group_name, launch.pg, launch.number = group_name, pg, number
             launch.started_s = time.monotonic()  # before the event, see ``late``
         launch.event.record(stream)
         launched.append(launch)
         return launch.event
+
+    def _know(self, pg: dist.ProcessGroup) -> None:
+        """Look after a process group, from its first collective on."""
+        if pg not in self._timeouts_s:
+            self._timeouts_s[pg] = _timeout_s(pg, self._device)
+            self._rank = dist.get_rank()
+            self._look_often(self._timeouts_s[pg] / _LOOKS_PER_TIMEOUT)
 
     def _look_often(self, pause_s: float) -> None:
         """Let a thread report after each pause; one with shorter pauses takes the place of the last."""
@@ -94,6 +148,9 @@ class CollectiveWatch:
         A host behind a collective that does not finish waits soon. While it still launches no event is
         asked: a thread that asks one ends the capture of a CUDA graph on another.
         """
+        inside = self._inside
+        if inside is not None and self._is_old(inside, now_s):
+            return inside
         phases = [list(launched) for launched in list(self._launched.values()) if launched]
         if not all(self._is_old(launched[-1], now_s) for launched in phases):
             return None
@@ -118,6 +175,7 @@ class CollectiveWatch:
         """Log a late launch, once."""
         with self._on_device():
             launch = self.late(now_s)
+        self._write_record(launch, now_s)
         if launch is None or self._last_reported == (launch, launch.started_s):
             return
         self._last_reported = launch, launch.started_s
@@ -134,6 +192,75 @@ class CollectiveWatch:
             now_s - launch.started_s,
             self._timeouts_s[launch.pg],
         )
+
+    def _write_record(self, late: Launch | None, now_s: float) -> None:
+        """Write what this rank launched if it is late, or if another one is; then name who did not arrive."""
+        folder = _launches.folder
+        if folder is None or (late is None and not folder.is_dir()):
+            return
+        own = folder / f"rank-{self._rank:05d}.json"
+        if own not in _launches.written:
+            _launches.written.add(own)
+            _write(own, self._record(late))
+        elif late is not None and own not in _launches.named:
+            others = self._others(folder, late.pg)
+            waited_s = now_s - late.started_s
+            if None in others.values() and waited_s < _NAME_BY * self._timeouts_s[late.pg]:
+                return
+            _launches.named.add(own)
+            missing = [
+                f"rank {rank} ({'no word from it' if said is None else said[1]})"
+                for rank, said in others.items()
+                if said is None or said[0] < late.number
+            ]
+            _write(own, {**self._record(late), "did_not_arrive": missing})
+            logger.error(
+                "rank %d: %s of group '%s': did not arrive: %s. The launches of all ranks are in %s.",
+                self._rank,
+                late.phase,
+                late.group_name,
+                ", ".join(missing) or "no one, so the collective itself stands still",
+                folder,
+            )
+
+    def _record(self, late: Launch | None) -> dict[str, Any]:
+        waits = None
+        if late is not None:
+            waits = {"phase": late.phase, "group": late.group_name, "process_group": late.pg.group_name}
+        keys = ("time", "phase", "group", "process_group", "number")
+        last = [dict(zip(keys, launch)) for launch in list(_launches.last)]
+        return {
+            "rank": self._rank,
+            "waits_in": waits,
+            "launches": dict(_launches.counts),
+            "last_launches": last,
+        }
+
+    def _others(self, folder: Path, pg: dist.ProcessGroup) -> dict[int, tuple[int, str] | None]:
+        """How many collectives of ``pg`` each other rank has launched, and its last; None: no word of it."""
+        found: dict[int, tuple[int, str] | None] = {}
+        for rank in dist.get_process_group_ranks(pg):
+            if rank == self._rank:
+                continue
+            try:
+                said = json.loads((folder / f"rank-{rank:05d}.json").read_text())
+                own = [begun for begun in said["last_launches"] if begun["process_group"] == pg.group_name]
+                last = f"last: {own[-1]['phase']} of '{own[-1]['group']}'" if own else "it launched nothing"
+                found[rank] = said["launches"].get(pg.group_name, 0), last
+            except (OSError, ValueError, KeyError):
+                found[rank] = None
+        return found
+
+
+def _write(path: Path, record: dict[str, Any]) -> None:
+    """Under another name first: other ranks read it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(record, indent=1))
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.error("what this rank launched could not be written to %s: %s", path, error)
 
 
 def _runs(launch: Launch) -> bool:

@@ -14,6 +14,7 @@ from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.description import Description, describe
 from ragged_fsdp.experts import ExpertLoad, balanced_splits, expert_parallel, load_of, move_experts
+from ragged_fsdp.fsdp.watch import keep_records
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.source import ModelSource, find_model
@@ -195,6 +196,7 @@ class TrainingJob:
             self._view.say(message)
             if self._metrics is not None:
                 self._metrics.write("note", step, text=message)
+        keep_records(self._run_dir / "hangs" / f"step-{step:08d}{self._store.attempt}")
         self._clock.skip()
 
     def _introduce(self, layout: Description) -> None:

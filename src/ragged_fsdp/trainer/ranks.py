@@ -5,6 +5,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ __all__ = [
     "leave",
     "on_first_rank",
     "rank_variables",
+    "recorder_variables",
     "seed_everything",
 ]
 
@@ -96,6 +98,21 @@ def allocator_variables(env: Mapping[str, str]) -> dict[str, str]:
     if any(name in env for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")):
         return {}
     return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+
+
+def recorder_variables(env: Mapping[str, str], run_dir: str) -> dict[str, str]:
+    """What to set before NCCL is used, unless the user has: when a collective times out torch writes the
+    last ones of each rank into the run's folder."""
+    ours = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(Path(run_dir).absolute() / "hangs" / "nccl-rank-"),
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }
+    older = {
+        "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+        "TORCH_FR_DUMP_TEMP_FILE": "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    }
+    return {name: value for name, value in ours.items() if not {name, older.get(name, name)} & env.keys()}
 
 
 def has_agent() -> bool:

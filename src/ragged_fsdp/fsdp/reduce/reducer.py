@@ -165,6 +165,8 @@ class GradReducer:
         reduced = transport.target(main)
         added_to: list[torch.Tensor] = []
         with context.on_stream("reduce"):
+            if (pg := self._process_group) is not None:
+                context.begin_launch("reduction of the gradients", members, pg)
             transport.scatter(reduced, how)
             if mesh.replicate_group is None and settings.all_reduce_hook is None:
                 added_to = self._finish(main, reduced, how)
@@ -185,11 +187,18 @@ class GradReducer:
 
     def _record(self) -> Any:
         """An event behind the reduction; None without streams."""
-        members, mesh = self.members, self.members.mesh
+        pg, context = self._process_group, self.members.context
+        if pg is None:
+            return context.record()
+        return context.record_launch("reduction of the gradients", self.members, pg)
+
+    @property
+    def _process_group(self) -> Any:
+        """That under which the reduction is watched: of its ranks, the first; None for one rank."""
+        mesh = self.members.mesh
         if mesh.shard_size * mesh.replicate_size == 1:
-            return members.context.record()
-        pg = mesh.shard_group if mesh.shard_size > 1 else mesh.replicate_group
-        return members.context.record_launch("reduction of the gradients", members, pg)
+            return None
+        return mesh.shard_group if mesh.shard_size > 1 else mesh.replicate_group
 
     def _make_main(self, dtype: torch.dtype) -> DBuffer:
         """A new buffer for the reduced shard: the user may keep the gradients, so it is never reused."""
