@@ -173,7 +173,7 @@ def main() -> None:
         "steps": options.steps,
         "nodes": options.nodes,
         "seconds": round(took_s),
-        "slowest_recovery_s": max(fault["went_on_after_s"] for fault in story),
+        "slowest_recovery_s": max((fault.get("went_on_after_s", 0.0) for fault in story), default=None),
         "final_loss": [curve[options.steps] for curve in curves],
         "largest_difference_of_a_loss": max(differences),
         "torch": torch.__version__,

@@ -27,7 +27,7 @@ __all__ = ["Node", "Pace", "enter_private_network", "start_network"]
 
 _INSIDE = "RAGGED_FSDP_PRIVATE_NETWORK"
 _RESTART_PAUSE_S = 0.5
-_RENDEZVOUS = "last_call_timeout=8,keep_alive_interval=1,keep_alive_max_attempt=15"
+_RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=15"
 
 
 def enter_private_network() -> None:

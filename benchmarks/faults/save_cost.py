@@ -95,12 +95,14 @@ def _measured(run: Run, saver: Saver, number: int, steps: int) -> dict[str, Any]
     after = [run.step() for _ in range(steps)]
     began = time.perf_counter()
     saver.wait()
-    return {
+    measured = {
         "blocked_s": blocked_s,
         "of_which_state_dict_s": gathered_s,
         "next_steps_s": after,
         "then_until_written_s": time.perf_counter() - began,
     }
+    print(measured, flush=True)
+    return measured
 
 
 def main() -> None:
@@ -123,12 +125,13 @@ def main() -> None:
         run.optimizer.register_step_pre_hook(lambda *_: saver.before_update())
         run.step()
         quiet = [run.step() for _ in range(options.steps)]
-        saves = [_measured(run, saver, number, options.steps) for number in (1, 2)]
+        print(quiet, flush=True)
+        held = _nbytes(run.state())
         began = time.perf_counter()
-        state = run.state()
-        copied = _old_copy(state)
+        _old_copy(run.state())
         peer_s = time.perf_counter() - began
-        held = _nbytes(copied)
+        print(f"peer: {peer_s:.3f} s", flush=True)
+        saves = [_measured(run, saver, number, options.steps) for number in (1, 2)]
     finally:
         dist.destroy_process_group()
         shutil.rmtree(folder, ignore_errors=True)

@@ -59,6 +59,7 @@ def test_flags_in_prose_exist():
         "--no-python",
         "--checkpoint",
         "--torchao",
+        *("--nnodes", "--max-restarts", "--shutdown-timeout", "--signal", "--requeue", "--kill-on-bad-exit"),
     }  # of other programs
     for document in DOCUMENTS:
         text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)

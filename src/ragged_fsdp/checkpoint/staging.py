@@ -131,11 +131,11 @@ def _spans(tensors: list[Tensor]) -> list[_Span]:
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     """Where its elements begin and end in its storage."""
     item = tensor.element_size()
-    begin = tensor.storage_offset() * item // _ALIGN_BYTES * _ALIGN_BYTES  # a place for any dtype
+    begin = int(tensor.storage_offset()) * item // _ALIGN_BYTES * _ALIGN_BYTES  # a place for any dtype
     if not tensor.numel():
         return begin, begin
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return begin, (tensor.storage_offset() + last + 1) * item
+    return begin, int(tensor.storage_offset() + last + 1) * item
 
 
 def _same_view(tensor: Tensor, block: Tensor, begin: int) -> Tensor:
