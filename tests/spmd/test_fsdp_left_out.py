@@ -21,8 +21,9 @@ class _Adapter(nn.Module):
         super().__init__()
         self.base = base
         generator = torch.Generator().manual_seed(seed)
-        self.down = nn.Parameter(torch.randn(DIM, 3, generator=generator))
-        self.up = nn.Parameter(torch.randn(3, DIM, generator=generator))
+        device = base.weight.device
+        self.down = nn.Parameter(torch.randn(DIM, 3, generator=generator).to(device))
+        self.up = nn.Parameter(torch.randn(3, DIM, generator=generator).to(device))
 
     def forward(self, x):
         return self.base(x) + x @ self.down @ self.up
@@ -171,3 +172,23 @@ def test_main_weights_of_16_bits_get_one_warning(rank):
         logging.getLogger("ragged_fsdp").removeHandler(handler)
     (record,) = records
     assert "'norm1.weight', 'norm1.bias'" in record.getMessage() and "16 bits" in record.getMessage()
+
+
+@spmd(1, 2)
+def test_an_optimizer_made_while_the_root_is_gathered_is_refused(rank):
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model)
+    with torch.no_grad():
+        model(tokens(rank, 0))
+    made_too_late = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens(rank, 0)).backward()
+    with pytest.raises(
+        RuntimeError, match=r"SGD holds the gathered form of 'embed.weight'.*model.reshard\(\)"
+    ):
+        made_too_late.step()
+    with torch.no_grad():
+        model(tokens(rank, 0))
+    model.reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens(rank, 0)).backward()
+    optimizer.step()

@@ -2,7 +2,9 @@
 
 A parameter that is attached after ``fully_shard``, such as an adapter, is in no group: nobody reduces its
 gradient, and each rank trains a copy of its own. An optimizer that was made before ``fully_shard`` holds the
-parameters that it replaced: it steps tensors that no module uses any more. Neither would raise by itself.
+parameters that it replaced: it steps tensors that no module uses any more. One that was made while a module
+was gathered, as the root is after a forward, holds what is freed at the next reshard. None would raise by
+itself.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ __all__ = [
     "MANAGED_ATTRIBUTE",
     "check_managed",
     "note_current",
+    "note_gathered",
     "note_replaced",
     "unmanaged",
     "warn_half_precision",
@@ -30,6 +33,7 @@ __all__ = [
 logger = logging.getLogger("ragged_fsdp")
 MANAGED_ATTRIBUTE = "_ragged_fsdp_managed"
 _REPLACED_ATTRIBUTE = "_ragged_fsdp_replaced"
+_GATHERED_ATTRIBUTE = "_ragged_fsdp_gathered"
 _NAMED = 8  # parameters that an error names; an adapter has hundreds
 _CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """Optimizers that have made a step since a parameter was last replaced."""
@@ -84,16 +88,28 @@ def note_current(param: torch.Tensor) -> None:
         delattr(param, _REPLACED_ATTRIBUTE)
 
 
+def note_gathered(param: torch.Tensor, name: str) -> None:
+    """Remember that ``param`` is the gathered form of a parameter: only the sharded form is stepped."""
+    setattr(param, _GATHERED_ATTRIBUTE, name)
+
+
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Before a step: raise if the optimizer holds parameters that were replaced."""
+    """Before a step: raise if the optimizer holds parameters that were replaced, or their gathered form."""
     if torch.compiler.is_compiling() or optimizer in _CHECKED:
         return
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     stale = [getattr(param, _REPLACED_ATTRIBUTE) for param in params if hasattr(param, _REPLACED_ATTRIBUTE)]
     if stale:
         raise RuntimeError(
             f"{type(optimizer).__name__} holds parameters that the model does not use any more: "
             f"{_listed(stale)}. Make the optimizer after fully_shard, and again after replacing parameters."
+        )
+    held = [param for param in params if hasattr(param, _GATHERED_ATTRIBUTE)]
+    gathered = [getattr(param, _GATHERED_ATTRIBUTE) for param in held]
+    if gathered:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} holds the gathered form of {_listed(gathered)}: it was made while "
+            "the module was gathered, as the root is after a forward. Call model.reshard(), then make it."
         )
     _CHECKED.add(optimizer)
 

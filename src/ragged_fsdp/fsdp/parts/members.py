@@ -31,7 +31,12 @@ from ragged_fsdp.collectives import Comm, explain
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
 from ragged_fsdp.dtensor.geometry import contiguous_stride
-from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE, note_current, note_replaced
+from ragged_fsdp.fsdp.parts.left_out import (
+    MANAGED_ATTRIBUTE,
+    note_current,
+    note_gathered,
+    note_replaced,
+)
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, GroupPlan, gathered_dtype, inner_of
 from ragged_fsdp.fsdp.streams import CommContext
@@ -192,6 +197,7 @@ class ManagedParam:
             data = DTensor(view, replace(self.inner_spec, tensor_meta=meta), requires_grad=False)
         self.trains = self.sharded.requires_grad
         self.unsharded = nn.Parameter(data, requires_grad=self.trains)
+        note_gathered(self.unsharded, self.fqn or self.name)
         setattr(self.unsharded, MANAGED_ATTRIBUTE, True)
         self.grad_hook = None
         return self.unsharded

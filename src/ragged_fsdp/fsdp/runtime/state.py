@@ -196,11 +196,14 @@ class ModuleState(Turn, State):
 
     @outside_compile
     def _list_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The group is done with the last module of the list; before that only the cast applies."""
+        """The group is done with the last module of the list; a backward may start at any of them."""
         if module in self.still_to_run:
             self.still_to_run.discard(module)
             if not self.still_to_run:
                 return self.post_forward(module, args, output)
+        if self.phase not in IN_BACKWARD:
+            # else a backward that starts here, from a loss beside the root's, would find no weights
+            output = self._hook_outputs(output)
         return self._cast_output(output)
 
     def _end_incomplete_lists(self, output: Any) -> Any:
