@@ -24,7 +24,7 @@ from fsdp_cases import fully_shard, ragged_only
 from fsdp_inside import quantize_dequantize
 from ragged_fsdp import BlockCodes, Elements, RaggedShard, Rows, Tiles, weights
 from ragged_fsdp.dtensor import RaggedOpError
-from ragged_fsdp.optim import AdamW8bit, Muon, Shampoo, block_policy
+from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Muon, Shampoo, block_policy
 from ragged_fsdp.tiling import tiled
 from ragged_fsdp.trainer.config import OptimizerConfig
 from ragged_fsdp.trainer.optimizers import build_optimizer
@@ -306,6 +306,7 @@ OPTIMIZERS = {
         ps, lr=0.01, block_shape=(8, 8), start_step=1, root_interval=1, min_numel=1
     ),
     "muon": lambda ps: Muon(ps, lr=0.01),
+    "fused": lambda ps: FusedAdamW(ps, lr=0.01),
 }
 
 

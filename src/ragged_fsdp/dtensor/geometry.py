@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -104,7 +104,11 @@ class RaggedLayout:
 
     def boxes(self) -> list[Box]:
         """This rank's elements as boxes of the *global* tensor, in the order of the local tensor."""
-        return self.boxes_of(self.index)
+        return list(self._boxes)
+
+    @cached_property
+    def _boxes(self) -> list[Box]:
+        return self.boxes_of(self.index)  # a checkpoint asks for them once for each of them
 
     def boxes_of(self, index: int) -> list[Box]:
         """The boxes of the rank ``index`` of the mesh dim."""
