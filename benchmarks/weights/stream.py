@@ -7,8 +7,8 @@
 pass over layers of Qwen3-30B-A3B is the sender's own work. The gathers are priced by their bytes at
 ``--gather-gbs``. ``hand-over`` has real ranks (several may share a GPU) and one more process that copies
 every tensor into its own: over CUDA IPC, or shared memory on the CPU; what it has then must be what the ranks
-hold, bit by bit. The peer is FSDP2: ``full_tensor()`` of each parameter and ``torch.cat`` of a layer's, in
-the same run; both send bf16.
+hold, bit by bit. Ours gathers to the one rank that hands over. The peer is FSDP2: ``full_tensor()`` of each
+parameter and ``torch.cat`` of a layer's, in the same run; both send bf16.
 """
 
 import argparse
@@ -79,9 +79,9 @@ Records = list[tuple[str, tuple[int, ...], int]]
 Pass = Callable[[], Iterator[tuple[Records, Tensor]]]
 
 
-def ragged_pass(model: nn.ModuleList) -> Pass:
+def ragged_pass(model: nn.ModuleList, to: int | None = None) -> Pass:
     """A pass of the stream, which is made once."""
-    stream = weights.stream(model, dtype=torch.bfloat16)
+    stream = weights.stream(model, dtype=torch.bfloat16, to=to)
 
     def buckets() -> Iterator[tuple[Records, Tensor]]:
         for bucket in stream:
@@ -90,8 +90,8 @@ def ragged_pass(model: nn.ModuleList) -> Pass:
     return buckets
 
 
-def fsdp2_pass(model: nn.ModuleList) -> Pass:
-    """The peer: every parameter gathered by itself, and a layer's put into one flat tensor."""
+def fsdp2_pass(model: nn.ModuleList, to: int | None = None) -> Pass:
+    """The peer: every parameter gathered by itself, and a layer's put into one flat tensor; on all ranks."""
 
     def buckets() -> Iterator[tuple[Records, Tensor]]:
         for index, layer in enumerate(model):
@@ -106,7 +106,7 @@ def fsdp2_pass(model: nn.ModuleList) -> Pass:
     return buckets
 
 
-PASSES: dict[str, Callable[[nn.ModuleList], Pass]] = {"ragged_fsdp": ragged_pass, "fsdp2": fsdp2_pass}
+PASSES: dict[str, Callable[..., Pass]] = {"ragged_fsdp": ragged_pass, "fsdp2": fsdp2_pass}
 
 
 def digest(tensor: Tensor) -> int:
@@ -208,7 +208,7 @@ def _trainer(rank: int, args: argparse.Namespace, port: int, inbox: Any, outbox:
         expected = {
             name: digest(p.detach().to(torch.bfloat16).full_tensor()) for name, p in model.named_parameters()
         }
-        buckets = pass_of(model)
+        buckets = pass_of(model, to=0)
         times = []
         for _ in range(_ROUNDS + 1):
             dist.barrier()

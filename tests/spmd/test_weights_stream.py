@@ -73,10 +73,51 @@ def test_a_stream_has_the_bits_of_the_whole_model(rank):
     assert [r.name for r in cut.metadata()] == list(received)
 
 
+@spmd(3)
+def test_one_rank_gets_the_weights_and_the_others_hold_no_bucket(rank):
+    """Plain, cast, cut and coded; sharded groups and what is gathered one by one; also over replicas."""
+    model, reference = build(rank.mesh())
+    for options in ({}, {"names": cut_experts, "dtype": torch.bfloat16}, {"snapshot": True}):
+        stream = weights.stream(model, to=1, **options)
+        made, numels = torch.empty, []
+
+        def counting(*args, made=made, numels=numels, **kwargs):
+            numels.append((tensor := made(*args, **kwargs)).numel())
+            return tensor
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty", counting)
+            buckets = [(bucket, dict(bucket.tensors())) for bucket in stream]
+        received = {name: value for _, tensors in buckets for name, value in tensors.items()}
+        if rank.rank == 1:
+            naming = options.get("names", lambda name, tensor: name)
+            assert_streamed(received, reference, naming, options.get("dtype"))
+        else:
+            assert not received and all(bucket.data.numel() == 0 for bucket, _ in buckets)
+            largest = max(p.numel() for p in reference.parameters())
+            assert max(numels) < largest, "a rank that gets nothing has memory for it"
+    coded = {name: value.clone() for name, value in weights.stream(model, to=1, codes="fp8").tensors()}
+    everywhere = dict(weights.stream(model, codes="fp8").tensors())
+    if rank.rank == 1:
+        assert coded.keys() == everywhere.keys()
+        for name, value in everywhere.items():
+            assert torch.equal(coded[name].view(torch.uint8), value.view(torch.uint8)), name
+    for wrong in (3, -1, True, "all"):
+        with pytest.raises(ValueError, match="to must be a rank of the 3 there are"):
+            weights.stream(model, to=wrong)
+    with pytest.raises(ValueError, match="do not stream the same"):
+        weights.stream(model, to=rank.rank)
+    with pytest.raises(ValueError, match="to and delta cannot"):
+        weights.stream(model, to=0, delta=True)
+
+
 @spmd(4)
 def test_replicas_tensor_parallelism_and_explicit_shards(rank):
     model, reference = build(rank.mesh(2, 2, names=("replica", "shard")))
     assert_streamed(dict(weights.stream(model).tensors()), reference)
+    received = dict(weights.stream(model, to=2).tensors())
+    assert_streamed(received, reference) if rank.rank == 2 else None
+    assert rank.rank == 2 or not received
     model, reference = build(rank.mesh(), shard_dim=0)
     assert_streamed(dict(weights.stream(model).tensors()), reference)
     torch.manual_seed(1)

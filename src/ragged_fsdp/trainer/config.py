@@ -148,9 +148,9 @@ class ShardingConfig:
     )
     dispatch: str = _option(
         "all_to_all",
-        "how tokens reach experts under ep: all_to_all sends each to its experts, all_gather to every "
-        "process of a small group",
-        choices=("all_to_all", "all_gather"),
+        "how tokens reach experts under ep: all_to_all sends each to its experts, two_level once to every "
+        "other node and on from there, all_gather to every process of a small group",
+        choices=("all_to_all", "two_level", "all_gather"),
     )
     expert_capacity: float = _option(
         0.0,

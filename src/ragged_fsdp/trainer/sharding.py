@@ -18,7 +18,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ragged_fsdp.experts import AllGather, AllToAll, Dispatcher, ExpertSplit, divide_gradients
+from ragged_fsdp.experts import (
+    AllGather,
+    AllToAll,
+    Dispatcher,
+    ExpertSplit,
+    divide_gradients,
+    two_level,
+)
 from ragged_fsdp.fsdp.construct.network import pick_reduction
 from ragged_fsdp.topology import find_levels, given_ranks_per_node
 from ragged_fsdp.torch_internals import checkpoint_wrapper
@@ -182,6 +189,8 @@ def dispatcher_for(config: ShardingConfig) -> Callable[[DeviceMesh, ExpertSplit]
     """How tokens travel under expert parallelism."""
     if config.dispatch == "all_gather":
         return AllGather
+    if config.dispatch == "two_level":
+        return functools.partial(two_level, ranks_per_node=config.ranks_per_node or None)
     return functools.partial(AllToAll, capacity=config.expert_capacity or None)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ragged_fsdp.collectives import Comm, all_reduce_
+from ragged_fsdp.collectives import all_reduce_
 from ragged_fsdp.weights.buckets import Bucket, Record
 from ragged_fsdp.weights.codes import BLOCK, IsCoded, block_fp8, encoded_records, is_coded_record
 from ragged_fsdp.weights.names import Naming
@@ -27,7 +27,6 @@ __all__ = ["CodedSource", "coded_where_held"]
 
 _ALIGN_BYTES = 16
 _MOST_OTHERS = 8
-_COMM = Comm()
 
 
 def coded_where_held(source: GroupSource | LooseSource, is_coded: IsCoded) -> GroupSource | LooseSource:
@@ -121,7 +120,7 @@ class CodedSource(GroupSource):
             return None
         all_reduce_(behind.view(torch.int32), group, op=dist.ReduceOp.SUM)  # as integers: exact to the bit
         codes = flat.narrow(0, 0, group.size() * self.shard_numel)
-        return _COMM.gather(codes, slot, group, async_op=async_op)
+        return self.bring(codes, slot, group, async_op=async_op)
 
     def _encode(self, run: list[_Held], shard: Tensor, flat: Tensor, mine: int) -> None:
         """Codes and scales of tensors that lie behind each other, as wide as each other."""
@@ -138,7 +137,7 @@ class CodedSource(GroupSource):
 
     def buckets(self, flat: Tensor, naming: Naming) -> list[Bucket]:
         """The codes and what lies behind them, as one bucket."""
-        return [Bucket(self.label, flat, self.records)]
+        return [Bucket(self.label, flat, self.records) if self.receives else Bucket(self.label, flat[:0], ())]
 
 
 def _joined(parts: list[_Held]) -> list[list[_Held]]:

@@ -189,6 +189,8 @@ class GroupSource:
         owners: Mapping[int, Owner],
     ) -> None:
         self.group = group
+        self.receiver: int | None = None
+        """The rank of the group that gets what is gathered, -1 if it is in another group; None for all."""
         self.owners = owners
         """By id of any parameter of the model: adapters may lie in other groups."""
         self.members = members
@@ -279,8 +281,15 @@ class GroupSource:
         owner = self.owners.get(key)
         return owner is not None and owner[0].mesh.shard_group == self.process_group
 
+    @property
+    def receives(self) -> bool:
+        """Whether this rank gets what is gathered."""
+        return self.receiver is None or self.process_group.rank() == self.receiver
+
     def allocate(self) -> Tensor:
         """Memory of one gather, on the current stream."""
+        if not self.receives:
+            return self.empty_shard()
         numel = self.layout.ranks * self.shard_numel
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
@@ -295,15 +304,27 @@ class GroupSource:
         return Gathered(flat, None, side.record_event(), shard)
 
     def _gather(self, flat: Tensor, shard: Tensor | None, group: dist.ProcessGroup, *, async_op: bool) -> Any:
-        slot = flat.narrow(0, group.rank() * self.shard_numel, self.shard_numel)
+        slot = flat.narrow(0, group.rank() * self.shard_numel, self.shard_numel) if self.receives else flat
         if shard is None:
             self.fill(slot, group)
         else:
             slot.copy_(shard, non_blocking=True)
-        return _COMM.gather(flat, slot, group, async_op=async_op) if group.size() > 1 else None
+        return self.bring(flat, slot, group, async_op=async_op)
+
+    def bring(self, flat: Tensor, slot: Tensor, group: dist.ProcessGroup, *, async_op: bool) -> Any:
+        """Gather the slots of all ranks into ``flat``: on every rank, or on the one that receives."""
+        if group.size() == 1 or self.receiver == -1:
+            return None
+        if self.receiver is None:
+            return _COMM.gather(flat, slot, group, async_op=async_op)
+        parts = list(flat.view(torch.uint8).chunk(group.size())) if self.receives else None
+        sent = slot.view(torch.uint8)
+        return dist.gather(sent, parts, group=group, group_dst=self.receiver, async_op=async_op)
 
     def buckets(self, flat: Tensor, naming: Naming) -> list[Bucket]:
         """The gathered buffer as a bucket, and behind it one of parts that had to be copied, if any."""
+        if not self.receives:
+            return [Bucket(self.label, flat[:0].view(torch.uint8), ())]
         made = [Bucket(self.label, flat.view(torch.uint8), self.records)] if self.records else []
         if self.copied:
             values = []

@@ -47,6 +47,7 @@ def stream(
     codes: str | Callable[[str, tuple[int, ...]], bool] | None = None,
     delta: bool = False,
     snapshot: bool = False,
+    to: int | None = None,
 ) -> Stream:
     """The weights of ``model`` as a :class:`Stream`, to be iterated on all of its ranks in step.
 
@@ -58,6 +59,7 @@ def stream(
         delta: whether later passes send only blocks that have changed since the pass before.
         snapshot: copy this rank's shards now, and gather from the copies over process groups of their own:
             training may go on before and during the pass, in another thread too.
+        to: the one rank that gets the weights; the others send theirs, hold no bucket, and see empty ones.
 
     Raises:
         ValueError: on every rank, if an argument is not usable, a parameter has no memory yet, or the ranks
@@ -69,7 +71,7 @@ def stream(
     made: Stream | None = None
     failure: Exception | None = None
     try:
-        made = Stream(model, dtype, names, codes, delta, snapshot)
+        made = Stream(model, dtype, names, codes, delta, snapshot, to)
     except Exception as error:
         failure = error
     groups, device = _groups_of(targets_of(model))
@@ -97,11 +99,20 @@ class Stream:
         codes: str | Callable[[str, tuple[int, ...]], bool] | None,
         delta: bool,
         snapshot: bool,
+        to: int | None,
     ) -> None:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"stream: dtype must be a floating-point dtype or None, got {dtype!r}.")
         if codes is not None and delta:
             raise ValueError("stream: codes and delta cannot be had together")
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if to is not None and (isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < ranks):
+            raise ValueError(f"stream: to must be a rank of the {ranks} there are, or None, got {to!r}.")
+        if to is not None and delta:
+            raise ValueError(
+                "stream: to and delta cannot be had together: changes are exchanged by all ranks"
+            )
+        self._to = to
         self._model = model
         adapters = Adapters(model)
         naming = default_naming(adapters.base, names)
@@ -142,7 +153,7 @@ class Stream:
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ValueError(f"stream: names= gives two tensors the name {twice[0]!r}")
         lines = [f"{r.name} {r.shape} {r.dtype}" for r in self._records]
-        self.description = "\n".join([*lines, f"delta {delta} snapshot {snapshot}"])
+        self.description = "\n".join([*lines, f"delta {delta} snapshot {snapshot} to {to}"])
         self._running = False
         self._kept: dict[int, list[Tensor]] = {}
 
@@ -153,6 +164,10 @@ class Stream:
             group: _twin(group, device) if self._shards is not None else group
             for group in dict.fromkeys([*groups, *used])
         }
+        for source in self._sources:
+            if self._to is not None and isinstance(source, GroupSource):
+                ranks = dist.get_process_group_ranks(source.process_group)
+                source.receiver = ranks.index(self._to) if self._to in ranks else -1
         self._flag_groups = [own[group] for group in groups if group.size() > 1]
         self._own = own
         self._device = device
@@ -241,7 +256,10 @@ class Stream:
 
     def _loose(self, index: int, source: LooseSource) -> Bucket:
         live = [member.target.tensor for member in source.members]
-        return source.bucket(self._kept.get(index, live), self._naming)
+        bucket = source.bucket(self._kept.get(index, live), self._naming)
+        if self._to is not None and dist.is_initialized() and dist.get_rank() != self._to:
+            return Bucket(source.label, bucket.data[:0], ())
+        return bucket
 
     def _encoded(self, source: GroupSource | LooseSource, bucket: Bucket) -> Bucket:
         if self._is_coded is None or isinstance(source, CodedSource):
