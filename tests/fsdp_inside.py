@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,6 +258,10 @@ class Watch:
         self._watch.begin(phase, group, pg)
         if returns:
             self._watch.returned()
+
+    def keep_records(self, folder: Path | None) -> None:
+        """Let the ranks of this process write what they launched into ``folder``."""
+        watch.keep_records(folder)
 
     def shift_newest(self, phase: str, seconds: float) -> None:
         """Let the newest launch of a phase have been made so much later."""

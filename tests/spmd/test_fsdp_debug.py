@@ -16,7 +16,6 @@ from torch.distributed.tensor import Replicate
 import fsdp_inside
 from fsdp_cases import Transformer, build, logged, ragged_only, shard_blocks, tokens
 from ragged_fsdp import DBuffer, fully_shard
-from ragged_fsdp.fsdp.watch import keep_records
 from rank_pool import Rank, spmd
 
 pytestmark = ragged_only
@@ -221,14 +220,14 @@ def test_ranks_that_did_not_arrive_are_named_from_what_all_have_launched(rank: R
     watch.begin("all-gather", "layers.0", pg, returns=True)
     if rank.rank < 2:
         watch.begin("all-gather", "layers.1", pg, returns=False)
-    keep_records(folder)
+    watch.keep_records(folder)
     try:
         with logged() as said:
             for _ in range(3):  # the first to look writes, the others follow, then those that wait compare
                 watch.report(time.monotonic() + 60)
                 dist.barrier()
     finally:
-        keep_records(None)
+        watch.keep_records(None)
     assert len(said) == (2 if rank.rank < 2 else 0), said
     records = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
     assert sorted(records) == [f"rank-0000{number}.json" for number in range(3)]
