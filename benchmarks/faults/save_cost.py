@@ -14,6 +14,7 @@ import argparse
 import json
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -149,7 +150,7 @@ def main() -> None:
         "next_step_ratio": second["next_steps_s"][0] / usual,
         "steps_while_written_ratio": statistics.median(second["next_steps_s"]) / usual,
         "peer_blocked_ms": 1e3 * peer_s,
-        "command": f"python -m benchmarks.faults.save_cost --gigabytes {options.gigabytes}",
+        "command": " ".join(["python -m benchmarks.faults.save_cost", *sys.argv[1:]]),
     }
     options.out.write_text(json.dumps(results, indent=1) + "\n")
     print(json.dumps({k: v for k, v in results.items() if not isinstance(v, list | dict)}, indent=1))
