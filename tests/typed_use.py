@@ -5,6 +5,7 @@ from typing import assert_type
 import torch
 from torch import nn
 
+import ragged_fsdp
 from ragged_fsdp import describe, fully_shard
 from ragged_fsdp.description import Description
 from ragged_fsdp.optim import AdamW8bit
@@ -19,3 +20,6 @@ fully_shard(nn.Linear(2, 2), granularity=None)  # type: ignore[call-overload]
 AdamW8bit(model.parameters(), lr=1e-3, stochastic_rounding=True)
 AdamW8bit(model.parameters(), stochastic=True)  # type: ignore[call-arg]
 assert_type(describe(model), Description)
+ragged_fsdp.weights.load(model, "folder")
+ragged_fsdp.optim.Muon(model.named_parameters(), lr=1e-2).step()
+ragged_fsdp.optim.Muon(model.named_parameters(), rate=1e-2)  # type: ignore[call-arg]

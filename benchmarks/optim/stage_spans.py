@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,37 +113,63 @@ def overlap(spans: Sequence[StageSpan]) -> list[dict[str, float]]:
 
 
 def draw(steps: dict[str, list[StageSpan]], out: Path) -> Path:
-    """A panel per step: computation below, communication above, a colour per bucket."""
+    """A panel per step: computation below, communication above, a colour per bucket, a shade per stage.
+
+    A bar too short for its text has the number of its bucket, or nothing.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: a tenth of the size
+    matplotlib.rcParams["svg.hashsalt"] = "stages"
     import matplotlib.pyplot as plt
 
     colours = plt.get_cmap("tab10").colors
     words = {"start": "momentum", "iterate": "iterate", "finish": "apply"}
     ways = {"start": "gather", "iterate": "return"}
-    figure, axes = plt.subplots(len(steps), 1, figsize=(13, 1.5 * len(steps)), sharex=True, squeeze=False)
+    shades = {"start": 0.4, "iterate": 1.0, "finish": 0.7}
+    letter_ms = max(span.end for spans in steps.values() for span in spans) / 1e3 / 220
+    figure, axes = plt.subplots(len(steps), 1, figsize=(13, 1.6 * len(steps)), sharex=True, squeeze=False)
     for axis, (title, spans) in zip(axes[:, 0], steps.items()):
         for span in spans:
             left, width = span.start / 1e3, (span.end - span.start) / 1e3
             colour = colours[span.bucket % len(colours)]
-            axis.broken_barh([(left, width)], (0.1 + span.communication, 0.8), color=colour)
-            text = f"{(ways if span.communication else words)[span.stage]} {span.bucket}"
-            axis.text(
-                left + width / 2,
-                span.communication + 0.5,
-                text,
-                ha="center",
-                va="center",
-                fontsize=6,
-                clip_on=True,
-            )
+            shade = 1.0 if span.communication else shades[span.stage]
+            axis.broken_barh([(left, width)], (0.1 + span.communication, 0.8), color=colour, alpha=shade)
+            word = f"{(ways if span.communication else words)[span.stage]} {span.bucket}"
+            text = next((text for text in (word, str(span.bucket)) if len(text) * letter_ms <= width), None)
+            if text:
+                place = left + width / 2, span.communication + 0.5
+                axis.text(*place, text, ha="center", va="center", fontsize=7, clip_on=True)
         axis.set_yticks([0.5, 1.5], ["computation", "communication"], fontsize=8)
-        axis.set_title(title, fontsize=9)
+        axis.set_title(f"{title}: {max(span.end for span in spans) / 1e3:.0f} ms", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("ms")
+    names = ["momentum", "iterate", "apply"]
+    patches = [plt.Rectangle((0, 0), 1, 1, color="grey", alpha=shade) for shade in shades.values()]
+    figure.legend(
+        patches,
+        [f"computation: {name}" for name in names],
+        loc="lower left",
+        ncols=3,
+        fontsize=7,
+        frameon=False,
+    )
     figure.tight_layout()
-    figure.savefig(out)
+    figure.savefig(out, metadata={"Date": None})
     plt.close(figure)
     return out
+
+
+def main() -> None:
+    """Draw anew what records hold: ``python -m benchmarks.optim.stage_spans RECORD.json ...``."""
+    for path in map(Path, sys.argv[1:]):
+        spans = json.loads(path.read_text())["spans"]
+        draw(
+            {title: [StageSpan(**span) for span in members] for title, members in spans.items()},
+            path.with_suffix(".svg"),
+        )
+
+
+if __name__ == "__main__":
+    main()

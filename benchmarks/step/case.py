@@ -98,11 +98,12 @@ class Case:
         gathered = (2 * self.layers - 1) * per_layer * _COMPUTE_BYTES
         return (gathered + self.numel * _REDUCE_BYTES[self.reduce_dtype]) / _GIB
 
-    def wire_ms(self, wire: WireName) -> float:
-        """The time of :attr:`bound_wire_gib` in rings without latency, on the slower level."""
+    def wire_ms(self, wire: WireName, gib: float | None = None) -> float:
+        """The time of ``gib`` (:attr:`bound_wire_gib`) in rings without latency, on the slower level."""
+        gib = self.bound_wire_gib if gib is None else gib
         network = replace(network_of(wire), inside_step_us=0.0, outside_step_us=0.0)
         place = Place.of(range(self.shard_ranks), 0, network)
-        return max(price("all_gather", self.bound_wire_gib * _GIB, place, network)) * 1e3
+        return max(price("all_gather", gib * _GIB, place, network)) * 1e3
 
     def to_json(self) -> dict[str, Any]:
         found = asdict(self) | {"bound_wire_gib": round(self.bound_wire_gib, 3), "numel": self.numel}

@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from .case import ALLOCATORS
-from .report import LABELS, bound_ms, case_of, wire_name
+from .report import LABELS, case_of, own_bound_ms, wire_name
 from .shapes import MODELS
 
 __all__ = ["draw"]
 
 _COLOURS = {
-    "none": "#9aa0a6",
+    "none": "#d9d9d9",
     "ours": "#d1495b",
-    "ours-2-buffers": "#e07a5f",
+    "ours-2-buffers": "#b5651d",
     "ours-all-to-all": "#9b2335",
-    "ours-all-to-all-nothing-kept": "#c06c78",
+    "ours-all-to-all-nothing-kept": "#f0a8b0",
     "fsdp2": "#2e4057",
-    "fsdp2-shard1": "#66a1b5",
-    "fsdp1": "#8d96a3",
+    "fsdp2-shard1": "#3fb0d9",
+    "fsdp1": "#7d5ba6",
     "megatron": "#66a182",
     "deepspeed": "#edae49",
 }
@@ -35,6 +35,8 @@ def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
+    matplotlib.rcParams["svg.hashsalt"] = "step"
     folder.mkdir(parents=True, exist_ok=True)
     default, expandable = (_by_model(results, allocator) for allocator in ALLOCATORS)
     written: list[Path] = []
@@ -53,7 +55,8 @@ def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
 def _by_model(results: list[dict[str, Any]], allocator: str) -> dict[tuple[str, int], list[dict[str, Any]]]:
     """The results that figures show, by model and tokens.
 
-    Those with the default payload and delivery; where several files have a case, the one with most rows.
+    Those over one link with the default payload and delivery; networks of nodes have tables. Where several
+    files have a case, the one with most rows.
     """
     wanted = {"payload": "repeat", "delivery": "fake", "allocator": allocator, "options": []}
     widest: dict[tuple[str, int, int], dict[str, Any]] = {}
@@ -61,7 +64,10 @@ def _by_model(results: list[dict[str, Any]], allocator: str) -> dict[tuple[str, 
         case = result["case"]
         if all(list(case[k]) == v if k == "options" else case[k] == v for k, v in wanted.items()):
             rows = [row for row in result["rows"] if row["implementation"] in _COLOURS]
+            rows = [row for row in rows if not isinstance(row.get("wire"), str)]
             key = case["model"], case["tokens"], case["ranks"]
+            if all(row["implementation"] == "none" for row in rows):
+                continue
             if key not in widest or len(rows) > len(widest[key]["rows"]):
                 widest[key] = result | {"rows": rows}
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -93,24 +99,33 @@ def _bars(results: list[dict[str, Any]], path: Path) -> Path:
                 continue
             at = places.index(_place(result, row)) + (i - len(names) / 2 + 0.5) * width
             axes[0].bar(at, row["forward_backward_ms"], width, color=_COLOURS[name])
+            bound = own_bound_ms(result, row)
+            if bound:
+                ends = [at - width / 2, at + width / 2]
+                axes[0].plot(ends, [bound, bound], color="black", linewidth=1.5, solid_capstyle="butt")
+            _number(axes[0], at, row["forward_backward_ms"])
             axes[1].bar(at, row["peak_reserved_gib"], width, color=_COLOURS[name])
+            _number(axes[1], at, row["peak_reserved_gib"])
             axes[1].bar(
                 at, row["peak_allocated_gib"], width, fill=False, edgecolor="white", hatch="//", linewidth=0
             )
-    for result, row in _rows(results):
-        bound = bound_ms(result, row["wire"])
-        at = places.index(_place(result, row))
-        if bound:
-            axes[0].plot([at - 0.42, at + 0.42], [bound, bound], color="black", linewidth=1, linestyle=":")
     labels = [f"{ranks} ranks\n{wire}" for ranks, _, wire in places]
     memory = f"peak reserved, GiB (hatched: allocated), {results[0]['case']['allocator']} allocator"
-    for axis, text in zip(axes, ("forward+backward, ms (dotted: bound)", memory)):
+    for axis, text in zip(axes, ("forward+backward, ms (black line: bound of its own bytes)", memory)):
         axis.set_xticks(range(len(places)), labels)
         axis.set_title(text, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[n]) for n in names]
     figure.legend(handles, [LABELS[n] for n in names], fontsize=8, frameon=False, loc="lower center", ncols=4)
     return _save(figure, path, bottom=0.12)
+
+
+def _number(axis: Any, at: float, value: float, rotation: int = 90) -> None:
+    """The value above its bar."""
+    text = f"{value:.0f}" if value >= 20 else f"{value:.1f}"
+    place = {"xy": (at, value), "xytext": (0, 2), "textcoords": "offset points"}
+    axis.annotate(text, **place, ha="center", fontsize=7, rotation=rotation)
+    axis.margins(y=0.1)
 
 
 def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
@@ -128,6 +143,8 @@ def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
             if _place(result, row) == slowest:
                 above.bar(at, case["tokens"] / row["step_ms"], color=colour)
                 below.bar(at, row["peak_reserved_gib"], color=colour)
+                _number(above, at, case["tokens"] / row["step_ms"], 0)
+                _number(below, at, row["peak_reserved_gib"], 0)
                 hatch = {"fill": False, "edgecolor": "white", "hatch": "//", "linewidth": 0}
                 below.bar(at, row["peak_allocated_gib"], **hatch)
         for row in result["rows"]:
@@ -196,6 +213,6 @@ def _save(figure: Any, path: Path, bottom: float) -> Path:
     import matplotlib.pyplot as plt
 
     figure.tight_layout(rect=(0, bottom, 1, 1))
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path

@@ -27,6 +27,7 @@ __all__ = [
     "markdown_table",
     "other_tables",
     "overhead_table",
+    "own_bound_ms",
     "ratio_table",
     "real_table",
     "segment_table",
@@ -111,6 +112,14 @@ def bound_ms(result: dict[str, Any], wire: WireName) -> float | None:
     """``max(floor, wire)``: neither the arithmetic nor the bytes can be skipped."""
     floor = floor_ms(result)
     return None if floor is None else max(floor, case_of(result).wire_ms(wire))
+
+
+def own_bound_ms(result: dict[str, Any], row: dict[str, Any]) -> float | None:
+    """The larger of the floor and the time of the bytes that this row moved, in rings without latency."""
+    floor = floor_ms(result)
+    if floor is None:
+        return None
+    return max(floor, case_of(result).wire_ms(row["wire"], sum(row["moved_gib"].values())))
 
 
 def case_of(result: dict[str, Any]) -> Case:

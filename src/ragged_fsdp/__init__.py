@@ -11,6 +11,8 @@
     DBuffer                             a group of tensors in one buffer, without modules
 
     ragged_fsdp.optim                   AdamW8bit, Muon, Shampoo, FusedAdamW, clip_grad_norm_
+    ragged_fsdp.weights                 load and stream the weights of a sharded model
+    ragged_fsdp.experts                 experts spread over ranks
     ragged_fsdp.planner                 layouts of groups; needs no torch
     ragged_fsdp.checkpoint              folders of checkpoints, safetensors
     ragged_fsdp.integrations            Accelerate and the Transformers Trainer, Lightning, torchtitan
@@ -25,7 +27,18 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES
+if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES and _SUBPACKAGES
+    from ragged_fsdp import checkpoint as checkpoint
+    from ragged_fsdp import dbuffer as dbuffer
+    from ragged_fsdp import dtensor as dtensor
+    from ragged_fsdp import experts as experts
+    from ragged_fsdp import integrations as integrations
+    from ragged_fsdp import models as models
+    from ragged_fsdp import optim as optim
+    from ragged_fsdp import planner as planner
+    from ragged_fsdp import policy as policy
+    from ragged_fsdp import trainer as trainer
+    from ragged_fsdp import weights as weights
     from ragged_fsdp.api import CPUOffloadPolicy as CPUOffloadPolicy
     from ragged_fsdp.api import DataParallelMeshDims as DataParallelMeshDims
     from ragged_fsdp.api import FSDPModule as FSDPModule
@@ -74,24 +87,28 @@ _SUBPACKAGES = (
     "checkpoint",
     "dbuffer",
     "dtensor",
+    "experts",
     "integrations",
     "models",
     "optim",
     "planner",
     "policy",
     "trainer",
+    "weights",
 )
 
 __all__ = list(_HOMES)
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    if name in _SUBPACKAGES:
-        return import_module(f"ragged_fsdp.{name}")
-    raise AttributeError(f"module 'ragged_fsdp' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for one of any type
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        if name in _SUBPACKAGES:
+            return import_module(f"ragged_fsdp.{name}")
+        raise AttributeError(f"module 'ragged_fsdp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

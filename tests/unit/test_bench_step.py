@@ -1,5 +1,6 @@
 """The step benchmark's own arithmetic: shapes, routing, the wire, traces, tables. No device needed."""
 
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -316,6 +317,16 @@ def test_figures_are_drawn(tmp_path):
     written = draw(results, tmp_path)
     assert [p.name for p in written] == ["llama-3-70b.svg", "llama-3-70b-ranks.svg", "throughput.svg"]
     assert all(p.stat().st_size > 1000 for p in written)
+    assert ">300<" in written[0].read_text()  # numbers stand on the bars
+    assert 0 < report.own_bound_ms(results[0], results[0]["rows"][2]) < report.bound_ms(results[0], 200.0)
+
+
+def test_no_two_ways_of_the_figures_look_alike():
+    from benchmarks.step.plots import _COLOURS
+
+    channels = {name: [int(c[i : i + 2], 16) for i in (1, 3, 5)] for name, c in _COLOURS.items()}
+    for one, other in itertools.combinations(channels, 2):
+        assert sum(abs(a - b) for a, b in zip(channels[one], channels[other])) > 60, (one, other)
 
 
 @pytest.mark.parametrize("ranks", [4, 64])

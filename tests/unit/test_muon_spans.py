@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.optim.stage_spans import draw, overlap, stage_spans
+from benchmarks.optim.stage_spans import StageSpan, draw, overlap, stage_spans
 
 
 def trace(folder: Path) -> Path:
@@ -46,4 +46,8 @@ def test_kernels_belong_to_the_stage_that_launched_them(tmp_path) -> None:
     first, second = overlap(spans)
     assert first == {"bucket": 0, "iterate_ms": 0.5, "beside_collective_ms": 0.5}
     assert second == {"bucket": 1, "iterate_ms": 0.5, "beside_collective_ms": 0.2}
-    assert "iterate 0" in draw({"a step": spans}, tmp_path / "step.svg").read_text()
+    drawn = draw({"a step": spans}, tmp_path / "step.svg").read_text()
+    assert ">iterate 0<" in drawn and ">gather 1<" in drawn
+    short = [*spans, StageSpan("finish", 0, False, 1700.0, 1705.0)]
+    drawn = draw({"a step": short}, tmp_path / "step.svg").read_text()
+    assert ">apply 0<" not in drawn and ": apply<" in drawn  # no text runs over its neighbours

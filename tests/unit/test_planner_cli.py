@@ -258,6 +258,17 @@ def test_plot_draws_one_line_per_granularity(tensors, tmp_path):
     assert run(tensors, "-n", "2", "--plot", tmp_path / "x.bmp").exit_code == 2
 
 
+def test_no_two_tensors_of_a_picture_look_alike():
+    """A layer of GPT-OSS has 17 kinds of tensors; one with more has more colours."""
+    from ragged_fsdp.cli.plan_display import _svg_colours
+
+    specs = [TensorSpec(f"layer.kind{chr(65 + kind)}.weight", 64 * (kind + 1)) for kind in range(40)]
+    colours = _svg_colours(plan_group(specs, 4))
+    assert len({colour for colour, _ in colours.values()}) == 40 and not any(
+        several for _, several in colours.values()
+    )
+
+
 def test_pictures(tensors, tmp_path):
     shown = run(tensors, "-n", "4", "-g", "layers.*=64rows", "--show", "layers.1")
     assert shown.exit_code == 0 and shown.output.count("\nrank ") == 4 and "padding" in shown.output
@@ -267,7 +278,10 @@ def test_pictures(tensors, tmp_path):
     )
     drawing = ElementTree.parse(image).getroot()
     titles = [title.text for title in drawing.iter("{http://www.w3.org/2000/svg}title")]
-    assert any(title.startswith("up.weight elements 0 to") for title in titles) and "padding" in titles
+    assert any(title.startswith("up.weight elements 0 to") for title in titles)
+    assert any(title.startswith("padding ") for title in titles)
+    texts = [text.text for text in drawing.iter("{http://www.w3.org/2000/svg}text")]
+    assert any(re.fullmatch(r"up\.weight [\d,]+", text) for text in texts)  # numbers stand on the bars
     missing = run(tensors, "-n", "4", "--show", "layers.9")
     assert missing.exit_code == 2 and "no such group" in missing.output
     assert run(tensors, "-n", "4,8", "--show", "layers.0").exit_code == 2

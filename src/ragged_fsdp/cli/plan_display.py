@@ -4,6 +4,7 @@ In a picture ranks are rows, tensors are coloured and padding is hatched.
 """
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ __all__ = [
 
 _PADDING = "░"
 _TERMINAL = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
-_SVG = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6")
+_SVG = ("#7ba6d6", "#f9a03f", "#7cc36e", "#c79ab9", "#ee8683", "#80c8c2", "#c2a083", "#f2d664", "#c6c6c6")
 
 
 def output_console() -> Console:
@@ -364,8 +365,8 @@ def _legend(layout: GroupLayout, families: dict[str, int]) -> Text:
 
 
 def svg_picture(layout: GroupLayout, title: str, most_rows: int = 128) -> str:
-    """A layout as a vector image; every stretch of a tensor carries its name and range as a tooltip."""
-    families = _families(layout)
+    """A layout as a vector image: stretches of tensors with their elements, and their ranges as tooltips."""
+    families, colours = _families(layout), _svg_colours(layout)
     width, left, row_height = 960, 90, 14
     wanted = _shown(layout.ranks, most_rows)
     drawn = {rank for rank in wanted if rank is not None}
@@ -378,9 +379,9 @@ def svg_picture(layout: GroupLayout, title: str, most_rows: int = 128) -> str:
             continue
         body.append(f'<text x="{left - 8}" y="{y + 10}" text-anchor="end">rank {rank}</text>')
         for stretch in lines.get(rank, []):
-            body.append(_svg_stretch(layout, stretch, rank, families, left, width, y, row_height - 2))
+            body.append(_svg_stretch(layout, stretch, rank, colours, left, width, y, row_height - 2))
     bottom = 40 + len(wanted) * row_height + 20
-    body += _svg_legend(layout, families, left, bottom)
+    body += _svg_legend(layout, families, colours, left, bottom)
     height = bottom + 16 * (len(families) + 1) + 10
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{height}" '
@@ -397,30 +398,54 @@ def _svg_stretch(
     layout: GroupLayout,
     stretch: _Stretch,
     rank: int,
-    families: dict[str, int],
+    colours: dict[str, tuple[str, bool]],
     left: int,
     width: int,
     y: int,
     height: int,
 ) -> str:
+    numel = stretch.end - stretch.start
     x = left + width * stretch.start / layout.shard_numel
-    extent = width * (stretch.end - stretch.start) / layout.shard_numel
+    extent = width * numel / layout.shard_numel
     if stretch.index is None:
-        fill, opacity, name = "url(#pad)", 1.0, "padding"
+        fill, opacity, name, text = "url(#pad)", 1.0, f"padding {numel:,} elements", ""
     else:
         spec = layout.specs[stretch.index]
-        fill = _SVG[families[short_name(spec.name)] % len(_SVG)]
-        opacity = 0.75 if stretch.index % 2 else 1.0
+        family = short_name(spec.name)
+        fill, several = colours[family]
+        opacity = 0.7 if several and stretch.index % 2 else 1.0  # neighbours of one family, such as experts
         first = rank * layout.shard_numel + stretch.start - layout.offsets[stretch.index]
-        name = f"{spec.name} elements {first:,} to {first + stretch.end - stretch.start:,}"
+        name = f"{spec.name} elements {first:,} to {first + numel:,}"
+        texts = (f"{family} {numel:,}", f"{numel:,}", "")  # what fits, at six units a letter
+        text = next(text for text in texts if 6 * len(text) + 8 <= extent or not text)
+    number = f'<text x="{x + 4:.2f}" y="{y + height - 3}" font-size="10" fill="#000">{escape(text)}</text>'
     return (
         f'<rect x="{x:.2f}" y="{y}" width="{extent:.2f}" height="{height}" fill="{fill}" '
-        f'fill-opacity="{opacity}"><title>{escape(name)}</title></rect>'
+        f'fill-opacity="{opacity}"><title>{escape(name)}</title></rect>' + (number if text else "")
     )
 
 
-def _svg_legend(layout: GroupLayout, families: dict[str, int], left: int, top: int) -> Iterator[str]:
-    entries = [(name, _SVG[place % len(_SVG)]) for name, place in families.items()]
+def _svg_colours(layout: GroupLayout) -> dict[str, tuple[str, bool]]:
+    """A colour for each family of tensors, no two alike, and whether it has several members.
+
+    The largest families have the colours that differ most.
+    """
+    numel, members = Counter[str](), Counter(short_name(spec.name) for spec in layout.specs)
+    for spec in layout.specs:
+        numel[short_name(spec.name)] += spec.numel
+    found = {}
+    for place, (name, _) in enumerate(numel.most_common()):
+        more = place - len(_SVG)
+        hue, light = 137.508 * more % 360, (72, 58, 82)[more % 3]  # the golden angle comes to no hue twice
+        colour = _SVG[place] if more < 0 else f"hsl({hue:.0f} 45% {light}%)"
+        found[name] = colour, members[name] > 1
+    return found
+
+
+def _svg_legend(
+    layout: GroupLayout, families: dict[str, int], colours: dict[str, tuple[str, bool]], left: int, top: int
+) -> Iterator[str]:
+    entries = [(name, colours[name][0]) for name in families]
     entries.append((f"padding {layout.padding_ratio:.3%}", "url(#pad)"))
     for line, (name, fill) in enumerate(entries):
         y = top + 16 * line

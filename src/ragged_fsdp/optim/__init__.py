@@ -50,10 +50,12 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'ragged_fsdp.optim' has no attribute {name!r}")
+if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for one of any type
+
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module 'ragged_fsdp.optim' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
