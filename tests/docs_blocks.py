@@ -16,6 +16,7 @@ __all__ = [
     "at_hand",
     "blocks",
     "check_command",
+    "flags_of",
     "known_flags",
     "on_this_machine",
     "picture_script",
@@ -137,6 +138,19 @@ def at_hand(folder: Path) -> dict[str, Any]:
         "m": 4,
         "unit": 4,
         "__name__": "document",
+    }
+
+
+def flags_of(name: str) -> set[str]:
+    """The options of a subcommand, a group's own commands' too."""
+    import click
+
+    from ragged_fsdp.cli.main import main
+
+    command = main.get_command(click.Context(main), name)
+    assert command is not None, f"ragged-fsdp {name} does not exist"
+    return {"-h", "--help"} | {
+        flag for option in command.params for flag in (*option.opts, *option.secondary_opts)
     }
 
 

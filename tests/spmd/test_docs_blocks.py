@@ -4,7 +4,16 @@ import re
 
 import pytest
 
-from docs_blocks import DOCUMENTS, ROOT, at_hand, blocks, check_command, known_flags, on_this_machine
+from docs_blocks import (
+    DOCUMENTS,
+    ROOT,
+    at_hand,
+    blocks,
+    check_command,
+    flags_of,
+    known_flags,
+    on_this_machine,
+)
 from rank_pool import spmd
 
 
@@ -18,7 +27,9 @@ def _run(document, rank):
         exec(code, at_hand(rank.shared_dir))
 
 
-_INTEGRATIONS = [document for document in _with("python") if "/integrations" in document]
+_INTEGRATIONS = [
+    document for document in _with("python") if "/integrations" in document or "lora" in document
+]
 
 
 @pytest.mark.parametrize("document", [d for d in _with("python") if d not in _INTEGRATIONS])
@@ -31,6 +42,8 @@ def test_python_blocks_run(rank, document):
 @spmd(2)
 def test_integration_blocks_run(rank, document):
     """On the ranks that have imported the libraries for the adapters' tests."""
+    if "lora" in document:
+        pytest.importorskip("peft")
     _run(document, rank)
 
 
@@ -40,6 +53,28 @@ def test_commands_are_understood(document):
     for _, text in blocks(document, "bash"):
         for line in text.replace("\\\n", " ").splitlines():
             check_command(line)
+
+
+_SPAN = re.compile(r"`(ragged-fsdp [a-z][^`]*)`")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_flags_of_commands_in_prose_are_theirs(document):
+    """A command inside a sentence has flags of its own subcommand, not only ones that some other has."""
+    text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
+    for command in _SPAN.findall(text):
+        _, name, *words = command.split()
+        flags = [word for word in words if re.fullmatch(r"--?[a-z][a-z-]*", word)]
+        if flags and name != "bench":
+            assert set(flags) <= flags_of(name), f"{document}: {command}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_blocks_fit_the_page(document):
+    """``docs/_static/page.css`` has room for 124 letters; commands and output are broken by the browser."""
+    for language in ("", "python", "toml"):
+        for line, text in blocks(document, language):
+            assert max(map(len, text.splitlines()), default=0) <= 124, f"{document}:{line}"
 
 
 def test_no_block_escapes():
