@@ -7,10 +7,10 @@ DEMO   := $(VENV)/.installed-demo
 STAMP  := $(VENV)/.installed
 PINNED := torch==$(shell sed -n 's/^torch==//p' constraints-dev.txt)
 
-.PHONY: demo test lint docs package setup test-torch test-gpu clean help
+.PHONY: demo test lint docs package setup test-torch test-torchtitan test-gpu clean help
 
 help:
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 setup: $(STAMP)  ## create the environment (.venv) and install the package in it
 
@@ -55,8 +55,15 @@ test-torch:  ## run the suite on another torch release: make test-torch TORCH=2.
 	.venv-torch-$(TORCH)/bin/pip install --quiet -e '.[test]' "torch==$(TORCH)"
 	.venv-torch-$(TORCH)/bin/python -m pytest -q -n 2 --dist loadfile $(TESTS)
 
+test-torchtitan:  ## run torchtitan's tests and its trainer with our sharding, in an environment of its own
+	$(PYTHON) -m venv .venv-torchtitan
+	.venv-torchtitan/bin/pip install --quiet "torch==$(TORCH)"
+	.venv-torchtitan/bin/pip install --quiet "torch==$(TORCH)" torchtitan==0.3.0 triton
+	.venv-torchtitan/bin/pip install --quiet "torch==$(TORCH)" pytest pytest-timeout hypothesis -e .
+	.venv-torchtitan/bin/python -m pytest -q tests/spmd/test_integration_torchtitan.py
+
 test-gpu: $(STAMP)  ## run all tests that a GPU can run (2 and 4 NCCL ranks may share one); keeps the results
 	$(BIN)/python tests/gpu/run.py
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,9 +1,15 @@
-"""torchtitan's own parallelize function on its own Llama, sharding with ours: losses of the unsharded model.
+"""torchtitan shards with ours: its parallelize function against the unsharded model, its trainer on FSDP2.
 
-Optional: torchtitan wants an older ``datasets`` than the other tests, and triton. Where it is installed
-(``pip install torchtitan triton``) this runs on CPU ranks, with its meshes and its activation checkpointing.
+Optional: torchtitan wants an older ``datasets`` than the other tests, and triton. ``make test-torchtitan``
+makes an environment with it and runs this on CPU ranks, with its meshes and activation checkpointing.
 """
 
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -111,3 +117,37 @@ def test_torchtitan_shards_with_ours(rank, mesh):
     losses = _losses(model, batch.get_local_rank(), batch.size())
     assert_ragged(model)
     assert losses == pytest.approx(_losses(reference), abs=1e-4)
+
+
+def _trained(config, folder, *flags, ranks=2):
+    """The losses that torchtitan's trainer logs, by step."""
+    root = Path(__file__).parents[2]
+    paths = [str(root / name) for name in ("src", "examples", "tests")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(root / "tests/torchtitan_on_cpu.py"), "--module", "torchtitan_on_cpu", "--config", config]
+    command += ["--dump-folder", str(folder), "--compile.no-enable", "--checkpoint.enable", *flags]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    said = re.sub(r"\x1b\[[0-9;]*m", "", result.stdout + result.stderr)
+    assert result.returncode == 0, said[-4000:]
+    return {int(step): float(loss) for step, loss in re.findall(r"step: +(\d+) +loss: +([\d.]+)", said)}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.distributed, "set_timeout"), reason="the trainer of torchtitan 0.3.0 needs torch 2.15"
+)
+@pytest.mark.timeout(1800)
+def test_the_example_trains_as_with_fsdp2_and_resumes(tmp_path):
+    """Both begin with torchtitan's seed checkpoint: a ragged tensor draws other numbers than rows do."""
+    _trained("stock", tmp_path / "seed", "--checkpoint.create-seed-checkpoint", ranks=1)
+    steps = ["--checkpoint.interval", "2", "--training.steps", "4"]
+    losses = {}
+    for config in ("ragged", "stock"):
+        shutil.copytree(tmp_path / "seed", tmp_path / config)
+        losses[config] = _trained(config, tmp_path / config, *steps)
+    ragged = losses["ragged"]
+    assert sorted(ragged) == [1, 2, 3, 4] and ragged[4] < ragged[1]
+    assert losses["stock"] == pytest.approx(ragged, abs=1e-3)
+    shutil.rmtree(tmp_path / "ragged/checkpoint/step-4")
+    resumed = _trained("ragged", tmp_path / "ragged", *steps)
+    assert resumed == pytest.approx({step: ragged[step] for step in (3, 4)}, abs=1e-3)

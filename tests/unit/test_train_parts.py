@@ -376,7 +376,6 @@ def test_one_interface_for_all_loggers(tmp_path, monkeypatch):
 
     wandb = types.ModuleType("wandb")
     wandb.__spec__ = types.SimpleNamespace()
-    wandb.util = types.SimpleNamespace(generate_id=lambda: "abc")
     wandb.init = lambda **options: heard.append(options) or Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     (tmp_path / "hooks.py").write_text(
@@ -395,9 +394,31 @@ def test_one_interface_for_all_loggers(tmp_path, monkeypatch):
     assert (tmp_path / "spy").read_text() == "train 4 ['loss', 'memory', 'mfu']\nnote 4 ['text']\n"
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 1, 4, 4]
     options, _, line, end, again, *_ = heard
-    assert options["id"] == again["id"] == "abc" and options["config"]["run"]["run_dir"] == str(tmp_path)
+    assert (
+        options["id"] == again["id"]
+        and len(options["id"]) == 16
+        and options["config"]["run"]["run_dir"] == str(tmp_path)
+    )
     assert line == {"step": 1, "train/loss": 2.0, "train/memory/held": 3} and end == "finished"
-    assert list((tmp_path / "tensorboard").iterdir())
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (4, 2.0)]
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb = true needs the package wandb"):
         check(config, 1)
+
+
+@pytest.mark.timeout(180)
+def test_the_real_weights_and_biases_writes_one_run_over_a_resume(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config = from_values({"run_dir": str(tmp_path), "tensorboard": False, "wandb": True})
+    for resumed in (0, 3):
+        loggers = open_loggers(config, tmp_path, resumed)
+        loggers.write("train", resumed + 1, loss=2.0, memory={"held": 3})
+        loggers.close()
+    identity = (tmp_path / "wandb-id").read_text()
+    written = list(tmp_path.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb"))
+    assert written and all(path.stat().st_size > 100 for path in written)

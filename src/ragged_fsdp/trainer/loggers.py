@@ -6,6 +6,7 @@ All of them are a :class:`Logger`, made on rank 0 alone. What kinds of lines the
 
 import importlib
 import importlib.util
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -53,7 +54,7 @@ class WeightsAndBiases:
 
         identity = run_dir / "wandb-id"
         if not identity.exists():
-            identity.write_text(wandb.util.generate_id())
+            identity.write_text(uuid.uuid4().hex[:16])
         self._run: Any = wandb.init(
             id=identity.read_text(),
             resume="allow",
