@@ -72,6 +72,8 @@ class SplitExperts:
     def use(self, split: ExpertSplit) -> None:
         """Send tokens as ``split`` says from now on; the parameters must follow."""
         self.split, self.dispatcher = split, self._make(self.mesh, split)
+        # one of the user's own need not have such a moment
+        self._takes_work = "meanwhile" in inspect.signature(self.dispatcher.dispatch).parameters
 
     @torch.compiler.disable  # the host must know how many rows there are, and ranks must meet in order
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -80,7 +82,8 @@ class SplitExperts:
         dispatcher = self.dispatcher
         if not self.module.training:
             dispatcher = getattr(dispatcher, "for_evaluation", dispatcher)
-        meanwhile = None if self.beside is None else self.beside.work(tokens)
+        overlaps = self.beside is not None and self._takes_work
+        meanwhile = self.beside.work(tokens) if overlaps else None  # type: ignore[union-attr]
         mixed, route = mix(self.module, dispatcher, tokens, chosen, weights, meanwhile)
         if self.module.training and not in_backward():  # a recomputed layer has been counted
             self._count(route.load, route.dropped)
@@ -101,7 +104,6 @@ def mix(
     meanwhile: Meanwhile = None,
 ) -> tuple[Tensor, Route]:
     """Tokens (N, D) through the experts that each was sent to, weighted; and where they went."""
-    # a dispatcher of the user's own need not know that there can be something to do
     more = () if meanwhile is None else (meanwhile,)
     rows, counts, route = dispatcher.dispatch(tokens, chosen, *more)
     mixed = dispatcher.combine(apply_experts(module, rows, counts), weights, route)
