@@ -19,7 +19,7 @@ myst_heading_anchors = 4  # as GitHub makes them
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures have them
 autodoc_preserve_defaults = True
-autodoc_mock_imports = ["torchft"]  # pages are built without it
+autodoc_mock_imports = ["torchft", "ray"]  # pages are built without them
 python_use_unqualified_type_names = True
 
 html_theme = "furo"

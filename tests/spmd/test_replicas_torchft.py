@@ -6,7 +6,60 @@ import pytest
 
 pytest.importorskip("torchft", reason="torchft is not installed: pip install '.[torchft]'")
 
+import torch
 from benchmarks.faults.replicas import Setting, kill_replicas
+
+from ragged_fsdp.integrations.torchft import _MOST_REPLICAS, Replicas, SplitError
+
+
+class _Others:
+    """A manager under which other replicas are there, each with a past and a model."""
+
+    def __init__(self, pasts: dict[int, int], model: int = 7) -> None:
+        self.pasts, self.model, self.error = pasts, model, None
+
+    def allreduce(self, roll: torch.Tensor, reduce_op: object) -> "_Others":
+        for replica, past in self.pasts.items():
+            roll[replica] += 1
+            roll[_MOST_REPLICAS + replica] += past
+            roll[-1] += self.model
+        return self
+
+    def wait(self) -> None: ...
+
+    def errored(self) -> Exception | None:
+        return self.error
+
+    def report_error(self, error: Exception) -> None:
+        self.error = error
+
+    def is_participating(self) -> bool:
+        return True
+
+    def current_step(self) -> int:
+        return 5
+
+
+def _among(others: _Others, replica: int = 1, past: int = 3) -> Replicas:
+    ours = object.__new__(Replicas)
+    ours.replica, ours._lineage, ours._fingerprint, ours._manager = replica, past, 7, others
+    ours._device = torch.device("cpu")
+    return ours
+
+
+def test_replicas_that_took_different_steps_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    assert _among(_Others({0: 3, 4: 3}))._agree() == (0, 1, 4)
+    with pytest.raises(SplitError, match=r"replica 1: up to step 5 .* than replicas \[0\]"):
+        _among(_Others({0: 9}))._agree()  # of equal sides that with the lowest number stays
+    stays = _Others({2: 9})
+    assert _among(stays)._agree() is None and stays.error is not None  # and averages again without the other
+    with pytest.raises(SplitError):
+        _among(_Others({2: 9, 3: 9}))._agree()  # the larger side stays
+    with pytest.raises(ValueError, match="models, or how they are cut"):
+        _among(_Others({0: 3}, model=8))._agree()
+    with pytest.raises(ValueError, match="replica 1: two living replicas"):
+        _among(_Others({1: 3}))._agree()
 
 
 @pytest.mark.timeout(300)
