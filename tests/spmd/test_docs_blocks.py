@@ -95,6 +95,7 @@ def test_flags_in_prose_exist():
         "--checkpoint",
         "--torchao",
         *("--nnodes", "--max-restarts", "--shutdown-timeout", "--signal", "--requeue", "--kill-on-bad-exit"),
+        "--rdzv-conf",
     }  # of other programs
     for document in DOCUMENTS:
         text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
