@@ -105,7 +105,10 @@ def _split(config: PretrainedConfig, plan: dict[str, str], sizes: tuple[str, ...
                 styles[head] = ColwiseParallel(output_layouts=Replicate())
         parallelize_module(model, mesh, styles)
 
-    return Split(apply, {key: getattr(text, key) for key in sizes if getattr(text, key, None)})
+    split = [module for module, style in plan.items() if style in ("colwise", "rowwise")]
+    split += [f"{module}.sinks" for module, style in plan.items() if style == _SINKS]
+    whole_sizes = {key: getattr(text, key) for key in sizes if getattr(text, key, None)}
+    return Split(apply, whole_sizes, (*split, *heads))
 
 
 def _style(name: str) -> ParallelStyle:

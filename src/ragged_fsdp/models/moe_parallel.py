@@ -21,7 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ragged_fsdp.experts import ExpertSplit, SharedTokens, SplitExperts, spread
 from ragged_fsdp.models.moe import Block, MoETransformer
 
-__all__ = ["split_attention", "split_tensors"]
+__all__ = ["SPLIT_ATTENTION", "SPLIT_TENSORS", "split_attention", "split_tensors"]
+
+SPLIT_ATTENTION = (*(f"layers.*.self_attn.{name}_proj" for name in "qkvo"), "lm_head")
+"""Modules whose parameters are split."""
+SPLIT_TENSORS = (*SPLIT_ATTENTION, "layers.*.experts")
 
 
 def split_tensors(model: nn.Module, mesh: DeviceMesh) -> None:

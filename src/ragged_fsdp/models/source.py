@@ -16,7 +16,12 @@ from torch import nn
 from ragged_fsdp.models.config import BUILT_IN_SIZES, MoEConfig
 from ragged_fsdp.models.materialize import InitModule
 from ragged_fsdp.models.moe import MoETransformer
-from ragged_fsdp.models.moe_parallel import split_attention, split_tensors
+from ragged_fsdp.models.moe_parallel import (
+    SPLIT_ATTENTION,
+    SPLIT_TENSORS,
+    split_attention,
+    split_tensors,
+)
 from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.published import PUBLISHED, published_name
 from ragged_fsdp.models.splits import Split
@@ -75,6 +80,7 @@ def _built_in(name: str, changes: Mapping[str, str]) -> ModelSource:
         with torch.device("meta"):
             return MoETransformer(config)
 
+    heads = {"heads": config.heads, "kv_heads": config.kv_heads}
     return ModelSource(
         name=name,
         build=build,
@@ -83,10 +89,8 @@ def _built_in(name: str, changes: Mapping[str, str]) -> ModelSource:
         layers=config.layers,
         attention_width=config.hidden,
         settings={"family": "ragged_fsdp.MoETransformer", **vars(config)},
-        tp=Split(
-            split_tensors, {"heads": config.heads, "kv_heads": config.kv_heads, "experts": config.experts}
-        ),
-        tp_beside_ep=Split(split_attention, {"heads": config.heads, "kv_heads": config.kv_heads}),
+        tp=Split(split_tensors, heads | {"experts": config.experts}, SPLIT_TENSORS),
+        tp_beside_ep=Split(split_attention, heads, SPLIT_ATTENTION),
     )
 
 

@@ -17,6 +17,8 @@ class Split:
     """Makes DTensors over the (1-D) mesh of the parameters that are split; the others stay as they are."""
     sizes: Mapping[str, int]
     """Name and size of everything that the number of ranks must divide."""
+    modules: tuple[str, ...]
+    """Names of the modules whose parameters are split, ``*`` for the number of a layer."""
 
 
 def refusal(option: str, ranks: int, split: Split | str) -> str | None:
