@@ -8,6 +8,7 @@ compiled. YaFSDP's page does not name its network; the rate of its cards is take
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -58,7 +59,7 @@ _MODELS: dict[str, tuple[str, dict[str, str]]] = {
     "Llama 3 8B": ("llama-3-8b", {}),
     "Llama 3 70B": ("llama-3-70b", {}),
 }
-_YAFSDP_CARD_GB_S = 5.8
+_YAFSDP_CARD_GB_S = 5.6
 """From 4.27 s of Llama 2 34B on 128 GPUs with 2048 tokens, where the network binds."""
 YAFSDP = "github.com/yandex/YaFSDP, README.md, column FSDP"
 TITAN_A100 = "github.com/pytorch/torchtitan, docs/performance.md (2024), FSDP2 on 64 A100"
@@ -141,8 +142,14 @@ def predicted_seconds(row: Public) -> float:
     """The step of ``row``; between every layer, every second and none computed again, a line."""
     workload = _workload(row.model)
     card = roofline_card(row.hardware)
-    if row.source == TITAN_H100:  # as its page says: HBM2e of 2.4 TB/s
-        card = replace(card, memory_gb_s=card.memory_gb_s * 2400 / DEVICES[row.hardware].memory_gb_s)
+    if row.source == TITAN_H100:  # as its page says: HBM2e of 2.4 TB/s, and 500 W: clocks go with the root
+        slower = math.sqrt(500 / 700)
+        card = replace(
+            card,
+            memory_gb_s=card.memory_gb_s * 2400 / DEVICES[row.hardware].memory_gb_s,
+            matmul_tflops=card.matmul_tflops * slower,
+            attention_tflops=card.attention_tflops * slower,
+        )
     setup = Setup(
         gpus=row.gpus,
         tokens_per_gpu=row.seq_len * row.batch,

@@ -13,20 +13,28 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from collective_calls import noted
 from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 from ragged_fsdp.cli.main import main
 from ragged_fsdp.cli.predict import parse_gpus, read_nccl_table
+from ragged_fsdp.models.source import find_model
+from ragged_fsdp.predict.books import GroupCost, LayerRun, StepCosts
 from ragged_fsdp.predict.card import DEVICES, LayerCard, Point, find_card, load_card, roofline_card
 from ragged_fsdp.predict.costs import count_costs
 from ragged_fsdp.predict.groups import Wires, group_cost
 from ragged_fsdp.predict.measure import _Mark, _phases_of
 from ragged_fsdp.predict.network import PROFILES, Network, Seconds
-from ragged_fsdp.predict.replay import GroupCost, LayerRun, StepCosts, replay
+from ragged_fsdp.predict.optimizers import muon
+from ragged_fsdp.predict.parallel import Part, Ranks, parts_of
+from ragged_fsdp.predict.replay import replay
 from ragged_fsdp.predict.scale import Scale, goodput, slowest
 from ragged_fsdp.predict.search import search
+from ragged_fsdp.predict.simulate import Streams
 from ragged_fsdp.predict.step import Setup, predict
 from ragged_fsdp.predict.workload import Workload, kinds_of, workload_of
 from rank_pool import DEVICE
@@ -45,7 +53,7 @@ def group(name, gather=1.0, reduce=1.0, **more):
 
 def stack(layers, run, root=None, **more):
     held = {"weights": 40, "optimizer": 80}
-    return StepCosts(root, NOTHING, [([g], run) for g in layers], held, 0.5, **more)
+    return StepCosts([root] if root else [], NOTHING, [([g], run) for g in layers], held, 0.5, **more)
 
 
 def spans_of(done, lane):
@@ -121,19 +129,57 @@ def test_an_exchange_gathers_before_it_reduces():
     assert order[True][3:] == ["gather 2", "gather 1", "gather 0", "reduce 2", "reduce 1", "reduce 0"]
 
 
-def test_copies_of_fsdp2_are_on_the_compute_stream():
+def test_fsdp2_in_its_own_order():
+    """Two layers; gathers and reductions 1 s, copies out 0.5 s, forward 2 s, backward 4 s.
+
+    A gather of forward waits for no computation; one of backward for the copy out before it, and the copy of
+    gradients for the reduction before.
+    """
     run = LayerRun(2.0, 4.0, 0, 0, 0)
-    one = group("0", copy_out_s=0.5, grad_copy_s=0.25)
-    done = replay(stack([one], run, keeps=False))
-    assert [label for label, *_ in spans_of(done, "compute")] == [
-        "copy out 0",
-        "forward 0",
-        "copy out 0",
-        "backward 0",
-        "collect 0",
-        "optimizer",
+    layers = [group(f"{i}", copy_out_s=0.5, grad_copy_s=0.25) for i in range(2)]
+    done = replay(stack(layers, run, keeps=False, fsdp2=True))
+    assert spans_of(done, "inside") == [
+        ("gather 0", 0.0, 1.0),
+        ("gather 1", 1.0, 2.0),
+        ("gather 1", 4.0, 5.0),
+        ("gather 0", 6.5, 7.5),
+        ("reduce 1", 10.75, 11.75),
+        ("reduce 0", 15.5, 16.5),
     ]
-    assert done.seconds == 1.0 + 0.5 + 2.0 + 1.0 + 0.5 + 4.0 + 0.25 + 1.0 + 0.5
+    assert spans_of(done, "compute") == [
+        ("copy out 0", 1.0, 1.5),
+        ("forward 0", 1.5, 3.5),
+        ("copy out 1", 3.5, 4.0),
+        ("forward 1", 4.0, 6.0),
+        ("copy out 1", 6.0, 6.5),
+        ("backward 1", 6.5, 10.5),
+        ("collect 1", 10.5, 10.75),
+        ("copy out 0", 10.75, 11.25),
+        ("backward 0", 11.25, 15.25),
+        ("collect 0", 15.25, 15.5),
+        ("optimizer", 16.5, 17.0),
+    ]
+    # persistent 120; layer 1 and the buffer of layer 0: 200; in the last backward layer 0, the other's
+    # reduction 200 and its shard of gradients 10
+    assert done.peak_bytes == 120 + 200 + 200 + 10
+    kept = replay(stack(layers, run, keeps=True, fsdp2=True))
+    assert [label for label, *_ in spans_of(kept, "inside")] == [
+        "gather 0",
+        "gather 1",
+        "reduce 1",
+        "reduce 0",
+    ]
+
+
+def test_copies_beside_a_layer_delay_it():
+    """Half of the second for which a gather writes memory, and nothing of what ran before or after."""
+    streams = Streams()
+    streams.collective("gather", Seconds(3.0, 0.0), "gather", memory_s=1.0)
+    assert streams.compute(2.0, "layer", contention=0.5) == 2.5
+    assert streams.compute(2.0, "next", contention=0.5) == 4.5
+    streams.wait("reduce", 6.0)
+    streams.run("reduce", 2.0, "sum")
+    assert streams.compute(1.0, "before it", contention=1.0) == 5.5
 
 
 def test_the_books_of_memory_by_hand():
@@ -238,18 +284,20 @@ class _Even(_Layers):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch's memory tracker counts CPU storages")
-@pytest.mark.parametrize("tokens", [64, 256])
-def test_the_peak_is_that_of_a_real_run(fake_ranks, tokens):
+@pytest.mark.parametrize(("sharding", "tokens"), [("ragged", 64), ("ragged", 256), ("fsdp2", 64)])
+def test_the_peak_is_that_of_a_real_run(fake_ranks, sharding, tokens):
     """Allocated bytes of steps of a sharded model, as torch's own tracker of storages counts them."""
     workload = _even_workload(6)
     setup = Setup(gpus=fake_ranks, tokens_per_gpu=tokens, seq_len=tokens, reduction="reduce_scatter")
+    setup = replace(setup, sharding=sharding)
     setup = replace(setup, scale=Scale(jitter=0.0), expandable_segments=False)  # as on the CPU
     predicted = predict(workload, setup, CARD, PROFILES["flat"]).replayed
     model = _Even(6)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard = {"ragged": fully_shard, "fsdp2": torch_fully_shard}[sharding]
     for layer in model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        shard(layer, mp_policy=policy)
+    shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
@@ -345,13 +393,16 @@ def test_two_levels_carry_the_bytes_of_the_network_page():
 
 def test_a_card_is_a_line_between_its_points_and_refuses_nonsense(tmp_path):
     def point(tokens, ms):
-        return Point(tokens, ms, 2 * ms, ms, 10 * tokens, 0, 0, 0, 0, ms / 2, ms)
+        return Point(tokens, ms, 2 * ms, ms, 10 * tokens, 0, 0, 0, 0, ms / 2, ms, 0.5)
 
-    layer = LayerCard("m", "layers 0", "abc", 64, (point(100, 1.0), point(200, 3.0)))
+    layer = LayerCard("m", "layers 0", "dense", "abc", 64, (point(100, 1.0), point(200, 3.0)))
     assert layer.at(150).forward_ms == 2.0 and layer.at(150).saved_bytes == 1500
     assert layer.at(300).forward_ms == 5.0 and layer.at(50).forward_ms == 0.5
     card = replace(CARD, layers=(layer,))
-    assert card.ratio("forward") == 2.0 and card.ratio("backward") == 2.0
+    assert card.ratio("forward", "dense") == 2.0 and card.ratio("backward", "dense") == 2.0
+    assert card.ratio("forward", "experts") == 1.0  # nothing is known of those
+    with pytest.raises(ValueError, match="expected a sort of dense, experts, root, got layer"):
+        replace(layer, sort="layer")
     path = tmp_path / "card.json"
     card.save(path)
     assert load_card(path) == card == find_card(str(path))
@@ -367,8 +418,8 @@ def test_a_card_is_a_line_between_its_points_and_refuses_nonsense(tmp_path):
 
 def test_what_a_card_has_measured_is_used():
     workload = workload_of("nano")
-    points = tuple(Point(t, t / 64, t / 32, t / 64, t, t, t, 1, t, 1.0, 1.0) for t in (64, 128))
-    layers = tuple(LayerCard("nano", k.name, k.signature, 64, points) for k in workload.kinds)
+    points = tuple(Point(t, t / 64, t / 32, t / 64, t, t, t, 1, t, 1.0, 1.0, 0.0) for t in (64, 128))
+    layers = tuple(LayerCard("nano", k.name, k.sort, k.signature, 64, points) for k in workload.kinds)
     setup = Setup(gpus=1, tokens_per_gpu=128, seq_len=64, scale=Scale(jitter=0.0))
     found = predict(workload, setup, replace(CARD, layers=layers), PROFILES["flat"])
     layers_and_root = sum(k.count for k in workload.kinds)
@@ -474,8 +525,13 @@ def test_search_names_the_best_and_why_others_lose():
     tight = found[0].prediction.memory_bytes - 1
     limited = search(workload, setup, CARD, PROFILES["h200-400g"], memory_bytes=tight)
     assert limited[0].prediction.memory_bytes <= tight and any("needs" in entry.why for entry in limited)
-    printed = run(*NANO, "--gpus", "16", "--tokens-per-gpu", "256", "--search")
+    asked = ["--gpus", "16", "--hardware", "h100", "--tokens-per-gpu", "4096"]
+    printed = run("nano", *asked, "--search")
     assert printed.exit_code == 0 and "best" in printed.output
+    advised = CliRunner().invoke(main, ["plan", "nano", "--advise", *asked])
+    assert advised.exit_code == 0 and advised.output == printed.output
+    alone = CliRunner().invoke(main, ["plan", "nano", "--hardware", "h100"])
+    assert alone.exit_code == 2 and "go together, with --advise" in " ".join(alone.output.split())
 
 
 def test_a_training_run_s_file_is_a_model(tmp_path):
@@ -552,8 +608,86 @@ def test_experts_that_are_shared_are_gathered_by_fewer_and_send_tokens():
     assert any(label.startswith("gather experts of layer 0") for label in labels)
     gathered = [p.replayed.peak["gathered"] for p in (plain, shared)]
     assert gathered[1] < gathered[0]
+    assert shared.compute_s < plain.compute_s  # a rank reads fewer weights and collects fewer gradients
     with pytest.raises(ValueError, match="4 experts, which 8 ranks cannot share evenly"):
         predict(workload, replace(setup, ep=8), CARD, network)
+
+
+LLAMA = {
+    "hidden_size": "64",
+    "intermediate_size": "128",
+    "num_hidden_layers": "2",
+    "num_attention_heads": "4",
+    "num_key_value_heads": "4",
+    "vocab_size": "96",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("nano", {"heads": "4", "kv_heads": "4"}), ("LlamaConfig", LLAMA)]
+)
+def test_tensor_parallel_ranks_split_what_the_trainer_splits(fake_ranks, name, changes):
+    source = find_model(name, changes, random_weights=True)
+    model = source.build()
+    source.tp.apply(model, init_device_mesh("cpu", (4,)))
+    split = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+    assert split
+    workload = workload_of(name, changes)
+    found = set()
+    for kind in workload.kinds:
+        for part in parts_of(workload, kind, Ranks(4, tp=4))[1:]:
+            found |= {parameter for parameter, _ in part.shapes}
+    inside = {re.sub(r"^.*layers\.\d+\.", "", parameter) for parameter in split}
+    assert found == inside
+
+
+def test_tensor_parallelism_shares_tokens_and_waits_for_sums():
+    workload = workload_of("LlamaConfig", LLAMA)
+    network = Network("n", 10.0, 1.0, 8, 1.9, 4.0)
+    setup = Setup(gpus=16, tokens_per_gpu=64, seq_len=64)
+    plain, split = (predict(workload, replace(setup, tp=tp), CARD, network) for tp in (1, 2))
+    sums = [s for s in split.replayed.spans if s.label.startswith("tokens of") and s.lane == "inside"]
+    assert len(sums) == 2 * (len(workload.order) + 1) and not any(
+        "tokens" in s.label for s in plain.replayed.spans
+    )
+    shared = predict(workload, replace(setup, tokens_per_gpu=32, tp=2), CARD, network)
+    assert shared.tokens_per_second > 0  # a sequence of two GPUs
+    assert shared.memory["gathered"] < plain.memory["gathered"]
+    with pytest.raises(ValueError, match="tp = 8 does not divide the model's num_attention_heads = 4"):
+        predict(workload, replace(setup, tp=8), CARD, network)
+    with pytest.raises(ValueError, match="not modelled beside ep"):
+        replace(setup, tp=2, ep=2)
+
+
+def test_muon_by_hand():
+    """One matrix on one GPU: five iterations; then eight equal ones, one for each of eight GPUs."""
+    square = Part("layer", (("mlp.weight", (4096, 4096)), ("norm.weight", (4096,))), 1, 1)
+    alone = muon([(square, 1)], 1, 1, CARD, PROFILES["free"])
+    naive_s = 5 * 6 * 4096**3 / (CARD.matmul_tflops * 1e12)
+    moved_s = 26 * 4096**2 / (CARD.memory_gb_s * 1e9) + 28 * 4096 / (CARD.adamw_gb_s * 1e9)
+    assert alone.seconds == pytest.approx(0.7 * naive_s + moved_s)
+    assert alone.state_bytes == 4 * 4096**2 + 8 * 4096
+    eighth = replace(square, ranks=8)
+    assert muon([(eighth, 8)], 8, 8, CARD, PROFILES["free"]).seconds == pytest.approx(alone.seconds, rel=1e-3)
+    few = muon([(eighth, 1)], 8, 8, CARD, PROFILES["free"]).seconds
+    assert few > 0.7 * naive_s  # a matrix has one root, however many ranks there are
+    slow = muon([(eighth, 8)], 8, 8, CARD, Network("slow", 1.0))
+    assert slow.seconds > alone.seconds + 2 * 2 * 4096**2 / 1e9 * 0.9
+
+
+def test_offloaded_state_is_not_on_the_device_and_comes_over_the_bus():
+    workload = workload_of("nano")
+    setup = Setup(gpus=8, tokens_per_gpu=64, seq_len=64)
+    here, there = (
+        predict(workload, replace(setup, offload=way), CARD, PROFILES["flat"]) for way in (False, True)
+    )
+    assert there.memory["weights"] == there.memory["optimizer (adamw)"] == 0 < here.memory["weights"]
+    casts = [
+        sum(s.end - s.start for s in p.replayed.spans if s.label.startswith("cast")) for p in (here, there)
+    ]
+    assert casts[1] > casts[0] and there.seconds.value > here.seconds.value
+    with pytest.raises(ValueError, match="not modelled with optimizer = muon"):
+        replace(setup, offload=True, optimizer="muon")
 
 
 @pytest.mark.parametrize("command", documented_commands())

@@ -63,6 +63,8 @@ ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 4096 --hardware h200 
 @click.option("--seq-len", type=_FROM_ONE, help="tokens of a sequence.  [default: 4096, or the TOML's]")
 @click.option("--replicas", type=_FROM_ONE, default=1, help="HSDP: groups that each hold the whole model.")
 @click.option("--ep", type=_FROM_ONE, default=1, help="expert parallelism: GPUs that share the experts.")
+@click.option("--tp", type=_FROM_ONE, default=1, help="tensor parallelism: GPUs that share their tokens.")
+@click.option("--offload", is_flag=True, help="weights, gradients and optimizer are in the host's memory.")
 @click.option("--accumulate", type=_FROM_ONE, default=1, help="micro-batches of a step.")
 @click.option("--reduction", default="auto", help="auto, reduce_scatter, all_to_all or two_level.")
 @click.option("--reduce-dtype", default="fp32", help="fp32 or bf16: of the sums of gradients.")
@@ -72,7 +74,7 @@ ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 4096 --hardware h200 
 @click.option("--activation-checkpointing", type=click.IntRange(min=0), default=0, help="every n-th layer.")
 @click.option("--compile", "compiled", is_flag=True, help="layers are compiled (modelled, never measured).")
 @click.option("--codes", is_flag=True, help="weights are gathered as 8-bit codes.")
-@click.option("--optimizer", default="adamw", help="adamw, adam8bit or sgd.")
+@click.option("--optimizer", default="adamw", help="adamw, adam8bit, muon or sgd.")
 @click.option(
     "--expandable-segments/--no-expandable-segments", default=True, help="how torch's allocator is set."
 )
@@ -160,11 +162,10 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
     options["seq_len"] = options["seq_len"] or data.seq_len
     if options["tokens_per_gpu"] is None and options["batch_tokens"] is None:
         options["batch_tokens"] = data.batch * data.seq_len
-    if sharding.tp > 1:
-        raise ValueError(f"{path}: tp is not modelled; predict without it.")
     given = {
         "replicas": sharding.replicas,
         "ep": sharding.ep,
+        "tp": sharding.tp,
         "accumulate": data.accumulate,
         "reduction": sharding.reduction,
         "activation_checkpointing": sharding.activation_checkpointing,
@@ -210,7 +211,7 @@ def _setup(gpus: int, options: dict[str, Any]) -> Setup | None:
     seq_len = options["seq_len"] or 4096
     tokens = options["tokens_per_gpu"]
     if tokens is None:
-        if options["batch_tokens"] % (gpus * seq_len * options["accumulate"]):
+        if options["batch_tokens"] * options["tp"] % (gpus * seq_len * options["accumulate"]):
             return None
         tokens = options["batch_tokens"] // gpus
     table = read_nccl_table(options["nccl_table"]) if options["nccl_table"] else ()
@@ -221,6 +222,8 @@ def _setup(gpus: int, options: dict[str, Any]) -> Setup | None:
         replicas=options["replicas"],
         micro_batches=options["accumulate"],
         ep=options["ep"],
+        tp=options["tp"],
+        offload=options["offload"],
         reduction=options["reduction"],
         reduce_dtype=options["reduce_dtype"],
         reshard_after_forward=options["reshard_after_forward"],
@@ -378,12 +381,7 @@ def _notes(console: Console, request: _Request, last: Prediction) -> None:
         "times and memory of layers were measured on such a GPU"
         if last.measured
         else "layers are counted and modelled by a roofline"
-        + (
-            f" times {request.card.ratio('forward'):.2f} forward and {request.card.ratio('backward'):.2f} "
-            "backward, as other layers on this card"
-            if request.card.layers
-            else ""
-        )
+        + (", times what others of their sort took over theirs on this card" if request.card.layers else "")
     )
     network = "its rates are from the table" if last.setup.ring_table else "the network is modelled"
     lines = [

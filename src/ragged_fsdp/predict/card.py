@@ -5,8 +5,8 @@ time and memory of forward, backward and backward with recomputation at a few nu
 without layers is a *roofline card*: the device's published peaks times shares that kernels usually reach.
 
 Times of a layer that a card has are interpolated between its numbers of tokens (*measured*). Any other layer
-is a roofline over its counted operations, times the ratio of measured to roofline time of the layers that the
-card has (*modelled*).
+is a roofline over its counted operations, times the ratio of measured to roofline time of the layers of its
+sort that the card has (*modelled*).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ragged_fsdp.models.names import nearest
 
 __all__ = [
     "DEVICES",
+    "SORTS",
     "Card",
     "Device",
     "LayerCard",
@@ -31,11 +32,19 @@ __all__ = [
     "roofline_card",
 ]
 
-_FORMAT = 1
+_FORMAT = 2
 _CARDS = Path(__file__).parent / "cards"
 _ATTENTION_SHARE, _MEMORY_SHARE = 0.55, 0.80
 """Of the peaks: what causal attention and copies usually reach."""
+_INTERLEAVE, _CHUNK_CAT, _CHUNK_CAT_BF16, _COLLECT, _DECODE = 0.83, 0.48, 0.69, 0.81, 0.93
+"""Of the rate of a copy: what these kernels reached on an H200."""
+_HOST_ADAMW_GB_S = 40.0
+"""A GPU's share of a host with eight of them."""
+_CONTENTION = 0.5
 _KERNEL_US = 3.0
+SORTS = ("dense", "experts", "root")
+_UNKNOWN_ERROR, _UNMEASURED_ERROR = 0.12, 0.25
+"""Of a roofline by measured rates for a sort of layer that was not, and of one by a data sheet."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +55,20 @@ class Device:
     tflops: float
     memory_gb_s: float
     memory_gib: float
+    host_gb_s: float
+    """Useful of its PCIe or NVLink-C2C, one way."""
     matmul_share: float = 0.70
     """What large bf16 products usually reach of the peak: clocks fall under their power since Hopper."""
 
 
 DEVICES: dict[str, Device] = {
-    "a100-40g": Device("NVIDIA A100 40GB", 312.0, 1555.0, 39.4, 0.82),
-    "a100-80g": Device("NVIDIA A100 80GB", 312.0, 2039.0, 79.2, 0.82),
-    "h100": Device("NVIDIA H100 SXM", 989.5, 3350.0, 79.1),
-    "h800": Device("NVIDIA H800 SXM", 989.5, 3350.0, 79.1),
-    "h200": Device("NVIDIA H200", 989.5, 4800.0, 139.8),
-    "b200": Device("NVIDIA B200", 2250.0, 8000.0, 178.4),
-    "gb200": Device("NVIDIA GB200", 2500.0, 8000.0, 184.0),
+    "a100-40g": Device("NVIDIA A100 40GB", 312.0, 1555.0, 39.4, 24.0, 0.82),
+    "a100-80g": Device("NVIDIA A100 80GB", 312.0, 2039.0, 79.2, 24.0, 0.82),
+    "h100": Device("NVIDIA H100 SXM", 989.5, 3350.0, 79.1, 50.0),
+    "h800": Device("NVIDIA H800 SXM", 989.5, 3350.0, 79.1, 50.0),
+    "h200": Device("NVIDIA H200", 989.5, 4800.0, 139.8, 50.0),
+    "b200": Device("NVIDIA B200", 2250.0, 8000.0, 178.4, 50.0),
+    "gb200": Device("NVIDIA GB200", 2500.0, 8000.0, 184.0, 180.0),
 }
 """By the names that ``--hardware`` takes; ``memory_gib`` is what torch can allocate."""
 
@@ -82,6 +93,8 @@ class Point:
     """What is kept, and the most in backward, with recomputation."""
     roofline_forward_ms: float
     roofline_backward_ms: float
+    contention: float
+    """By how much of its time a copy on another stream delays this layer, since both want the memory."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +103,17 @@ class LayerCard:
 
     model: str
     kind: str
+    sort: str
+    """``dense``, ``experts`` or ``root``: a roofline is off by something else for each."""
     signature: str
     seq_len: int
     points: tuple[Point, ...]
 
     def __post_init__(self) -> None:
+        if self.sort not in SORTS:
+            raise ValueError(
+                f"{self.model} {self.kind}: expected a sort of {', '.join(SORTS)}, got {self.sort}"
+            )
         tokens = [point.tokens for point in self.points]
         if not tokens or tokens != sorted(set(tokens)) or tokens[0] < 1:
             raise ValueError(f"{self.model} {self.kind}: expected rising numbers of tokens, got {tokens}")
@@ -113,11 +132,13 @@ class LayerCard:
             f.name: getattr(low, f.name) + share * (getattr(high, f.name) - getattr(low, f.name))
             for f in fields(Point)
         }
-        return Point(**values | {"tokens": tokens})
+        contention = max(0.0, values["contention"])  # beyond the last point a line may fall below
+        return Point(**values | {"tokens": tokens, "contention": contention})
 
 
 def _scaled(point: Point, factor: float, tokens: int) -> Point:
-    return Point(**{f.name: getattr(point, f.name) * factor for f in fields(Point)} | {"tokens": tokens})
+    values = {f.name: getattr(point, f.name) * factor for f in fields(Point)}
+    return Point(**values | {"tokens": tokens, "contention": point.contention})
 
 
 @dataclass(frozen=True)
@@ -137,11 +158,23 @@ class Card:
     """Sustained, read and written bytes together."""
     kernel_us: float
     interleave_gb_s: float
-    """Of the copies by which FSDP2 takes parameters out of a gathered buffer and gradients into one."""
+    """Of the copy by which FSDP2 takes parameters out of a gathered buffer."""
+    chunk_cat_gb_s: float
+    """Of the copy by which it takes bf16 gradients into a buffer of fp32."""
+    chunk_cat_bf16_gb_s: float
+    """Into a buffer of bf16."""
+    collect_gb_s: float
+    """Of ours: bf16 gradients into a buffer of fp32."""
+    decode_gb_s: float
+    """Of the kernel that makes bf16 weights of 8-bit codes."""
     sum_rows_gb_s: float
     """Of the kernel that adds received rows of gradients."""
     adamw_gb_s: float
     """Of the fused AdamW, which moves 28 bytes per fp32 element."""
+    host_gb_s: float
+    """Of a copy from the host's pinned memory, and back."""
+    host_adamw_gb_s: float
+    """Of the fused AdamW on the host, which is what offloaded parameters are updated with."""
     layers: tuple[LayerCard, ...] = ()
     versions: Mapping[str, str] | None = None
 
@@ -156,26 +189,34 @@ class Card:
         found = [c for c in self.layers if c.signature == signature and c.seq_len == seq_len]
         return found[0] if found else None
 
-    def ratios(self, phase: str) -> list[float]:
-        """Measured over roofline time of every layer run, ``phase`` being forward or backward."""
+    def ratio(self, phase: str, sort: str) -> float:
+        """What a roofline time is multiplied with: all measured time of such layers over theirs, or 1."""
+        pairs = self._pairs(phase, sort)
+        return sum(took for took, _ in pairs) / sum(roof for _, roof in pairs) if pairs else 1.0
+
+    def spread(self, phase: str, sort: str) -> float:
+        """Relative error of a roofline time: the mean distance of such layers from :meth:`ratio`."""
+        pairs = self._pairs(phase, sort)
+        if len(pairs) < 2:
+            return _UNKNOWN_ERROR if self.measured else _UNMEASURED_ERROR
+        middle = self.ratio(phase, sort)
+        return max(0.05, statistics.fmean(abs(took / roof / middle - 1) for took, roof in pairs))
+
+    def _pairs(self, phase: str, sort: str) -> list[tuple[float, float]]:
+        """Measured and roofline time of every run of such layers, ``phase`` being forward or backward."""
         pairs = [
             (getattr(point, f"{phase}_ms"), getattr(point, f"roofline_{phase}_ms"))
             for layer in self.layers
+            if layer.sort == sort
             for point in layer.points
         ]
-        return [measured / roofline for measured, roofline in pairs if roofline]
+        return [pair for pair in pairs if pair[1]]
 
-    def ratio(self, phase: str) -> float:
-        """What a roofline time is multiplied with: the median of :meth:`ratios`, 1 without any."""
-        return statistics.median(self.ratios(phase) or [1.0])
-
-    def spread(self, phase: str) -> float:
-        """Relative error of a roofline time: the mean distance of the ratios from their median."""
-        ratios = self.ratios(phase)
-        if len(ratios) < 2:
-            return 0.25
-        middle = statistics.median(ratios)
-        return max(0.05, statistics.fmean(abs(ratio / middle - 1) for ratio in ratios))
+    def contention(self) -> float:
+        """Of a layer that the card does not have: the median of those it has."""
+        return statistics.median(
+            [point.contention for layer in self.layers for point in layer.points] or [_CONTENTION]
+        )
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n")
@@ -213,9 +254,15 @@ def roofline_card(name: str) -> Card:
         attention_tflops=device.tflops * _ATTENTION_SHARE,
         memory_gb_s=memory,
         kernel_us=_KERNEL_US,
-        interleave_gb_s=memory * 0.8,
+        interleave_gb_s=memory * _INTERLEAVE,
+        chunk_cat_gb_s=memory * _CHUNK_CAT,
+        chunk_cat_bf16_gb_s=memory * _CHUNK_CAT_BF16,
+        collect_gb_s=memory * _COLLECT,
+        decode_gb_s=memory * _DECODE,
         sum_rows_gb_s=memory,
         adamw_gb_s=memory,
+        host_gb_s=device.host_gb_s,
+        host_adamw_gb_s=_HOST_ADAMW_GB_S,
     )
 
 

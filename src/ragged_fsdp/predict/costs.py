@@ -183,7 +183,7 @@ class _Counter(TorchDispatchMode):
         if self._now is not None:
             self._now.peak_bytes = max(self._now.peak_bytes, self._live - self._started)
             kind, flops = _flops(func, args, kwargs or {}, outputs)
-            if kind == "memory" and _is_free(func):
+            if not outputs or (kind == "memory" and _is_free(func)):  # a question, a view, or memory
                 return result
             inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             nbytes = sum(t.numel() * t.element_size() for t in (*inputs, *outputs))

@@ -16,9 +16,9 @@ from typing import Any
 from ragged_fsdp.fsdp.construct.network import pick_reduction
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group
+from ragged_fsdp.predict.books import GroupCost
 from ragged_fsdp.predict.card import Card
 from ragged_fsdp.predict.network import Network, Place, Seconds, Traffic, exchange_price, price
-from ragged_fsdp.predict.replay import GroupCost
 from ragged_fsdp.topology import Levels
 
 __all__ = ["Shapes", "Wires", "fsdp2_numel", "group_cost", "planned_numel"]
@@ -49,6 +49,8 @@ class Wires:
     """Whether large matrices are gathered as 8-bit codes."""
     park: int = 0
     """``reshard_after_forward`` as an int."""
+    offload: bool = False
+    """Whether shards live in the host's memory."""
     ring_table: tuple[tuple[float, float], ...] = ()
     """Bytes and GB/s (bus bandwidth) of a gather as measured, instead of the network's rate."""
 
@@ -111,7 +113,7 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
     shard_numel = (planned_numel if ours else fsdp2_numel)(shapes, wires.shard)
     full = shard_numel * wires.shard
     memory = card.memory_gb_s * 1e9
-    gather, gather_again, decode = _gather(full, shard_numel, wires, memory)
+    gather, gather_again, decode = _gather(full, wires, card)
     message = int(full * _SCALES) if wires.codes else 0
     copies = 2 * (message or full * _BF16) / memory if wires.shard > 1 else 0.0
     gather, gather_again = _at_least(gather, copies), _at_least(gather_again, copies)
@@ -120,6 +122,10 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
     if picked not in kinds:
         raise ValueError(f"reduction: expected auto, {', '.join(kinds)}, got {picked!r}")
     reduced = kinds[picked](full, shard_numel, wires, card)
+    from_host = shard_numel * _FP32 / (card.host_gb_s * 1e9) if wires.offload else 0.0
+    if wires.offload:  # a gradient goes to the host when it is reduced
+        *parts, (held, summed) = reduced["reduce"]
+        reduced["reduce"] = (*parts, (held, summed + from_host))
     copy = 2 * full * _BF16 / (card.interleave_gb_s * 1e9) if not ours and wires.shard > 1 else 0.0
     between = Seconds(0.0, 0.0)
     if wires.replicas > 1:
@@ -130,14 +136,14 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
         gathered_bytes=full * _BF16,
         gather=gather,
         gather_again=gather_again,
-        cast_s=shard_numel * (_FP32 + _BF16) / memory,
+        cast_s=shard_numel * (_FP32 + (1 if wires.codes else _BF16)) / memory + from_host,
         memory_s=copies,
         decode_s=decode,
         message_bytes=message,
         copy_out_s=copy,
         grad_bytes=numel * _BF16,
         all_reduce=between,
-        shard_grad_bytes=shard_numel * _FP32,
+        shard_grad_bytes=0 if wires.offload else shard_numel * _FP32,
         parked_bytes=full * _BF16 // wires.park if wires.park else 0,
         **reduced,
     )
@@ -148,14 +154,14 @@ def _at_least(held: Seconds, copies: float) -> Seconds:
     return Seconds(max(held.inside, copies), held.outside)
 
 
-def _gather(full: int, shard_numel: int, wires: Wires, memory: float) -> tuple[Seconds, Seconds, float]:
+def _gather(full: int, wires: Wires, card: Card) -> tuple[Seconds, Seconds, float]:
     """The gather before forward, the one before backward, and the seconds of codes."""
     if wires.shard == 1:
         return Seconds(0.0, 0.0), Seconds(0.0, 0.0), 0.0
     nbytes, decode = full * _BF16, 0.0
     if wires.codes:
         nbytes = int(full * _SCALES)
-        decode = (shard_numel * (_FP32 + 1) + full * (1 + _BF16)) / memory
+        decode = full * (1 + _BF16) / (card.decode_gb_s * 1e9)
     first = wires.ring("all_gather", nbytes)
     if not wires.park:
         return first, first, decode
@@ -165,11 +171,14 @@ def _gather(full: int, shard_numel: int, wires: Wires, memory: float) -> tuple[S
 
 def _reduce_scatter(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[str, Any]:
     """Gradients are cast into a buffer and added on the wire."""
-    rate = (card.memory_gb_s if wires.implementation != "fsdp2" else card.interleave_gb_s) * 1e9
+    if wires.implementation == "fsdp2":
+        rate = card.chunk_cat_gb_s if wires.reduce_bytes == _FP32 else card.chunk_cat_bf16_gb_s
+    else:
+        rate = card.collect_gb_s if wires.reduce_bytes == _FP32 else card.memory_gb_s
     held = wires.ring("reduce_scatter", full * wires.reduce_bytes) if wires.shard > 1 else Seconds(0.0, 0.0)
     tail = shard_numel * (wires.reduce_bytes + _FP32) / (card.memory_gb_s * 1e9)
     return {
-        "grad_copy_s": full * (_BF16 + wires.reduce_bytes) / rate,
+        "grad_copy_s": full * (_BF16 + wires.reduce_bytes) / (rate * 1e9),
         "buffer_bytes": full * wires.reduce_bytes,
         "reduce": ((held, tail),),
     }

@@ -1,8 +1,8 @@
 """The settings with which a model trains fastest on a cluster, and why the others lose.
 
 Two passes, so that it takes seconds: first how the model is spread (replicas, recomputation, micro-batches),
-then, for the best few of these, how it is moved (reduction, what is kept, what is parked, expert parallelism,
-codes). Tensor parallelism is not searched: it is not modelled.
+then, for the best few of these, how it is moved (reduction, what is kept, what is parked, expert and tensor
+parallelism, codes).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.predict.card import Card
 from ragged_fsdp.predict.network import Network
 from ragged_fsdp.predict.step import Prediction, Setup, predict
@@ -21,6 +22,7 @@ _FINALISTS = 4
 _MICRO_BATCHES = (1, 2, 4, 8)
 _RECOMPUTED = (0, 1, 2)
 _EXPERT_PARALLEL = (4, 8, 16, 32, 64)
+_TENSOR_PARALLEL = (2, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Found:
         setup = self.prediction.setup
         parts = [f"--replicas {setup.replicas}"] if setup.replicas > 1 else []
         parts += [f"--ep {setup.ep}"] if setup.ep > 1 else []
+        parts += [f"--tp {setup.tp}"] if setup.tp > 1 else []
         parts += [f"--accumulate {setup.micro_batches}"] if setup.micro_batches > 1 else []
         if setup.activation_checkpointing:
             parts.append(f"--activation-checkpointing {setup.activation_checkpointing}")
@@ -104,6 +107,11 @@ def _moves(setup: Setup, workload: Workload, network: Network, allow_codes: bool
     for ep in _EXPERT_PARALLEL:
         if experts and all(count % ep == 0 for count in experts) and setup.shard % ep == 0:
             yield replace(setup, ep=ep)
+    for tp in _TENSOR_PARALLEL:
+        if setup.shard % tp == 0 and refusal("tp", tp, workload.tp) is None:
+            yield replace(setup, tp=tp)
+            if not setup.tokens_per_gpu * tp % (setup.seq_len * setup.micro_batches * tp):
+                yield replace(setup, tp=tp, micro_batches=setup.micro_batches * tp)
     if allow_codes:
         yield replace(setup, codes=True)
         if 1 < node < setup.shard and setup.shard % node == 0:

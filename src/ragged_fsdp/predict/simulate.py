@@ -31,41 +31,52 @@ class Span(NamedTuple):
 class Streams:
     """The lanes of one GPU, in seconds from the start."""
 
-    def __init__(self, contention: float = 0.0) -> None:
+    def __init__(self) -> None:
         self._free: dict[str, float] = defaultdict(float)
         self.spans: list[Span] = []
-        self._contention = contention
-        self._debt = 0.0
+        self._beside: list[tuple[float, float]] = []
+        """When something beside the computation reads and writes the device's memory."""
 
     def run(self, lane: str, seconds: float, label: str) -> float:
-        """Launch work on a stream; when it is done."""
+        """Launch copies or sums on a stream; when they are done."""
         start = self._free[lane]
         self._free[lane] = end = start + seconds
         if seconds:
             self.spans.append(Span(lane, label, start, end))
+            if lane != "compute":
+                self._beside.append((start, end))
         return end
 
-    def beside(self, seconds: float) -> None:
-        """Something on another stream uses the device's memory for so long: the next computation is slower.
+    def compute(self, seconds: float, label: str, contention: float = 0.0) -> float:
+        """Launch work on the compute stream; when it is done.
 
-        Both share the memory's rate; ``contention`` is the part of that time by which computation is delayed.
+        Both share the memory's rate: ``contention`` is the part of the time of what runs beside it by which
+        it is delayed. What is launched later is not known here.
         """
-        self._debt += self._contention * seconds
+        start = self._free["compute"]
+        end = start + seconds
+        self._beside = [(begin, until) for begin, until in self._beside if until > start]
+        if contention:
+            for begin, until in sorted(self._beside):
+                end += contention * max(0.0, min(until, end) - max(begin, start))
+        return self.run("compute", end - start, label)
 
-    def compute(self, seconds: float, label: str) -> float:
-        """Launch computation on the compute stream; when it is done."""
-        delay, self._debt = min(self._debt, seconds), 0.0
-        return self.run("compute", seconds + delay, label)
+    def collective(self, lane: str, held: Seconds, label: str, memory_s: float = 0.0) -> float:
+        """Launch a collective from a stream, which waits until every link has carried it; when it is done.
 
-    def collective(self, lane: str, held: Seconds, label: str) -> float:
-        """Launch a collective from a stream, which waits until every link has carried it; when it is done."""
+        ``memory_s`` of the time of its longer link it reads and writes the device's memory.
+        """
         start = end = self._free[lane]
+        longest = max(held)
         for link, seconds in zip(LINKS, held):
             if seconds:
                 begin = max(start, self._free[link])
                 self._free[link] = begin + seconds
                 self.spans.append(Span(link, label, begin, begin + seconds))
                 end = max(end, begin + seconds)
+                if memory_s and seconds == longest:
+                    self._beside.append((begin, begin + memory_s))
+                    memory_s = 0.0
         self._free[lane] = end
         return end
 

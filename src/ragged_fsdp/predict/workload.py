@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from ragged_fsdp.experts.layers import in_one_kernel
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.moe import Experts, at_least_float32
 from ragged_fsdp.models.source import ModelSource, find_model
+from ragged_fsdp.models.splits import Split
 from ragged_fsdp.trainer.sharding import transformer_layers
 
 __all__ = ["ROOT", "Kind", "Phases", "Workload", "kinds_of", "workload_of"]
@@ -40,6 +41,14 @@ class Kind:
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     places: tuple[int, ...]
     """Which layers of the model they are; of the root none."""
+
+    @property
+    def sort(self) -> str:
+        """One of the sorts of a card."""
+        if self.name == ROOT:
+            return ROOT
+        fused = any(len(shape) == 3 or ".experts." in f".{name}" for name, shape in self.shapes)
+        return "experts" if fused else "dense"
 
     @property
     def numel(self) -> int:
@@ -69,6 +78,8 @@ class Workload:
     width: int = 0
     """Channels of a token between layers, and how many experts it visits: what expert parallelism sends."""
     experts_per_token: int = 0
+    tp: Split | str = field(default="not known for this model", compare=False)
+    """How tensor parallelism splits it, or why it cannot."""
 
     @property
     def numel(self) -> int:
@@ -100,7 +111,9 @@ def workload_of(name: str, changes: Mapping[str, str] | None = None) -> Workload
     width = _first(config, ("hidden_size", "hidden"))
     chosen = _first(config, ("num_experts_per_tok", "experts_per_token"))
     loss = _loss_of(source)
-    return Workload(source.name, kinds, order, build, transformer_layers, loss, flops, width, chosen)
+    return Workload(
+        source.name, kinds, order, build, transformer_layers, loss, flops, width, chosen, source.tp
+    )
 
 
 def _first(config: Any, names: tuple[str, ...]) -> int:
