@@ -72,6 +72,8 @@ ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.experts.*=32rows' -n 16 --show model.la
 ragged-fsdp plan gpt-oss-120b -n 64,256 --ranks-per-node 8
 
 ragged-fsdp plan llama-3-70b --advise --gpus 512 --memory 60
+
+ragged-fsdp plan llama-3-70b --advise --gpus 512 --hardware h200 --tokens-per-gpu 8192
 """
 
 
@@ -133,6 +135,8 @@ ragged-fsdp plan llama-3-70b --advise --gpus 512 --memory 60
     default=16.0,
     help="bytes of training state per parameter, for --advise.",
 )
+@click.option("--hardware", help="rank --advise by predicted time on such GPUs, as `predict --search` does.")
+@click.option("--tokens-per-gpu", type=_FROM_ONE, help="tokens of a GPU in a step, for --hardware.")
 def command(
     model: str,
     fsdp: str,
@@ -152,11 +156,20 @@ def command(
     gpus: int,
     memory: float | None,
     state_bytes: float,
+    hardware: str | None,
+    tokens_per_gpu: int | None,
     **planner: Any,
 ) -> None:
     """Plan ``model`` and show what was asked for; ``planner`` are fields of ``PlanSettings``."""
     console, status = output_console(), Console(stderr=True)
     with errors_in_one_line(status):
+        if hardware is not None or tokens_per_gpu is not None:
+            if not advising or hardware is None or tokens_per_gpu is None:
+                raise ValueError("--hardware and --tokens-per-gpu go together, with --advise.")
+            if granularity:
+                raise ValueError("--granularity: with --hardware layouts are planned element by element.")
+            _advise_by_time(model, gpus, hardware, tokens_per_gpu, memory, as_json)
+            return
         base = PlanSettings(element_bytes=_element_bytes(dtype), **planner)
         compared = [replace(base, rules=rules) for rules in expand_rules(granularity)]
         sizes = _sizes_for(gpus, ranks_per_node or _USUAL_NODE) if advising else parse_sizes(fsdp)
@@ -185,6 +198,18 @@ def command(
             print(json.dumps(report.as_json(results), indent=1))
         else:
             report.print(console, results)
+
+
+def _advise_by_time(
+    model: str, gpus: int, hardware: str, tokens_per_gpu: int, memory: float | None, as_json: bool
+) -> None:
+    """What ``predict --search`` prints: with hardware and tokens there is a time to compare by."""
+    from ragged_fsdp.cli import predict
+
+    asked = {"--gpus": gpus, "--hardware": hardware, "--tokens-per-gpu": tokens_per_gpu, "--memory": memory}
+    given = [text for name, value in asked.items() if value is not None for text in (name, str(value))]
+    extra = ["--json"] if as_json else []
+    predict.command.main([model, *given, "--search", *extra], prog_name="predict", standalone_mode=False)
 
 
 def _element_bytes(dtype: str) -> int:
