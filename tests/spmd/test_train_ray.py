@@ -90,3 +90,15 @@ def test_a_killed_worker_costs_what_was_not_saved_and_no_bit(cluster: Cluster, t
     assert losses_by_step(run_dir) == losses_by_step(quiet)
     ours, theirs = tensors(Path(result.checkpoint.path)), tensors(quiet / "checkpoints" / "step-00000012")
     assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
+
+
+def test_a_node_that_dies_leaves_the_rest_to_go_on(cluster: Cluster, tmp_path: Path) -> None:
+    run_dir, storage = tmp_path / "run", tmp_path / "ray"
+    node = next(node for node in cluster.worker_nodes)
+    losing = _once_saved(storage, 4, lambda: cluster.remove_node(node, allow_graceful=False))
+    result = _fit(run_dir, storage, workers=(1, 2), steps=12, checkpoint_every=2)
+    losing.join(1)
+    assert not losing.is_alive()
+    assert result.error is None and result.metrics["step"] == 12
+    losses = losses_by_step(run_dir)
+    assert sorted(losses) == list(range(1, 13)) and losses[12] < losses[1]
