@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .case import Case
-from .layers import Layer, Stack
+from .layers import Layer, MixtureOfExperts, Stack
 
 __all__ = ["IMPLEMENTATIONS", "SETTINGS", "Trainer", "build", "missing", "per_layer"]
 
@@ -77,15 +77,24 @@ def _none(case: Case, device: torch.device) -> Trainer:
 
 
 def per_layer(
-    case: Case, device: torch.device, shard: Callable[..., Any], policy: Any, **kwargs: Any
+    case: Case,
+    device: torch.device,
+    shard: Callable[..., Any],
+    policy: Any,
+    prepare: Callable[[Stack], None] = lambda stack: None,
+    **kwargs: Any,
 ) -> Trainer:
-    """FSDP2's calling convention: shard on meta, allocate, initialise the parts that are here."""
+    """FSDP2's calling convention: shard on meta, allocate, initialise the parts that are here.
+
+    ``prepare`` gets the layers before they are sharded.
+    """
     sizes, names = (case.ranks,), ("shard",)
     if case.replicas > 1:
         sizes, names = (case.replicas, case.shard_ranks), ("replicate", "shard")
     mesh = dist.device_mesh.init_device_mesh(device.type, sizes, mesh_dim_names=names)
     with torch.device("meta"):
         stack = Stack(case.shape, case.layers)
+    prepare(stack)
     for layer in stack.layers:
         shard(layer, mesh=mesh, mp_policy=policy, **kwargs)
     shard(stack, mesh=mesh, mp_policy=policy, **kwargs)
@@ -130,6 +139,7 @@ def _ours(
     prefetch: int | None = None,
     communicators: int = 1,
     codes: str | None = None,
+    fp8: bool = False,
     reduce_dtype: str | None = None,
     kept: int = 0,
     **options: Any,
@@ -137,6 +147,10 @@ def _ours(
     """``options`` go to ``fully_shard``; the others have setters of their own (None: the default)."""
     from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 
+    if fp8:
+        from ragged_fsdp.fp8 import gather_policy
+
+        options |= {"gather_policy": gather_policy, "prepare": _in_fp8}
     if codes is not None:
         options["gather_policy"] = partial(_codes, codes)
     if "two_level" in options.values():  # the other ranks do not exist and cannot be asked where they are
@@ -155,6 +169,19 @@ def _ours(
             layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + prefetch])
             layer.set_modules_to_backward_prefetch(layers[max(0, i - prefetch) : i][::-1])
     return trainer
+
+
+def _in_fp8(stack: Stack) -> None:
+    """Matrices of attention, MLP and experts compute in FP8, where their sizes allow it."""
+    from ragged_fsdp.experts import grouped_linear
+    from ragged_fsdp.fp8 import compute_in_fp8, fits, fp8_training
+
+    for layer_name, layer in stack.layers.named_children():
+        if isinstance(layer.mlp, MixtureOfExperts) and fits(layer.mlp.gate_up) and fits(layer.mlp.down):
+            for name in ("gate_up", "down"):
+                compute_in_fp8(getattr(layer.mlp, name), f"{layer_name}.{name}")
+            layer.mlp.multiply = lambda rows, weight, routing: grouped_linear(rows, weight, routing.counts)
+    fp8_training(stack, include=lambda name, module: "router" not in name and fits(module.weight))
 
 
 def _codes(dtype: str, name: str, parameter: nn.Parameter) -> Any:
@@ -274,6 +301,10 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
         f"ours-all-to-all-{name}": partial(_ours, reduction="all_to_all", **how)
         for name, how in _OPTIONS.items()
     },
+    "ours-fp8": partial(_ours, fp8=True),
+    "ours-fp8-nothing-kept": partial(_ours, fp8=True, **_NOTHING_KEPT),
+    "ours-fp8-all-to-all": partial(_ours, fp8=True, reduction="all_to_all"),
+    "ours-fp8-two-level": partial(_ours, fp8=True, **_TWO_LEVEL, **_NOTHING_KEPT),
     "ours-two-level": partial(_ours, **_TWO_LEVEL),
     "ours-two-level-nothing-kept": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT),
     "ours-two-level-fp32-between": partial(
@@ -305,6 +336,7 @@ SETTINGS: dict[str, str] = {
     **dict.fromkeys(("ours-nothing-kept", "ours-all-to-all-nothing-kept"), _EQUAL),
     **dict.fromkeys((f"ours-two-level-{n}" for n in ("nothing-kept", "fp32-between", "gather")), _EQUAL),
     **dict.fromkeys(("ours-two-level-float8", "ours-two-level-gather-float8"), _EQUAL),
+    **dict.fromkeys(("ours-two-level-float8", "ours-fp8-nothing-kept", "ours-fp8-two-level"), _EQUAL),
     "ours-two-level-reshard8": _NODE,
     **dict.fromkeys(("ours-nothing-kept-bf16", "fsdp2-bf16"), _BF16_SUMS),
     **dict.fromkeys(("ours-bf16", "fsdp2-kept2-bf16"), _KEPT_BF16),

@@ -118,6 +118,8 @@ class Routing(NamedTuple):
     inverse: torch.Tensor
     ends: torch.Tensor
     """(experts) where each expert's rows end."""
+    counts: torch.Tensor
+    """(experts) how many rows each has."""
 
 
 class _Dispatch(torch.autograd.Function):
@@ -149,6 +151,10 @@ class _Collect(torch.autograd.Function):
         return grad.flatten(0, 1).index_select(0, order), None, None, None
 
 
+def _multiply(rows: torch.Tensor, weight: torch.Tensor, routing: Routing) -> torch.Tensor:
+    return F.grouped_mm(rows, weight, offs=routing.ends)
+
+
 class MixtureOfExperts(nn.Module):
     """Routed experts as two stacked weights, (experts, in, out), multiplied group by group."""
 
@@ -156,6 +162,8 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.shape = shape
         self.routing: Routing | None = None
+        self.multiply = _multiply
+        """Rows, grouped by expert, times the experts' matrices; an implementation may have its own."""
         self.router = nn.Linear(width, shape.count, bias=shape.bias)
         self.gate_up = nn.Parameter(torch.empty(shape.count, width, 2 * shape.hidden))
         self.down = nn.Parameter(torch.empty(shape.count, shape.hidden, width))
@@ -169,11 +177,11 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, -2)
         scores = self.router(tokens).gather(1, routing.chosen).softmax(dim=-1)
         rows = _Dispatch.apply(tokens, routing.order, routing.inverse, k)
-        hidden = F.grouped_mm(rows, self.gate_up, offs=routing.ends)
+        hidden = self.multiply(rows, self.gate_up, routing)
         if self.shape.bias:
             hidden = (hidden.unflatten(0, (experts, -1)) + self.gate_up_bias.unsqueeze(1)).flatten(0, 1)
         gate, up = hidden.chunk(2, dim=-1)
-        rows = F.grouped_mm(F.silu(gate) * up, self.down, offs=routing.ends)
+        rows = self.multiply(F.silu(gate) * up, self.down, routing)
         if self.shape.bias:
             rows = (rows.unflatten(0, (experts, -1)) + self.down_bias.unsqueeze(1)).flatten(0, 1)
         y = torch.einsum("tkw,tk->tw", _Collect.apply(rows, routing.order, routing.inverse, k), scores)
@@ -199,7 +207,8 @@ def draw_routing(tokens: int, shape: Experts, device: torch.device | str, seed: 
     order = chosen.flatten().argsort(stable=True)
     rows = tokens * shape.per_token // shape.count
     ends = torch.arange(1, shape.count + 1, dtype=torch.int32) * rows
-    return Routing(*(t.to(device) for t in (chosen, order, order.argsort(), ends)))
+    counts = torch.full_like(ends, rows)
+    return Routing(*(t.to(device) for t in (chosen, order, order.argsort(), ends, counts)))
 
 
 class Layer(nn.Module):

@@ -209,8 +209,15 @@ class BlockCodes:
     dtype: str = "int8"
     """``int8``: the tile's largest magnitude is 127; ``float8_e4m3fn``: it is 448."""
     block_shape: tuple[int, int] = (128, 128)
+    decoded: bool = True
+    """Whether the computation gets values; if not, FP8 products (``ragged_fsdp.fp8``) read the codes."""
 
     def __post_init__(self) -> None:
+        if not self.decoded and (self.dtype, self.block_shape) != ("float8_e4m3fn", (128, 128)):
+            raise ValueError(
+                "BlockCodes: FP8 products compute with float8_e4m3fn codes of 128 x 128, got "
+                f"{self.dtype!r} of {self.block_shape}."
+            )
         if self.dtype not in _CODES:
             raise ValueError(f"BlockCodes: dtype must be one of {_CODES}, got {self.dtype!r}.")
         if not isinstance(self.block_shape, tuple) or len(self.block_shape) != 2:

@@ -52,6 +52,7 @@ def test_inspect_shows_and_verifies(run_dir, tmp_path):
 
 def test_export_writes_what_the_checkpoint_holds(run_dir, tmp_path):
     from ragged_fsdp.checkpoint.contents import CheckpointReader
+    from ragged_fsdp.weights import block_fp8
 
     code, text = _call("export", run_dir, tmp_path / "out", "--dtype", "bf16")
     assert code == 0 and "model.safetensors" in text
@@ -60,6 +61,17 @@ def test_export_writes_what_the_checkpoint_holds(run_dir, tmp_path):
     stored = {t.name.removeprefix("model."): reader.load(t) for t in reader.tensors("model.")}
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], stored[name].bfloat16()) for name in stored)
+    code, _ = _call("export", run_dir, tmp_path / "codes", "--format", "fp8")
+    coded = load_file(tmp_path / "codes/model.safetensors")
+    assert code == 0 and stored.keys() < coded.keys()
+    for name, value in stored.items():
+        if f"{name}_scale_inv" not in coded:  # norms, router, embedding, head, and experts in one tensor
+            assert torch.equal(coded[name], value), name
+            continue
+        codes, scales = block_fp8(value)
+        assert torch.equal(coded[name].view(torch.uint8), codes.view(torch.uint8)), name
+        assert torch.equal(coded[f"{name}_scale_inv"], scales), name
+    assert "layers.0.self_attn.q_proj.weight_scale_inv" in coded
     code, _ = _call("export", run_dir, tmp_path / "cut", "--best", "--max-file-gib", 2e-5)
     index = json.loads((tmp_path / "cut/model.safetensors.index.json").read_text())
     parts = {}

@@ -279,7 +279,7 @@ def test_large_tensors_are_sent_without_a_copy(ranks):
 
 
 def test_without_triton_cuda_uses_torch_and_says_so(monkeypatch, caplog):
-    choose = quantized._kernels.__wrapped__
+    choose = quantized.code_kernels.__wrapped__
     assert choose("cpu") is None
     monkeypatch.setattr(quantized, "find_spec", lambda name: None)
     with caplog.at_level(logging.WARNING, "ragged_fsdp"):

@@ -88,6 +88,13 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"granularity": {"*.expert.*": "rows:7"}}, 2, "granularity '*.expert.*' matches no parameter"),
         ({"gather_codes": {"*.experts.*": "int8:7x8"}}, 2, "gate_up_proj: tiles of 7 x 8 do not cover"),
         ({"gather_codes": {"*": "int4"}}, 2, "codes 'int4': expected one of ('int8',"),
+        ({"fp8": True, "sharding": "fsdp2"}, 2, "fp8 does not go with sharding = fsdp2"),
+        ({"fp8": True, "tp": 2}, 2, "fp8 does not go with tp = 2"),
+        (
+            {"fp8": True, "model_set": {"hidden": "64"}},
+            2,
+            "q_proj.weight has matrices of 64 x 64; FP8 products need multiples of 128: pad",
+        ),
         ({"model": "dmeo"}, 1, "did you mean 'demo'?"),
         ({"model": "LammaConfig"}, 1, "did you mean 'LlamaConfig'?"),
         ({"model_set": {"layer": "2"}}, 1, "did you mean 'layers'?"),

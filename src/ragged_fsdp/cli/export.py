@@ -16,11 +16,18 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="keep", help="type of the weights")
+@click.option(
+    "--format",
+    "kind",
+    type=click.Choice(["plain", "fp8"]),
+    default="plain",
+    help="fp8: matrices as float8 codes with a scale per 128 x 128, as DeepSeek-V3's checkpoints",
+)
 @click.option("--max-file-gib", type=click.FloatRange(min=0, min_open=True), default=5.0, help="largest file")
 @click.option("--best", is_flag=True, help="of a run, the best checkpoint instead of the newest")
 @click.option("--overwrite", is_flag=True, help="replace OUT if it is there")
 def command(
-    checkpoint: Path, out: Path, dtype: str, max_file_gib: float, best: bool, overwrite: bool
+    checkpoint: Path, out: Path, dtype: str, kind: str, max_file_gib: float, best: bool, overwrite: bool
 ) -> None:
     """Write the model in CHECKPOINT (or in a run's newest checkpoint) to the folder OUT, ready to serve.
 
@@ -41,6 +48,7 @@ def command(
                 source,
                 out,
                 dtype=getattr(torch, type_name) if type_name else None,
+                fp8=kind == "fp8",
                 max_file_bytes=round(max_file_gib * 2**30),
                 overwrite=overwrite,
                 on_tensor=lambda name: status.update(f"writing {name}"),

@@ -15,6 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.fsdp.gather.kept_codes import CODES_ATTRIBUTE
+from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
+from ragged_fsdp.fsdp.parts.members import PRODUCT_ATTRIBUTE
+
 __all__ = [
     "GroupedExperts",
     "apply_experts",
@@ -86,27 +90,43 @@ def apply_experts(module: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
 
 
 def _linear(module: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-    weight, bias = getattr(module, name), getattr(module, f"{name}_bias", None)
-    matrices = held_part(weight) if module.is_transposed else held_part(weight).transpose(-2, -1)
-    return grouped_linear(rows, matrices, counts, None if bias is None else held_part(bias))
+    weight, bias = held_part(getattr(module, name)), getattr(module, f"{name}_bias", None)
+    own_bias = None if bias is None else held_part(bias)
+    return grouped_linear(rows, weight, counts, own_bias, transposed=not module.is_transposed)
 
 
 def held_part(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter: all of it, or its experts."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local = parameter.to_local()
+    for name in (PRODUCT_ATTRIBUTE, CODES_ATTRIBUTE, MANAGED_ATTRIBUTE):  # what says how to compute with it
+        if hasattr(parameter, name):
+            setattr(local, name, getattr(parameter, name))
+    return local
 
 
-def grouped_linear(rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None) -> Tensor:
+def grouped_linear(
+    rows: Tensor, weight: Tensor, counts: Tensor, bias: Tensor | None = None, *, transposed: bool = False
+) -> Tensor:
     """Rows (R, D), grouped by expert with these counts, times their expert's matrix of (E, D, F).
 
-    Rows after the groups come out as zeros, or as anything at all: nobody may use them.
+    ``transposed`` matrices are (E, F, D). Rows after the groups come out as zeros, or as anything at all:
+    nobody may use them. A weight that FP8 products compute with (:mod:`ragged_fsdp.fp8`) says so itself.
     """
+    product = getattr(weight, PRODUCT_ATTRIBUTE, None)
+    if product is None and transposed:
+        weight = weight.transpose(-2, -1)
     if not len(weight) or not len(rows):
         # no group, but autograd must reach both: the ranks wait for each other in its collectives
-        out = (rows.sum() + weight.sum()) * rows.new_zeros(len(rows), weight.shape[-1])
+        columns = weight.shape[-2 if product is not None and transposed else -1]
+        out = rows.sum() * rows.new_zeros(len(rows), columns) + weight.expand(0, *weight.shape).sum()
         return out if bias is None else out + bias.sum() * 0
-    grouped = rows.is_cuda and rows.dtype == torch.bfloat16
-    out = (in_one_kernel if grouped else _one_by_one)(rows.to(weight.dtype), weight, counts)
+    if product is not None:
+        out = product.grouped(rows, weight, counts, transposed)
+    else:
+        grouped = rows.is_cuda and rows.dtype == torch.bfloat16
+        out = (in_one_kernel if grouped else _one_by_one)(rows.to(weight.dtype), weight, counts)
     if bias is None:
         return out
     # rows after the groups use an entry of zeros: their gradient is garbage and must reach no expert

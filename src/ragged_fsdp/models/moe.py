@@ -149,6 +149,8 @@ class Router(nn.Linear):
 class Experts(nn.Module):
     """All experts of a layer in two tensors, laid out as GPT-OSS does: ``x @ weight[expert]``."""
 
+    uses_grouped_linear = True
+
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.num_experts = config.experts

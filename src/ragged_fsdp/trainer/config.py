@@ -173,6 +173,12 @@ class ShardingConfig:
         "weights gathered and computed with as 8-bit codes and a scale per tile, by parameter name: "
         "--gather-codes '*.experts.*=int8:32x32' (or float8_e4m3fn)",
     )
+    fp8: bool = _option(
+        False,
+        "products of linear layers and experts in FP8, forward and both gradients, with a scale per 128 "
+        "elements of activations and gradients and per 128 x 128 of weights; weights travel as codes (not "
+        "with tp, fsdp2)",
+    )
     reduction: str = _option(
         "auto",
         "reduce_scatter: gradients are added on the wire; all_to_all: they travel as they were computed (in "

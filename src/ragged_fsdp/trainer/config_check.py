@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ragged_fsdp.experts import expert_count, expert_modules
+from ragged_fsdp.fp8 import fp8_training
 from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
@@ -107,6 +108,15 @@ def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
             f"internode_dtype = {config.internode_dtype} needs reduction = two_level or auto, not "
             f"{config.reduction}"
         )
+    if config.fp8 and (config.sharding == "fsdp2" or config.tp > 1 or config.precision == "fp64"):
+        against = "precision = fp64" if config.precision == "fp64" else f"tp = {config.tp}"
+        against = "sharding = fsdp2" if config.sharding == "fsdp2" else against
+        raise ConfigError(f"fp8 does not go with {against}; leave one of them")
+    if config.fp8:
+        try:
+            fp8_training(source.build())
+        except ValueError as error:
+            raise ConfigError(f"fp8: {error}") from error
     for setting in ("granularity", "gather_codes"):
         rules = getattr(config, setting)
         if rules and config.sharding != "ragged":

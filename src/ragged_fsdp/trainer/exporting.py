@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ragged_fsdp.checkpoint.contents import CheckpointReader, StoredTensor
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
+from ragged_fsdp.weights.codes import block_fp8, coded
 from ragged_fsdp.weights.names import hugging_face_naming
 from ragged_fsdp.weights.targets import targets_of
 
@@ -21,6 +22,13 @@ TakeApart = Callable[[str, Tensor], dict[str, Tensor]]
 """Name and value of a model's tensor to names and values in the file."""
 
 _PREFIX = "model."
+_QUANTIZATION = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+}
+"""What transformers, vLLM and SGLang read of such a folder."""
 _SERVING = (
     "generation_config.json",
     "tokenizer.json",
@@ -42,13 +50,16 @@ def export(
     out: Path,
     *,
     dtype: torch.dtype | None = None,
+    fp8: bool = False,
     max_file_bytes: int = 5 * 2**30,
     overwrite: bool = False,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> list[Path]:
     """Write the model in ``checkpoint`` to the new folder ``out``; memory holds one of its tensors at a time.
 
-    ``dtype`` converts floating-point tensors; ``on_tensor`` is told the name of each as it is written. Beside
+    ``dtype`` converts floating-point tensors. With ``fp8`` matrices are written as DeepSeek-V3's are, codes
+    and a ``weight_scale_inv`` per block, from the weights as they are stored: the bits that FP8 training
+    computed with. ``on_tensor`` is told the name of each as it is written. Beside
     the weights lies what a server needs: the config, and tokenizer and generation settings of the folder that
     the run started from. The folder appears under its name when it is complete; one that is there is refused,
     or replaced with ``overwrite``.
@@ -64,11 +75,16 @@ def export(
     for name in tied & stored.keys():
         del stored[name]
 
+    is_coded = coded("fp8") if fp8 else None
+
     def converted(name: str, value: Tensor) -> dict[str, Tensor]:
-        parts = take_apart(name, value)
-        return {
-            k: v.to(dtype) if dtype is not None and v.is_floating_point() else v for k, v in parts.items()
-        }
+        made = {}
+        for key, part in take_apart(name, value).items():
+            if is_coded is not None and is_coded(key, tuple(part.shape)):
+                made[key], made[f"{key}_scale_inv"] = block_fp8(part)
+            else:
+                made[key] = part.to(dtype) if dtype is not None and part.is_floating_point() else part
+        return made
 
     def read_group(name: str) -> dict[str, Tensor]:
         on_tensor(name)
@@ -82,6 +98,8 @@ def export(
         if config:
             if dtype is not None:
                 config["dtype"] = str(dtype).removeprefix("torch.")
+            if fp8:
+                config["quantization_config"] = _QUANTIZATION
             (writing / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
         for name in _SERVING if origin is not None else ():
             if (origin / name).is_file():  # type: ignore[operator]

@@ -14,6 +14,7 @@ from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.description import Description, describe
 from ragged_fsdp.experts import ExpertLoad, balanced_splits, expert_parallel, load_of, move_experts
+from ragged_fsdp.fp8 import nonfinite
 from ragged_fsdp.fsdp.watch import keep_records
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
@@ -262,8 +263,10 @@ class TrainingJob:
         loss, grad_norm = float(result.loss), float(result.grad_norm)
         self._counters.train_loss = loss
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            seen = nonfinite(self.model.module)
+            where = f"; first not finite in FP8: {', '.join(seen[:3])}" if seen else ""
             raise FloatingPointError(
-                f"step {step}: loss {loss}, gradient norm {grad_norm}; lower lr or set clip"
+                f"step {step}: loss {loss}, gradient norm {grad_norm}; lower lr or set clip{where}"
             )
         if self._metrics is None:
             return

@@ -27,7 +27,7 @@ _SHOWN = {
     "run": ("steps", "seed"),
     "data": None,
     "optimizer": None,
-    "sharding": ("precision", "gather_codes", "internode_dtype"),
+    "sharding": ("precision", "fp8", "gather_codes", "internode_dtype"),
 }
 """Settings that decide the course of training, by section; None is all of them."""
 

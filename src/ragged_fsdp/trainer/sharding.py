@@ -26,6 +26,8 @@ from ragged_fsdp.experts import (
     divide_gradients,
     two_level,
 )
+from ragged_fsdp.fp8 import fp8_training
+from ragged_fsdp.fp8 import gather_policy as fp8_codes
 from ragged_fsdp.fsdp.construct.network import pick_reduction
 from ragged_fsdp.topology import find_levels, given_ranks_per_node
 from ragged_fsdp.torch_internals import checkpoint_wrapper
@@ -94,7 +96,9 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def prepare_layers(model: nn.Module, config: ShardingConfig) -> None:
-    """Activation checkpointing and compilation, in place, layer by layer, before sharding."""
+    """FP8 products, activation checkpointing and compilation, in place, before sharding."""
+    if config.fp8:
+        fp8_training(model)
     layers = transformer_layers(model)
     for index in range(len(layers)):
         if config.activation_checkpointing and index % config.activation_checkpointing == 0:
@@ -118,7 +122,8 @@ def shard(
         from ragged_fsdp import fully_shard
 
         extra["orig_param_policy"] = _policy(model, "granularity", config.granularity, default)
-        extra["gather_policy"] = _policy(model, "gather_codes", config.gather_codes)
+        codes = _policy(model, "gather_codes", config.gather_codes)
+        extra["gather_policy"] = functools.partial(_gathered, codes) if config.fp8 else codes
         extra["reduction"] = config.reduction
         extra["ranks_per_node"] = config.ranks_per_node or None
         extra["internode_dtype"] = _INTERNODE_DTYPES[config.internode_dtype]
@@ -215,6 +220,11 @@ def _policy(
         return default(name, parameter) if default else None
 
     return policy
+
+
+def _gathered(codes: Callable[[str, nn.Parameter], Any] | None, name: str, parameter: nn.Parameter) -> Any:
+    """What travels: what FP8 products compute with, else what the rules say."""
+    return fp8_codes(name, parameter) or (codes(name, parameter) if codes else None)
 
 
 def _mixed_precision(precision: str) -> MixedPrecisionPolicy:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ragged_fsdp.fsdp.gather.block_codes import encode
-from ragged_fsdp.policy import BlockCodes
+from ragged_fsdp.fsdp.gather.block_codes import encode_matrices
 from ragged_fsdp.weights.buckets import Bucket, Record
 
 __all__ = ["BLOCK", "IsCoded", "block_fp8", "coded", "encoded_bucket", "encoded_records", "is_coded_record"]
@@ -22,7 +21,6 @@ __all__ = ["BLOCK", "IsCoded", "block_fp8", "coded", "encoded_bucket", "encoded_
 IsCoded = Callable[[str, tuple[int, ...]], bool]
 BLOCK = 128
 """Rows and columns of a block."""
-_CODES = BlockCodes("float8_e4m3fn", (BLOCK, BLOCK))
 _ALIGN_BYTES = 16
 # what DeepSeek-V3's own checkpoints, and transformers' converter, leave as it is
 _KEPT = re.compile(r"(^|\.)(lm_head|embed_\w+|wte|wpe|\w*norm\w*|gate|router)\.weight$")
@@ -38,18 +36,8 @@ def coded(codes: str | IsCoded | None) -> IsCoded | None:
 
 
 def block_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight of two dims; the reference, and what the stream uses."""
-    rows, columns = weight.shape
-    bands, tiles = -(-rows // BLOCK), -(-columns // BLOCK)
-    whole = weight
-    if (rows, columns) != (bands * BLOCK, tiles * BLOCK):
-        whole = weight.new_zeros(bands * BLOCK, tiles * BLOCK)  # zeros change no block's largest element
-        whole[:rows, :columns] = weight
-    view = whole.view(bands, BLOCK, tiles, BLOCK)
-    codes = torch.empty(view.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scales = torch.empty((bands, tiles), dtype=torch.float32, device=weight.device)
-    encode(view, _CODES, (codes, scales))
-    return codes.view(bands * BLOCK, tiles * BLOCK)[:rows, :columns].contiguous(), scales
+    """Codes and scales of a weight of two dims; the bits that FP8 training computes with."""
+    return encode_matrices(weight)
 
 
 def encoded_records(record: Record, is_coded: IsCoded) -> list[Record]:

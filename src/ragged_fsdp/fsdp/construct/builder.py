@@ -17,10 +17,11 @@ from torch.distributed.tensor import DTensor, Shard
 from ragged_fsdp.fsdp.construct.call import Managed, Options
 from ragged_fsdp.fsdp.construct.network import Network, Route
 from ragged_fsdp.fsdp.gather.codes import Codes
+from ragged_fsdp.fsdp.gather.kept_codes import KeptCodes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
 from ragged_fsdp.fsdp.gather.tiled import Tiled
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
-from ragged_fsdp.fsdp.parts.members import MainShard, ManagedParam, RowPieces, pins_memory
+from ragged_fsdp.fsdp.parts.members import PRODUCT_ATTRIBUTE, MainShard, ManagedParam, RowPieces, pins_memory
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.parts.plan import (
     ChunkPlan,
@@ -68,7 +69,7 @@ class _Choice:
         if is_extended(self.param.sharded):
             return Extensions
         if self.codes is not None:
-            return Codes
+            return Codes if self.codes.decoded else KeptCodes
         if self.tile is not None:
             return Tiled
         return InPlace if self.shard_dim is None else Chunks
@@ -219,6 +220,11 @@ class GroupBuilder:
                 raise ValueError(
                     f"{name}: {granularity} and shard_placement_fn {placement} exclude each other."
                 )
+            if codes is not None and not codes.decoded:
+                raise ValueError(
+                    f"{name}: FP8 products read codes of whole rows; orig_param_policy says {granularity}. "
+                    "Leave it out for this parameter, or let gather_policy return decoded codes."
+                )
             tile = (granularity.rows, granularity.columns)
             return _Choice(managed, mesh, block or 1, None, codes, tile=tile)
         if codes is not None:
@@ -322,6 +328,11 @@ class GroupBuilder:
             codes.check(shapes[0])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        if not codes.decoded and not hasattr(param, PRODUCT_ATTRIBUTE):
+            raise ValueError(
+                f"{name}: codes that are not decoded need an FP8 product that computes with them; call "
+                "ragged_fsdp.fp8.fp8_training on the model before fully_shard."
+            )
         return codes
 
     @staticmethod
@@ -359,12 +370,13 @@ class GroupBuilder:
 
     def _tensors(self, choices: Sequence[_Choice]) -> GroupTensors:
         params = [choice.param for choice in choices]
+        gathered = self.options.mp_policy.param_dtype
         return GroupTensors(
             [param.name for param in params],
             [max(outer_shapes(param.sharded), key=math.prod) for param in params],
             [choice.block for choice in choices],
             [param.dtype for param in params],
-            self.options.mp_policy.param_dtype,
+            torch.float8_e4m3fn if choices[0].transport is KeptCodes else gathered,
             choices[0].split_off,
             [choice.tile for choice in choices],
         )
@@ -459,8 +471,8 @@ class GroupBuilder:
         for param in params:
             param.register(param.sharded)
         gather: Any = first.transport
-        if gather is Codes:
-            gather = partial(Codes, codes=[choice.codes for choice in draft.choices if choice.codes])
+        if gather in (Codes, KeptCodes):
+            gather = partial(gather, codes=[choice.codes for choice in draft.choices if choice.codes])
         group = ParamGroup(
             params,
             modules,

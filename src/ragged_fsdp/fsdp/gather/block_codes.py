@@ -23,10 +23,12 @@ __all__ = [
     "code_dtype",
     "decode",
     "encode",
+    "encode_matrices",
     "quantize_dequantize",
 ]
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+_FP8_BLOCKS = BlockCodes("float8_e4m3fn", (128, 128))
 SMALLEST_SCALE = 1e-36  # a tile below it is stored as zeros: the reciprocal would overflow
 
 
@@ -57,6 +59,25 @@ def encode(bands: Tensor, codes: BlockCodes, out: tuple[Tensor, Tensor]) -> None
     inverse = torch.where(usable, scales.reciprocal(), 0.0)
     normal = (values * inverse[..., None, :, None]).clamp_(-largest, largest)
     out_codes.copy_(normal.round_() if codes.dtype == "int8" else normal)
+
+
+def encode_matrices(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """float8 codes of matrices (..., rows, columns) and a scale for each block of 128 x 128.
+
+    It is DeepSeek-V3's format. Blocks at the edges may be smaller. Scales are (..., blocks along the rows,
+    blocks along the columns).
+    """
+    (rows, columns), (high, wide) = weight.shape[-2:], _FP8_BLOCKS.block_shape
+    bands, tiles = -(-rows // high), -(-columns // wide)
+    whole = weight
+    if (rows, columns) != (bands * high, tiles * wide):  # zeros change no block's largest element
+        whole = torch.nn.functional.pad(weight, (0, tiles * wide - columns, 0, bands * high - rows))
+    view = whole.reshape(-1, high, tiles, wide)
+    codes = torch.empty(view.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty((len(view), tiles), dtype=torch.float32, device=weight.device)
+    encode(view, _FP8_BLOCKS, (codes, scales))
+    full = codes.view(*weight.shape[:-2], bands * high, tiles * wide)
+    return full[..., :rows, :columns].contiguous(), scales.view(*weight.shape[:-2], bands, tiles)
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:

@@ -46,7 +46,7 @@ from ragged_fsdp.tiling import kind_views
 if TYPE_CHECKING:
     from ragged_fsdp.fsdp.gather.codes_triton import Decoder
 
-__all__ = ["Codes", "MessageLayout"]
+__all__ = ["Codes", "MessageLayout", "code_kernels"]
 
 logger = logging.getLogger("ragged_fsdp")
 _ALIGN_BYTES = 16
@@ -257,7 +257,7 @@ class Codes(InPlace):
 
     def _encode(self, message: Tensor) -> None:
         layout, members = self.message_layout, self.members
-        encode = (_kernels(members.device.type) or block_codes).encode
+        encode = (code_kernels(members.device.type) or block_codes).encode
         for index, (piece, run) in enumerate(zip(members.main.pieces, self._own_runs)):
             if piece.numel():
                 shard = piece.to(members.device, non_blocking=members.pin_memory)
@@ -273,7 +273,7 @@ class Codes(InPlace):
 
     def _decode(self, message: Tensor) -> None:
         assert self.weight is not None
-        if self._decoder is None and (kernels := _kernels(self.members.device.type)):
+        if self._decoder is None and (kernels := code_kernels(self.members.device.type)):
             self._decoder = kernels.Decoder(self.message_layout, self.members.device)
         # through the whole buffer: autograd would see a write to a parameter's own view
         if self._decoder is not None:
@@ -294,7 +294,7 @@ class Codes(InPlace):
 
 
 @cache
-def _kernels(device_type: str) -> ModuleType | None:
+def code_kernels(device_type: str) -> ModuleType | None:
     """The fused kernels, for devices that have them."""
     if device_type != "cuda":
         return None

@@ -33,7 +33,7 @@ from ragged_fsdp.policy import BlockCodes
 if TYPE_CHECKING:
     from ragged_fsdp.fsdp.gather.codes import MessageLayout
 
-__all__ = ["Decoder", "encode"]
+__all__ = ["Decoder", "encode", "nearest_float8"]
 
 _BLOCK = 4096
 _DECODE_WARPS = 4
@@ -58,7 +58,7 @@ def _value_of_float8(codes):
 
 
 @triton.jit
-def _nearest_float8(values):
+def nearest_float8(values):
     """Codes of values of at most 448, rounded half to even."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -190,7 +190,7 @@ def encode_kernel(
         values = tl.load(values_ptr + element + first * columns, mask=mask, other=0.0).to(tl.float32)
         normal = values * inverse
         normal = tl.where(normal > LIMIT, LIMIT, tl.where(normal < -LIMIT, -LIMIT, normal))  # a nan stays
-        codes = _nearest_float8(normal) if FLOAT8 else _nearest_int8(normal)
+        codes = nearest_float8(normal) if FLOAT8 else _nearest_int8(normal)
         tl.store(codes_ptr + element + first * columns, codes, mask=mask)
 
 

@@ -124,8 +124,13 @@ class InPlace:
         if settings.gather_comm.allocates and members.mesh.shard_size > 1:
             self._stage(weight)
         if members.params[0].unsharded is None:
-            for param, view in zip(members.params, weight.tensors):
-                param.make_unsharded(view)
+            self.make_unsharded()
+
+    def make_unsharded(self) -> None:
+        """Make the parameters that the computation sees, once for each gathered buffer."""
+        assert self.weight is not None
+        for param, view in zip(self.members.params, self.weight.tensors):
+            param.make_unsharded(view)
 
     def _stage(self, weight: DBuffer) -> None:
         """Let the comm allocate what it writes."""
@@ -138,18 +143,23 @@ class InPlace:
         members, group = self.members, self.members.mesh.shard_group
         out = self.weight if self._staged is None else self._staged
         assert out is not None
-        main: Any = members.main
-        source = main.buffer
         if self.parking is not None and self.parking.kept is not None:
             source, out, group = self.parking.kept, self.parking.seen(out), self.parking.group
-        elif source is None:
-            # dtypes differ: the pieces lie behind each other, and go to their places one by one
-            source = out.slot_buffer
-            main.fill(source.tensors, non_blocking=members.pin_memory)
+        else:
+            source = self.own_part(out)
         comm, self._out = members.settings.gather_comm, out
         members.launch(
             "all-gather", group, source.redistribute, out.placements, out=out, async_op=async_op, comm=comm
         )
+
+    def own_part(self, out: DBuffer) -> DBuffer:
+        """What this rank sends: its main shard, or its slot of ``out`` once that is filled."""
+        main: Any = self.members.main
+        if main.buffer is not None:
+            return main.buffer
+        # dtypes differ: the pieces lie behind each other, and go to their places one by one
+        main.fill(out.slot_tensors, non_blocking=self.members.pin_memory)
+        return out.slot_buffer
 
     def finish(self) -> None:
         """Wait for a work that is not on the stream; copy out of memory that is not the buffer's."""

@@ -52,6 +52,7 @@ from ragged_fsdp.torch_internals import (
 )
 
 __all__ = [
+    "PRODUCT_ATTRIBUTE",
     "GroupSettings",
     "MainShard",
     "ManagedParam",
@@ -63,6 +64,8 @@ __all__ = [
 
 _ALIGN_BYTES = 16
 _TORCH = Comm()
+PRODUCT_ATTRIBUTE = "_ragged_fsdp_fp8"
+"""On a parameter, in each of its forms: the FP8 product that computes with it (:mod:`ragged_fsdp.fp8`)."""
 _UNIQUE_IDS = count()
 
 # by the id of the sharded parameter; whether it still is that must be asked
@@ -108,6 +111,7 @@ class ManagedParam:
         """The dim that the shard group cuts; not 0 only where the user asked for such a ``Shard``."""
         self.grad_as_is = self.inner_spec is None
         """Whether autograd's gradient is what is reduced: no DTensor, and cut along dim 0."""
+        self.product = getattr(original, PRODUCT_ATTRIBUTE, None)
         self.trains = original.requires_grad
         """``requires_grad`` of both forms when they last agreed."""
         self.grad_hook: Any = None
@@ -119,6 +123,8 @@ class ManagedParam:
         self.grad_as_is &= shard_dim == 0
         self.spec = ragged_spec(mesh, tuple(placements), self.global_shape, self.dtype)
         self.sharded = nn.Parameter(wrap_local(local, self.spec), requires_grad=self.sharded.requires_grad)
+        if self.product is not None:
+            setattr(self.sharded, PRODUCT_ATTRIBUTE, self.product)
         self.local_shape = local.shape
 
     def register(self, param: nn.Parameter) -> None:
@@ -199,6 +205,8 @@ class ManagedParam:
         self.unsharded = nn.Parameter(data, requires_grad=self.trains)
         note_gathered(self.unsharded, self.fqn or self.name)
         setattr(self.unsharded, MANAGED_ATTRIBUTE, True)
+        if self.product is not None:
+            setattr(self.unsharded, PRODUCT_ATTRIBUTE, self.product)
         self.grad_hook = None
         return self.unsharded
 

@@ -1,0 +1,181 @@
+"""Time of the FP8 products and of what surrounds them, beside bf16, for the layers of published models.
+
+    PYTHONPATH=src:. python benchmarks/fp8/products.py --out benchmarks/fp8/products.json
+
+Times are the least of a few launches on an idle GPU, by events, in ms. ``fp8`` is everything that a step has
+to do: both quantisations, the transposed weight, three products; ``ratio`` is that over the three products of
+bf16. ``--configs`` also tries other tiles of the Triton kernels; an error of one case does not stop the
+others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from benchmarks.device_time import device_ms
+from torch import Tensor
+
+from ragged_fsdp.fp8 import hopper, kernels
+from ragged_fsdp.fp8.groups import BLOCK, Groups, one_group
+from ragged_fsdp.fsdp.gather import codes_triton
+from ragged_fsdp.policy import BlockCodes
+
+LINEARS = {  # tokens, rows and columns of the weight
+    "llama-3-70b up": (4096, 28672, 8192),
+    "llama-3-70b down": (4096, 8192, 28672),
+    "llama-3-70b o": (4096, 8192, 8192),
+    "gpt-oss-120b q": (4096, 4096, 2880),
+}
+EXPERTS = {  # experts, rows of all of them, columns in, columns out
+    "gpt-oss-120b gate_up": (128, 16384, 2880, 5760),
+    "gpt-oss-120b down": (128, 16384, 2880, 2880),
+    "deepseek-v3 gate_up": (256, 32768, 7168, 4096),
+    "deepseek-v3 down": (256, 32768, 2048, 7168),
+}
+CONFIGS = [(64, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 5), (128, 64, 4, 4), (64, 128, 8, 4)]
+GRADIENT_CONFIGS = [
+    (64, 128, 4, 2),
+    (64, 128, 4, 3),
+    (128, 64, 4, 2),
+    (64, 64, 4, 2),
+    (64, 64, 4, 3),
+    (128, 128, 8, 2),
+    (64, 256, 8, 2),
+]
+BF16 = torch.bfloat16
+
+
+def least_ms(run: Callable[..., Any], *args: Any, launches: int = 6) -> float | str:
+    """The shortest of some launches after one to compile; or what went wrong."""
+    try:
+        run(*args)
+        return round(min(device_ms(partial(run, *args)) for _ in range(launches)), 4)
+    except Exception as error:  # one configuration that does not fit must not hide the others
+        torch.cuda.synchronize()
+        return f"{type(error).__name__}: {str(error)[:200]}"
+
+
+def normal(*shape: int) -> Tensor:
+    """Random numbers in bf16."""
+    return torch.randn(shape, device="cuda", dtype=BF16)
+
+
+def coded(experts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Codes of matrices and their scales; random bytes that are finite."""
+    codes = torch.randint(0, 0x7E, (experts, rows, columns), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(experts, -(-rows // BLOCK), -(-columns // BLOCK), device="cuda")
+    return codes.view(torch.float8_e4m3fn), scales
+
+
+def measured(
+    x: Tensor, dy: Tensor, groups: Groups, count: int, bf16: Sequence[float | str], configs: bool
+) -> dict[str, Any]:
+    """The parts of a product with ``count`` matrices (out, in), and of its gradients."""
+    found: dict[str, Any] = {"bf16": bf16}
+    seen = torch.zeros(1, dtype=torch.int32, device="cuda")
+    xq, dq = (kernels.quantize(t, groups, seen) for t in (x, dy))
+    codes, scales = coded(count, dy.shape[1], x.shape[1])
+    turned, turned_scales = kernels.transpose(codes), scales.transpose(1, 2).contiguous()
+    forward = (*xq[:2], codes, scales, groups, BF16)
+    backward = (*dq[:2], turned, turned_scales, groups, BF16)
+    gradient = (*dq[2:], *xq[2:], groups, BF16)
+    found["quantize x, dy"] = [least_ms(kernels.quantize, t, groups, seen) for t in (x, dy)]
+    found["transpose"] = least_ms(kernels.transpose, codes)
+    found["products"] = [
+        least_ms(hopper.product, *forward),
+        least_ms(hopper.product, *backward),
+        least_ms(hopper.weight_gradient, *gradient),
+    ]
+    parts = [*found["quantize x, dy"], found["transpose"], *found["products"]]
+    if not any(isinstance(part, str) for part in (*parts, *bf16)):
+        found["fp8"] = round(sum(parts), 4)
+        found["ratio"] = round(sum(parts) / sum(bf16), 3)
+    if configs:
+        found["product"] = {str(c): least_ms(kernels.product, *forward, c) for c in CONFIGS}
+        found["weight gradient"] = {
+            str(c): least_ms(kernels.weight_gradient, *gradient, c) for c in GRADIENT_CONFIGS
+        }
+        found["quantize x, warps"] = {
+            warps: least_ms(partial(kernels.quantize, warps=warps), x, groups, seen) for warps in (2, 4, 8)
+        }
+    return found
+
+
+def linear(tokens: int, rows: int, columns: int, configs: bool) -> dict[str, Any]:
+    """One linear layer."""
+    x, dy, weight = normal(tokens, columns), normal(tokens, rows), normal(rows, columns)
+    bf16 = [least_ms(torch.mm, x, weight.t()), least_ms(torch.mm, dy, weight), least_ms(torch.mm, dy.t(), x)]
+    found = measured(x, dy, one_group(tokens, x.device), 1, bf16, configs)
+    if not rows % BLOCK and not columns % BLOCK:
+        bands = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        packed = torch.empty(bands.shape, dtype=torch.float8_e4m3fn, device="cuda")
+        out = packed, torch.empty(rows // BLOCK, columns // BLOCK, device="cuda")
+        found["quantize the weight"] = least_ms(codes_triton.encode, bands, BlockCodes("float8_e4m3fn"), out)
+    if configs:
+        turn = partial(torch.Tensor.contiguous)
+        found["transpose by torch"] = least_ms(turn, packed_bytes(rows, columns).t())
+    return found
+
+
+def packed_bytes(rows: int, columns: int) -> Tensor:
+    """Bytes of one matrix of codes."""
+    return torch.zeros(rows, columns, dtype=torch.uint8, device="cuda")
+
+
+def experts(count: int, rows: int, columns: int, outputs: int, configs: bool) -> dict[str, Any]:
+    """Fused experts, rows spread at random; bf16 is torch's grouped product."""
+    chosen = torch.randint(0, count, (rows,), generator=torch.Generator().manual_seed(0))
+    counts = chosen.bincount(minlength=count).cuda()
+    ends = counts.cumsum(0, dtype=torch.int32)
+    x, dy, weight = normal(rows, columns), normal(rows, outputs), normal(count, outputs, columns)
+    multiply = partial(F.grouped_mm, offs=ends)
+    bf16 = [
+        least_ms(multiply, x, weight.transpose(1, 2)),
+        least_ms(multiply, dy, weight),
+        least_ms(multiply, dy.t(), x),
+    ]
+    del weight
+    found = measured(x, dy, kernels.groups_of(counts, rows), count, bf16, configs)
+    return {"tables": least_ms(kernels.groups_of, counts, rows), **found}
+
+
+def main() -> None:
+    """Measure all shapes and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the file of results (JSON)")
+    parser.add_argument("--configs", action="store_true", help="try other tiles of the kernels")
+    parser.add_argument("--only", default="", help="shapes whose name contains this")
+    options = parser.parse_args()
+    rows: dict[str, Any] = {}
+    for name, shape in {**LINEARS, **EXPERTS}.items():
+        if options.only not in name:
+            continue
+        try:
+            rows[name] = (linear if name in LINEARS else experts)(*shape, options.configs)
+        except Exception as error:  # as above
+            rows[name] = f"{type(error).__name__}: {str(error)[:400]}"
+        torch.cuda.empty_cache()
+        print(name, json.dumps(rows[name]), flush=True)
+    machine = {
+        "device": torch.cuda.get_device_name(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps({**machine, "ms": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

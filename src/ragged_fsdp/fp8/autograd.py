@@ -1,0 +1,159 @@
+"""Forward and both gradients of a product with a coded weight, for linear layers and for grouped experts.
+
+    ==================  ===================================  ==================================
+    what                operands, contracted dim last        scales
+    ==================  ===================================  ==================================
+    forward             x (rows, in), W (out, in)            1 x 128, 128 x 128
+    input gradient      dy (rows, out), W turned (in, out)   1 x 128, 128 x 128
+    weight gradient     dy turned (out, rows),               1 x 128, 1 x 128 (along the rows)
+                        x turned (in, rows)
+    ==================  ===================================  ==================================
+
+What stays from forward to backward is x turned, one byte per element, and the weight's codes, whose memory
+the runtime frees and fills again. A weight of shape (in, out), as fused experts have it, is turned for the
+forward instead of the input gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ragged_fsdp.fp8 import products
+from ragged_fsdp.fp8.products import backend_name
+from ragged_fsdp.fsdp.gather.block_codes import encode_matrices
+from ragged_fsdp.fsdp.gather.kept_codes import CODES_ATTRIBUTE, CodedWeight
+from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
+from ragged_fsdp.torch_internals import version_of
+
+__all__ = ["Fp8Product"]
+
+_QUANTIZED_ATTRIBUTE = "_ragged_fsdp_quantized"
+
+
+class Fp8Product:
+    """How one parameter is computed with; lies on the parameter, and on its module."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        self.name = name
+        self.backend = backend
+        self._seen: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def seen(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Two flags on ``device``: inputs, and gradients of outputs, that were not finite."""
+        if device not in self._seen:
+            flags = torch.zeros(2, 1, dtype=torch.int32, device=device)
+            self._seen[device] = (flags[0], flags[1])
+        return self._seen[device]
+
+    def take_seen(self) -> tuple[bool, bool]:
+        """Whether inputs, and gradients of outputs, were not finite since the last call."""
+        found = [[bool(flag.item()) for flag in pair] for pair in self._seen.values()]
+        for pair in self._seen.values():
+            for flag in pair:
+                flag.zero_()
+        return any(pair[0] for pair in found), any(pair[1] for pair in found)
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T`` for a weight of (out, in)."""
+        rows = x.reshape(-1, x.shape[-1])
+        coded = self._coded(weight)
+        codes, scales = coded.codes.unsqueeze(0), coded.scales.unsqueeze(0)
+        backend = backend_name(self.backend, x.device)
+        turned = torch.is_grad_enabled() and weight.requires_grad
+        quantized = self._quantized(x, rows, turned, backend)
+        out = _Product.apply(
+            rows, weight, codes, scales, *quantized, None, None, False, backend, self._flag(x)
+        )
+        return out.view(*x.shape[:-1], weight.shape[0])
+
+    def grouped(self, rows: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+        """Rows of each expert times its matrix of (experts, in, out), or (experts, out, in) if transposed."""
+        coded = self._coded(weight)
+        backend = backend_name(self.backend, rows.device)
+        groups = products.groups_of(counts, len(rows), backend)
+        turned = torch.is_grad_enabled() and weight.requires_grad
+        quantized = products.quantize(rows.detach(), *groups, self._flag(rows, 0), True, turned, backend)
+        flag = self._flag(rows)
+        return _Product.apply(rows, weight, *coded, *quantized, *groups, not transposed, backend, flag)
+
+    def _flag(self, x: Tensor, which: int = 1) -> Tensor | None:
+        # a compiled graph may not hold what it mutates outside of it
+        return None if torch.compiler.is_compiling() else self.seen(x.device)[which]
+
+    def _quantized(self, x: Tensor, rows: Tensor, turned: bool, backend: str) -> products.Quantized:
+        """Codes of ``x``; layers that share an input share them too."""
+        if torch.compiler.is_compiling():  # a graph reuses memory without telling the tensor
+            return products.quantize(rows.detach(), None, None, None, True, turned, backend)
+        known = getattr(x, _QUANTIZED_ATTRIBUTE, None)
+        if known is None or known[0] != (version_of(x), backend) or (turned and not known[1]):
+            made = products.quantize(rows.detach(), None, None, self._flag(x, 0), True, turned, backend)
+            known = ((version_of(x), backend), turned, made)
+            setattr(x, _QUANTIZED_ATTRIBUTE, known)
+        return known[2]
+
+    def _coded(self, weight: Tensor) -> CodedWeight:
+        """The codes that were gathered; of a weight that is not sharded they are made here."""
+        coded = getattr(weight, CODES_ATTRIBUTE, None)
+        if coded is not None:
+            return coded
+        if getattr(weight, MANAGED_ATTRIBUTE, False):
+            raise RuntimeError(
+                f"fp8: {self.name} was gathered as {weight.dtype}, not as codes; pass "
+                "gather_policy=ragged_fsdp.fp8.gather_policy to the fully_shard call that manages it, and "
+                "call fp8_training on the model itself, not on one it is a copy of."
+            )
+        with torch.no_grad():
+            return CodedWeight(*encode_matrices(weight.detach()))
+
+
+class _Product(torch.autograd.Function):
+    """The product of quantised rows with coded matrices; ``rows`` and ``weight`` are what gradients go to."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        weight: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        x_codes: Tensor,
+        x_scales: Tensor,
+        x_turned: Tensor,
+        x_turned_scales: Tensor,
+        table: Tensor | None,
+        starts: Tensor | None,
+        turn: bool,
+        backend: str,
+        seen: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(codes, scales, x_turned, x_turned_scales, table, starts)
+        ctx.turn, ctx.backend, ctx.seen, ctx.rows = turn, backend, seen, rows.shape[0]
+        ctx.dtypes = rows.dtype, weight.dtype
+        ctx.matrix = weight.dim() == 2
+        operand = _turned(codes, scales, backend) if turn else (codes, scales)
+        return products.product(x_codes, x_scales, *operand, table, starts, rows.dtype, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        codes, scales, x_turned, x_turned_scales, table, starts = ctx.saved_tensors
+        to_rows, to_weight = ctx.needs_input_grad[:2]
+        backend, (rows_dtype, weight_dtype) = ctx.backend, ctx.dtypes
+        made = products.quantize(grad.contiguous(), table, starts, ctx.seen, to_rows, to_weight, backend)
+        d_rows = d_weight = None
+        if to_rows:
+            operand = (codes, scales) if ctx.turn else _turned(codes, scales, backend)
+            d_rows = products.product(made[0], made[1], *operand, table, starts, rows_dtype, backend)
+        if to_weight:
+            x, dy = (x_turned, x_turned_scales), (made[2], made[3])
+            sides = (*x, *dy) if ctx.turn else (*dy, *x)
+            d_weight = products.weight_gradient(*sides, table, starts, ctx.rows, weight_dtype, backend)
+            if ctx.matrix:
+                d_weight = d_weight.squeeze(0)
+        return (d_rows, d_weight, *(None,) * 11)
+
+
+def _turned(codes: Tensor, scales: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    return products.transpose(codes, backend), scales.transpose(1, 2).contiguous()

@@ -1,0 +1,114 @@
+"""The FP8 products in plain torch: slow, exact, the same bits on every device; the kernels' reference.
+
+A product of two codes has 8 bits, and 128 of them span less than the 53 of fp64: the sum over a block is
+exact in any order. It is rounded to fp32, multiplied by the product of the two scales, and added in fp32,
+block after block.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ragged_fsdp.fp8.groups import BLOCK, Groups, groups_of
+from ragged_fsdp.fsdp.gather.block_codes import encode
+from ragged_fsdp.policy import BlockCodes
+
+__all__ = ["groups_of", "product", "quantize", "transpose", "weight_gradient"]
+
+
+def quantize(
+    values: Tensor, groups: Groups, seen: Tensor | None, *, rowwise: bool = True, turned: bool = True
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes of rows (R, K) with a scale for each row and block of 128 columns, and the other way.
+
+    Returns:
+        codes (R, K); their scales (blocks of K, R); codes turned (K, tiles * 128), a group's rows from the
+        first of its tiles on and zeros behind them; their scales (tiles, K). What is not asked for is empty.
+        ``seen``, of one int32, becomes 1 if a value is not finite.
+    """
+    rows, columns = values.shape
+    tiles, blocks = groups.tiles, -(-columns // BLOCK)
+    codes = values.new_zeros((rows, columns) if rowwise else (0, columns), dtype=torch.float8_e4m3fn)
+    scales = values.new_zeros((blocks, rows) if rowwise else (0, rows), dtype=torch.float32)
+    width = tiles * BLOCK if turned else 0
+    turned_codes = values.new_zeros((columns, width), dtype=torch.float8_e4m3fn)
+    turned_scales = values.new_zeros((tiles if turned else 0, columns), dtype=torch.float32)
+    broken = torch.zeros((), dtype=torch.bool, device=values.device)
+    for tile, (_, first, end) in enumerate(groups.table.t().tolist()):
+        part = values[first : min(end, first + BLOCK)].float()
+        if first >= end:
+            continue
+        here = slice(first, first + len(part))
+        if rowwise:
+            wide = pad(part, (0, blocks * BLOCK - columns)).view(-1, 1, blocks, BLOCK)
+            made, made_scales = _encoded(wide, (1, BLOCK))
+            codes[here] = made.view(len(part), -1)[:, :columns]
+            scales[:, here] = made_scales.view(-1, blocks).t()
+        if turned:
+            high = pad(part, (0, 0, 0, BLOCK - len(part))).view(1, BLOCK, columns, 1)
+            made, made_scales = _encoded(high, (BLOCK, 1))
+            turned_codes[:, tile * BLOCK : (tile + 1) * BLOCK] = made.view(BLOCK, columns).t()
+            turned_scales[tile] = made_scales.view(-1)
+        broken |= ~part.isfinite().all()
+    if seen is not None:
+        seen.masked_fill_(broken, 1)
+    return codes, scales, turned_codes, turned_scales
+
+
+def _encoded(bands: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    codes = torch.empty(bands.shape, dtype=torch.float8_e4m3fn, device=bands.device)
+    scales = bands.new_empty((bands.shape[0], bands.shape[2]))
+    encode(bands, BlockCodes("float8_e4m3fn", block), (codes, scales))
+    return codes, scales
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Matrices (E, N, K) of codes as (E, K, N)."""
+    return codes.transpose(1, 2).contiguous()
+
+
+def product(
+    codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """Rows (R, K) of each group times its matrix of (E, N, K), transposed: (R, N).
+
+    ``scales`` are (blocks of K, R), ``weight_scales`` (E, blocks of N, blocks of K). Rows of no group come
+    out as zeros here, and as anything from the kernels.
+    """
+    out = codes.new_zeros((len(codes), weight.shape[1]), dtype=dtype)
+    for group, first, end in groups.table.t().tolist():
+        here = slice(first, min(end, first + BLOCK))
+        columns = weight_scales[group].repeat_interleave(BLOCK, 0)[: weight.shape[1]]  # (N, blocks of K)
+        out[here] = _summed(codes[here], scales[:, here].t(), weight[group], columns).to(dtype)
+    return out
+
+
+def weight_gradient(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """The sum over each group's rows: codes turned (A, tiles * 128) times (B, tiles * 128), as (E, A, B).
+
+    Scales are (tiles, A) and (tiles, B). A group without rows gets zeros.
+    """
+    out = a.new_zeros((groups.size, len(a), len(b)), dtype=dtype)
+    starts = groups.starts.tolist()
+    for group, (first, end) in enumerate(pairwise(starts)):
+        rows = slice(first * BLOCK, end * BLOCK)
+        here = slice(first, end)
+        out[group] = _summed(a[:, rows], a_scales[here].t(), b[:, rows], b_scales[here].t()).to(dtype)
+    return out
+
+
+def _summed(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Tensor:
+    """Codes (A, K) times (B, K), with scales (A, blocks) and (B, blocks): block after block in fp32."""
+    sums = torch.zeros((len(a), len(b)), dtype=torch.float32, device=a.device)
+    for block in range(a_scales.shape[1]):
+        here = slice(block * BLOCK, (block + 1) * BLOCK)
+        exact = a[:, here].to(torch.float64) @ b[:, here].to(torch.float64).t()
+        scale = a_scales[:, block, None] * b_scales[None, :, block]
+        sums += exact.float() * scale
+    return sums

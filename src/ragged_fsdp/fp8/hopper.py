@@ -1,0 +1,44 @@
+"""The FP8 products on Hopper: torch's own for one group of whole blocks, the Triton kernels for the rest.
+
+``torch.nn.functional.scaled_mm`` takes scales in these forms, each a view of ours: of rows by blocks of 128
+(outer, blocks), with the outer dim contiguous; of blocks by blocks, with the contracted blocks contiguous and
+padded to a multiple of four. Its rows must be a multiple of four.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import ScalingType, pad, scaled_mm
+
+from ragged_fsdp.fp8 import kernels
+from ragged_fsdp.fp8.groups import BLOCK, Groups
+from ragged_fsdp.fp8.kernels import groups_of, quantize, transpose
+
+__all__ = ["groups_of", "product", "quantize", "transpose", "weight_gradient"]
+
+_SCALE_ALIGN = 4  # fp32 scales: 16 bytes
+_ROWS, _BLOCKS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+
+
+def product(
+    codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """As ``emulation.product``."""
+    (rows, inner), columns = codes.shape, weight.shape[1]
+    if groups.size > 1 or rows % _SCALE_ALIGN or inner % BLOCK or columns % BLOCK or not rows:
+        return kernels.product(codes, scales, weight, weight_scales, groups, dtype)
+    blocks = weight_scales[0]
+    if blocks.shape[1] % _SCALE_ALIGN:
+        blocks = pad(blocks, (0, -blocks.shape[1] % _SCALE_ALIGN))
+    return scaled_mm(codes, weight[0].t(), scales.t(), _ROWS, blocks.t(), _BLOCKS, output_dtype=dtype)
+
+
+def weight_gradient(
+    a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, groups: Groups, dtype: torch.dtype
+) -> Tensor:
+    """As ``emulation.weight_gradient``."""
+    if groups.size > 1 or len(a) % BLOCK or len(b) % BLOCK or not groups.tiles:
+        return kernels.weight_gradient(a, a_scales, b, b_scales, groups, dtype)
+    made = scaled_mm(a, b.t(), a_scales.t(), _ROWS, b_scales.t(), _ROWS, output_dtype=dtype)
+    return made.unsqueeze(0)

@@ -1,0 +1,235 @@
+"""``fp8_training``: which modules of a model compute in FP8, and what ``fully_shard`` gathers for them.
+
+A linear layer gets another class, with the forward of :class:`Fp8Linear`; fused experts one whose forward
+sends rows to ``grouped_linear``. Their weights carry an :class:`~ragged_fsdp.fp8.autograd.Fp8Product`, by
+which :func:`gather_policy` and the products know them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ragged_fsdp.experts import Here, expert_modules, mix
+from ragged_fsdp.experts.layers import expert_parameters
+from ragged_fsdp.fp8.autograd import Fp8Product
+from ragged_fsdp.fp8.groups import BLOCK
+from ragged_fsdp.fp8.products import BACKENDS
+from ragged_fsdp.fsdp.gather.kept_codes import CODES_ATTRIBUTE
+from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
+from ragged_fsdp.fsdp.parts.members import PRODUCT_ATTRIBUTE
+from ragged_fsdp.policy import BlockCodes
+
+__all__ = [
+    "Fp8Linear",
+    "compute_in_fp8",
+    "fits",
+    "fp8_modules",
+    "fp8_training",
+    "gather_policy",
+    "nonfinite",
+]
+
+logger = logging.getLogger("ragged_fsdp")
+Include = Callable[[str, nn.Module], bool]
+_CODES = BlockCodes("float8_e4m3fn", (BLOCK, BLOCK), decoded=False)
+_EXCLUDED = re.compile(r"(^|\.)(lm_head|output|score|classifier|embed\w*|wte|wpe|\w*norm\w*|gate|router)$")
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer whose three products are in FP8."""
+
+    fp8_products: dict[str, Fp8Product]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        weight, product = self.weight, self.fp8_products["weight"]
+        if isinstance(weight, DTensor):
+            raise NotImplementedError(
+                f"fp8: {product.name} is a DTensor of tensor parallelism; exclude it: "
+                "fp8_training(model, include=lambda name, module: ...)."
+            )
+        out = product.linear(x, weight)
+        return out if self.bias is None else out + self.bias
+
+
+class Fp8Experts(nn.Module):
+    """Fused experts whose products are in FP8."""
+
+    fp8_products: dict[str, Fp8Product]
+    fp8_arguments: list[str]
+    num_experts: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Tokens (N, D), their experts (N, K) and weights (N, K) to the mixed outputs (N, D)."""
+        for own, product in self.fp8_products.items():
+            weight = getattr(self, own)
+            if not hasattr(
+                weight, PRODUCT_ATTRIBUTE
+            ):  # a copy of the model, or another parameter in its place
+                setattr(weight, PRODUCT_ATTRIBUTE, product)
+        names = self.fp8_arguments
+        tokens, chosen, weights = (*args, *(kwargs[name] for name in names[len(args) :]))
+        return mix(self, Here(self.num_experts), tokens, chosen, weights)[0]  # type: ignore[arg-type]
+
+
+def fp8_training(model: nn.Module, *, include: Include | None = None, backend: str = "auto") -> nn.Module:
+    """Let linear layers and fused experts of ``model`` compute forward and both gradients in FP8, in place.
+
+    Call it before ``fully_shard``, and pass ``gather_policy=ragged_fsdp.fp8.gather_policy`` to that: the
+    owners of a weight then quantise it once per gather, and codes travel. A model that is not sharded
+    quantises its weights where it computes, to the same bits. Tensor parallelism is not supported; experts
+    may be spread over ranks (:func:`ragged_fsdp.experts.expert_parallel`) before.
+
+    Args:
+        model: any module.
+        include: ``include(name, module)`` says whether a linear layer, or a module of experts, computes in
+            FP8. None takes all whose sizes are multiples of 128, except heads, routers and what is tied to an
+            embedding, and logs a line about those whose sizes do not fit.
+        backend: ``hopper``, ``emulation`` (slow, exact, on any device), or ``auto``.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: ``include`` asks for a module whose sizes do not fit, or nothing is found; nothing has
+            been changed then.
+    """
+    _check_backend(backend)
+    chosen: dict[str, nn.Module] = {}
+    unfit: list[str] = []
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, module in _candidates(model):
+        if include is not None and not include(name, module):
+            continue
+        if include is None and (_EXCLUDED.search(name) or id(getattr(module, "weight", None)) in embeddings):
+            continue
+        broken = _broken_rule({f"{name}.{own}": weight for own, weight in _weights(module).items()})
+        if broken and include is not None:
+            raise ValueError(f"fp8_training: {broken}.")
+        if broken:
+            unfit.append(broken)
+        else:
+            chosen[name] = module
+    if not chosen:
+        hint = f": {unfit[0]}" if unfit else ""
+        raise ValueError(f"fp8_training: {type(model).__name__} has no module to compute in FP8{hint}.")
+    for name, module in chosen.items():
+        _enable(name, module, backend, experts=not isinstance(module, nn.Linear))
+    if unfit:
+        logger.warning("fp8: %d modules stay as they are, such as %s", len(unfit), unfit[0])
+    return model
+
+
+def compute_in_fp8(parameter: nn.Parameter, name: str, *, backend: str = "auto") -> None:
+    """Let :func:`ragged_fsdp.experts.grouped_linear` multiply with ``parameter`` in FP8.
+
+    For modules of one's own that hold stacked matrices; ``name`` is for messages. Call it before
+    ``fully_shard``.
+    """
+    _check_backend(backend)
+    broken = _broken_rule({name: parameter})
+    if broken:
+        raise ValueError(f"compute_in_fp8: {broken}.")
+    setattr(parameter, PRODUCT_ATTRIBUTE, Fp8Product(name, backend))
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether FP8 products can compute with matrices of this shape and dtype."""
+    return not _broken_rule({"": weight})
+
+
+def gather_policy(name: str, parameter: nn.Parameter) -> BlockCodes | None:
+    """For ``fully_shard(gather_policy=...)``: codes for the weights that FP8 products compute with."""
+    return _CODES if hasattr(parameter, PRODUCT_ATTRIBUTE) else None
+
+
+def fp8_modules(model: nn.Module) -> dict[str, Fp8Linear | Fp8Experts]:
+    """The modules of ``model`` that compute in FP8, by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, (Fp8Linear, Fp8Experts))}
+
+
+def nonfinite(model: nn.Module) -> list[str]:
+    """What was not finite since the last call, by name: inputs, gradients of outputs, and weights.
+
+    The device is asked, so call it where a loss or a norm of gradients was not finite. A compiled module does
+    not note its inputs and gradients.
+    """
+    found = []
+    for name, module in fp8_modules(model).items():
+        for own, product in module.fp8_products.items():
+            label = f"{name}.{own}"
+            inputs, gradients = product.take_seen()
+            found += [f"{label}: an input"] if inputs else []
+            found += [f"{label}: a gradient of its output"] if gradients else []
+            weight = getattr(module, own)
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            if not hasattr(weight, CODES_ATTRIBUTE) and not bool(local.detach().isfinite().all()):
+                found.append(f"{label}: the weight")
+    return found
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Linear layers with torch's own forward, and modules of experts whose products are ours to replace."""
+    experts = expert_modules(model)
+    for name, module in model.named_modules():
+        if name in experts:
+            if hasattr(module, "has_gate") or getattr(module, "uses_grouped_linear", False):
+                yield name, module
+        elif isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Fp8Linear.forward):
+            yield name, module
+
+
+def _weights(module: nn.Module) -> Mapping[str, Tensor]:
+    """The parameters of a module that are matrices, or stacks of them."""
+    if isinstance(module, nn.Linear):
+        return {"weight": module.weight}
+    return {n: p for n, p in expert_parameters(module).items() if p.ndim == 3}
+
+
+def _broken_rule(weights: Mapping[str, Tensor]) -> str:
+    """Which rule the first weight that does not fit breaks and what to do; nothing if all fit."""
+    for name, weight in weights.items():
+        if getattr(weight, MANAGED_ATTRIBUTE, False):
+            return f"{name} is sharded already; call it before fully_shard"
+        rows, columns = weight.shape[-2:]
+        if rows % BLOCK or columns % BLOCK:
+            return (
+                f"{name} has matrices of {rows} x {columns}; FP8 products need multiples of {BLOCK}: pad the "
+                "layer, or exclude it"
+            )
+        if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+            return f"{name} is {weight.dtype}; FP8 products quantise fp32 or bf16 weights"
+    return ""
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"fp8: backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
+
+
+def _enable(name: str, module: Any, backend: str, *, experts: bool) -> None:
+    for own, weight in _weights(module).items():
+        if not hasattr(weight, PRODUCT_ATTRIBUTE):
+            setattr(weight, PRODUCT_ATTRIBUTE, Fp8Product(f"{name}.{own}", backend))
+    module.fp8_products = {own: getattr(p, PRODUCT_ATTRIBUTE) for own, p in _weights(module).items()}
+    if experts and not isinstance(module, Fp8Experts):
+        module.fp8_arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
+    if not isinstance(module, (Fp8Experts, Fp8Linear)):
+        kind: Any = type(module)
+        module.__class__ = _with(Fp8Experts if experts else Fp8Linear, kind)
+
+
+@cache
+def _with(first: Any, second: Any) -> Any:
+    """The user's class with another forward; the same for all modules of the class."""
+    if second is nn.Linear:
+        return first
+    return type(f"Fp8{second.__name__}", (first, second), {"__module__": second.__module__})

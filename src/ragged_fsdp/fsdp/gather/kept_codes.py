@@ -1,0 +1,171 @@
+"""A transport of codes that nobody decodes: FP8 products compute with them as they were gathered.
+
+The gathered buffer has one byte per element, in the layout of the group, so it is gathered in place like any
+other; the fp32 scales, one per tile, are a second and small gather::
+
+    main weights   a a a a|a a b b|b b . .     fp32, a shard per rank, cut between tiles
+    gathered       a a a a a a b b b b . .     float8, in place; what a product reads
+    scales         a a .|a b .|b . .           a part per rank, then in the order of the tiles, and kept
+
+A parameter that a module sees has shape, dtype and gradient of the compute dtype but no values: every element
+is one nan. Its codes and scales are attributes of it (:class:`CodedWeight`). Both are tensors that stay while
+their memory comes and goes, so that autograd may hold them from forward to backward. Scales take 1/4096 of
+the codes' bytes and are never freed: with ``reshard_after_forward`` an int they need no second gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Replicate
+
+from ragged_fsdp.collectives import explain_failure, wait_all
+from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.fsdp.gather import block_codes
+from ragged_fsdp.fsdp.gather.block_codes import band_shape
+from ragged_fsdp.fsdp.gather.codes import code_kernels
+from ragged_fsdp.fsdp.gather.transport import InPlace
+from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.policy import BlockCodes
+
+__all__ = ["CODES_ATTRIBUTE", "CodedWeight", "KeptCodes"]
+
+_SCALE_BYTES = 4
+CODES_ATTRIBUTE = "_ragged_fsdp_codes"
+"""On a gathered parameter: its :class:`CodedWeight`."""
+
+
+class CodedWeight(NamedTuple):
+    """What an FP8 product reads of a weight."""
+
+    codes: Tensor
+    """In the shape of the parameter."""
+    scales: Tensor
+    """One per tile: (..., tiles along the rows, tiles along the columns)."""
+
+
+class KeptCodes(InPlace):
+    """Gathers codes in place and lets the parameters carry them; see the module's docstring."""
+
+    def __init__(self, members: Members, codes: Sequence[BlockCodes]) -> None:
+        super().__init__(members)
+        self._codes = tuple(codes)
+        self._parts: Tensor | None = None
+        """Scales as they are gathered, a row per rank; from the allocation until the computation waited."""
+        self._work: Any = None
+        self._scales: FlatStorage | None = None
+        """All scales, in the order of the parameters."""
+
+    def prepare(self) -> None:
+        """Make the buffer of codes, without memory."""
+        members, plan = self.members, self.members.plan
+        if self.weight is not None:
+            return
+        self.weight = DBuffer(
+            plan.layout,
+            plan.shapes,
+            members.mesh.mesh,
+            (Replicate(),) * members.mesh.mesh.ndim,
+            dtype=torch.float8_e4m3fn,
+            device=members.device,
+            allocate=False,
+        )
+        self._scales = FlatStorage(len(self._order) * _SCALE_BYTES, members.device)
+        for param in members.params:
+            param.unsharded = None
+
+    def allocate(self) -> None:
+        """Bring the memory of the codes back and take that of the scales under way."""
+        super().allocate()
+        if not self._is_parked:
+            members = self.members
+            shape = (members.mesh.shard_size, self._part_numel)
+            self._parts = members.settings.gather_comm.allocate(
+                shape, dtype=torch.float32, device=members.device
+            )
+
+    def own_part(self, out: DBuffer) -> DBuffer:
+        """This rank's codes, encoded into their slot; their scales are on their way afterwards."""
+        members, parts, group = self.members, self._parts, self.members.mesh.shard_group
+        assert parts is not None
+        own, encode = (
+            parts[members.mesh.shard_rank],
+            (code_kernels(members.device.type) or block_codes).encode,
+        )
+        start = 0
+        for piece, slot, codes, shape in zip(
+            members.main.pieces, out.slot_tensors, self._codes, members.plan.shapes
+        ):
+            if piece.numel():
+                rows, tiles, columns = band_shape(codes, shape[-1])
+                shard = piece.to(members.device, non_blocking=members.pin_memory)
+                bands = shard.view(-1, rows, tiles, columns)
+                scales = own.narrow(0, start, len(bands) * tiles).view(-1, tiles)
+                encode(bands, codes, (slot.view(bands.shape), scales))
+                start += scales.numel()
+        if group.size() > 1:
+            comm = members.settings.gather_comm
+            self._work = members.launch(
+                "all-gather", group, comm.gather, parts.view(-1), own, group, async_op=True
+            )
+        return out.slot_buffer
+
+    def finish(self) -> None:
+        """Wait for codes and scales; put the scales in the order of the tiles."""
+        super().finish()
+        if self._work is not None:
+            with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
+                wait_all(self._work)
+        parts, self._parts, self._work = self._parts, None, None
+        if parts is not None:
+            assert self._scales is not None
+            # a tensor of its own: autograd would see a write to the scales that it holds
+            whole = self._scales.tensor(0, self._order.shape, torch.float32)
+            torch.index_select(parts.view(-1), 0, self._order, out=whole)
+
+    def make_unsharded(self) -> None:
+        """Parameters without values, which carry their codes and scales."""
+        members = self.members
+        assert self.weight is not None and self._scales is not None
+        start = 0
+        for param, codes, kind, dtype in zip(
+            members.params, self.weight.tensors, self._codes, members.gathered_dtypes
+        ):
+            nothing = torch.full((), float("nan"), dtype=dtype, device=members.device)
+            made = param.make_unsharded(nothing.expand(codes.shape))
+            rows, columns = kind.block_shape
+            shape = (*codes.shape[:-2], codes.shape[-2] // rows, codes.shape[-1] // columns)
+            count = codes.numel() // (rows * columns)
+            scales = self._scales.tensor(start * _SCALE_BYTES, shape, torch.float32)
+            setattr(made, CODES_ATTRIBUTE, CodedWeight(codes, scales))
+            start += count
+
+    @property
+    def _is_parked(self) -> bool:
+        return self.parking is not None and self.parking.kept is not None
+
+    def _scales_on(self, index: int, rank: int) -> int:
+        rows, columns = self._codes[index].block_shape
+        return self.members.plan.local_range(index, rank).numel // (rows * columns)
+
+    @cached_property
+    def _part_numel(self) -> int:
+        """Scales in a rank's part, filled up to those of the rank that has most."""
+        ranks, count = range(self.members.mesh.shard_size), range(len(self._codes))
+        return max(1, *(sum(self._scales_on(index, rank) for index in count) for rank in ranks))
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Where the scale of each tile lies in the gathered parts."""
+        ranks = range(self.members.mesh.shard_size)
+        ends, places = [rank * self._part_numel for rank in ranks], []
+        for index in range(len(self._codes)):
+            for rank in ranks:
+                count = self._scales_on(index, rank)
+                places.append(torch.arange(ends[rank], ends[rank] + count))
+                ends[rank] += count
+        return torch.cat(places).to(self.members.device)

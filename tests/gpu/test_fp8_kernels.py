@@ -1,0 +1,158 @@
+"""The kernels of the FP8 products against the emulation: bits of codes, products to the tensor cores' error.
+
+They run on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
+"""
+
+import os
+
+import pytest
+import torch
+
+from ragged_fsdp.fp8 import emulation
+from ragged_fsdp.fp8.groups import BLOCK, groups_of, one_group
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+pytestmark = pytest.mark.skipif(
+    not (HOPPER or INTERPRETED), reason="needs a Hopper GPU or Triton's interpreter"
+)
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16  # the interpreter cuts off where bf16 is rounded
+CASES = {  # counts of the groups, rows after them, columns in, columns out
+    "linear": ((256,), 0, 256, 384),
+    "odd": ((77,), 0, 144, 208),
+    "experts": ((130, 0, 1, 257, 64), 0, 256, 128),
+    "padded": ((3, 200, 0), 40, 192, 320),
+    "none": ((0, 0), 16, 128, 128),
+}
+
+
+def cut(counts, behind):
+    rows = sum(counts) + behind
+    if counts == (rows,):
+        return rows, one_group(rows, DEVICE)
+    return rows, groups_of(torch.tensor(counts, device=DEVICE), rows)
+
+
+def values(rows, columns, seed, dtype=DTYPE):
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 2, columns)
+    if rows > 2:
+        made[1] = 0
+        made[2] *= 1e-38
+    return made.to(dtype).to(DEVICE)
+
+
+def unsigned(codes):
+    return codes.view(torch.uint8)
+
+
+def used(codes, scales, groups):
+    """What of turned codes a product reads: the tiles that some group has."""
+    last = int(groups.starts[-1]) if groups.tiles else 0
+    return unsigned(codes)[:, : last * BLOCK], scales[:last]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_quantising_has_the_bits_of_the_emulation(case):
+    from ragged_fsdp.fp8 import kernels
+
+    counts, behind, columns, _ = CASES[case]
+    (rows, groups), seen = cut(counts, behind), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    x, end = values(rows, columns, 0), sum(counts)
+    want = emulation.quantize(x, groups, seen)
+    got = kernels.quantize(x, groups, seen)
+    assert not seen.item()
+    assert torch.equal(unsigned(got[0])[:end], unsigned(want[0])[:end])
+    assert torch.equal(got[1][:, :end], want[1][:, :end])
+    for one, other in zip(used(*got[2:], groups), used(*want[2:], groups)):
+        assert torch.equal(one, other)
+    for only in ({"rowwise": False}, {"turned": False}):
+        part = kernels.quantize(x, groups, seen, **only)
+        assert [bool(t.numel()) for t in part[::2]] == [
+            "turned" in only and rows > 0,
+            "rowwise" in only and groups.tiles > 0,
+        ]
+
+
+def test_tables_of_groups():
+    from ragged_fsdp.fp8 import kernels
+
+    for counts in ((130, 0, 1, 257, 64), (0, 0, 0), (128,) * 37, (0, 5, 0)):
+        for behind in (0, 40, 300):
+            rows, given = sum(counts) + behind, torch.tensor(counts, device=DEVICE)
+            for one, other in zip(kernels.groups_of(given, rows), groups_of(given, rows)):
+                assert torch.equal(one, other), (counts, behind)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_is_seen_and_stays_nan(bad):
+    from ragged_fsdp.fp8 import kernels
+
+    _, groups = cut((150,), 0)
+    x = values(150, 256, 1)
+    x[140, 200] = bad
+    made = []
+    for backend in (emulation, kernels):
+        seen = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+        made.append(backend.quantize(x, groups, seen))
+        assert seen.item() == 1
+    for one, other in zip(*made):
+        if one.dtype == torch.float32:
+            torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    assert made[1][1][1, 140].isnan() and made[1][3][1, 200].isnan()
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 256), (3, 64, 132), (2, 260, 4), (0, 8, 8)])
+def test_transposing(shape):
+    from ragged_fsdp.fp8 import kernels
+
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    codes = codes.to(DEVICE).view(torch.float8_e4m3fn)
+    assert torch.equal(unsigned(kernels.transpose(codes)), unsigned(emulation.transpose(codes)))
+
+
+def coded_weight(experts, rows, columns, seed):
+    """Codes (E, N, K) and scales (E, blocks, blocks) of random matrices."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randn(experts, rows, columns, generator=generator).mul_(60).to(torch.float8_e4m3fn)
+    scales = torch.rand(experts, -(-rows // BLOCK), -(-columns // BLOCK), generator=generator)
+    return codes.to(DEVICE), scales.to(DEVICE)
+
+
+def assert_close(got, want, absolute):
+    """Errors below what adding in the tensor cores loses, of the sum of magnitudes."""
+    error = ((got.double() - want.double()).abs() / absolute.double().clamp_min(1e-30)).max()
+    assert error < (2.0**-20 if torch.float32 == DTYPE else 2.0**-8 + 2.0**-10), float(error)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("config", [(128, 128, 8, 3), (64, 128, 4, 4), (128, 256, 8, 3)])
+def test_products(case, config):
+    from ragged_fsdp.fp8 import kernels
+
+    counts, behind, inner, columns = CASES[case]
+    (rows, groups), seen = cut(counts, behind), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    end = sum(counts)
+    codes, scales, x_turned, x_scales = emulation.quantize(values(rows, inner, 0), groups, seen)
+    weight, weight_scales = coded_weight(len(counts), columns, inner, 3)
+    got = kernels.product(codes, scales, weight, weight_scales, groups, DTYPE, config)
+    want = emulation.product(codes, scales, weight, weight_scales, groups, DTYPE)
+    magnitude = emulation.product(
+        codes.float().abs().to(codes.dtype),
+        scales,
+        weight.float().abs().to(codes.dtype),
+        weight_scales,
+        groups,
+        DTYPE,
+    )
+    assert_close(got[:end], want[:end], magnitude[:end]) if end else None
+    _, _, dy, dy_scales = emulation.quantize(values(rows, columns, 5), groups, seen)
+    got = kernels.weight_gradient(dy, dy_scales, x_turned, x_scales, groups, DTYPE, config)
+    want = emulation.weight_gradient(dy, dy_scales, x_turned, x_scales, groups, DTYPE)
+    magnitude = emulation.weight_gradient(
+        dy.float().abs().to(dy.dtype), dy_scales, x_turned.float().abs().to(dy.dtype), x_scales, groups, DTYPE
+    )
+    assert_close(got, want, magnitude)
+    for group, count in enumerate(counts):
+        assert count or not got[group].any()

@@ -1,0 +1,219 @@
+"""FP8 training on ranks: the bits of one process that is not sharded, whatever the mesh and the schedule."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from collective_calls import noted
+from fsdp_cases import full, fully_shard, ragged_only
+from ragged_fsdp import Tiles, fp8
+from ragged_fsdp.fp8.autograd import Fp8Product
+from ragged_fsdp.models import MoEConfig
+from ragged_fsdp.models.moe import Experts
+from rank_pool import spmd
+
+pytestmark = ragged_only
+WIDE, EXPERTS, TOKENS = 128, 3, 40
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Net(nn.Module):
+    """Two layers that share an input, one whose weight is tied to another's, one with a bias, experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDE)
+        self.gate_proj, self.up_proj = (nn.Linear(WIDE, 2 * WIDE, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(2 * WIDE, WIDE)
+        self.first, self.again = (nn.Linear(WIDE, WIDE, bias=False) for _ in range(2))
+        self.again.weight = self.first.weight
+        self.experts = Experts(MoEConfig(hidden=WIDE, expert_hidden=WIDE, experts=EXPERTS, init_std=0.1))
+
+    def forward(self, x):
+        normed = self.norm(x)
+        x = x + self.down_proj(torch.relu(self.gate_proj(normed)) * self.up_proj(normed))
+        x = x + self.again(self.first(x))
+        chosen = (
+            torch.arange(len(x), device=x.device).remainder(2).unsqueeze(1)
+        )  # the last expert gets nothing
+        return x + self.experts(x, chosen, torch.ones_like(chosen, dtype=x.dtype))
+
+
+def tiles_of(parameter):
+    return Tiles(128, 128) if parameter.ndim > 1 else None
+
+
+def built(device):
+    torch.manual_seed(0)
+    reference = Net().to(device)
+    model = copy.deepcopy(reference)
+    return fp8.fp8_training(model), fp8.fp8_training(reference)
+
+
+def tokens(device, seed=0):
+    return torch.randn(TOKENS, WIDE, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def step(model, batch):
+    loss = model(batch).float().square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def bf16_step(reference, batch):
+    """A step of a model that is not sharded, with everything but the FP8 weights in bf16."""
+    cast = fp8.fp8_training(copy.deepcopy(reference))  # again: a copy of a parameter has no attributes
+    for name, p in cast.named_parameters():
+        if fp8.gather_policy(name, p) is None:
+            p.data = p.data.bfloat16()
+    loss = cast(batch.bfloat16()).float().square().mean()
+    loss.backward()
+    for p, q in zip(reference.parameters(), cast.parameters()):
+        p.grad = q.grad.bfloat16().to(p.dtype)
+    return loss.detach()
+
+
+CASES = {
+    "plain": {"reshard_after_forward": True},
+    "bf16": {"mp_policy": BF16},
+    "kept": {"reshard_after_forward": False},
+    "all-to-all": {"reduction": "all_to_all"},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "buffers": {"max_buffers": 2},
+}
+
+
+def assert_same_gradients(rank, model, reference, case):
+    for name, p in reference.named_parameters():
+        got = full(model.get_parameter(name).grad).to(p.device)
+        if case == "bf16" and name == "first.weight":  # tied: the reference adds its two gradients in fp32
+            assert (got - p.grad).norm() < 0.01 * p.grad.norm()
+        elif rank.world_size == 3:  # a third is rounded
+            torch.testing.assert_close(got, p.grad, rtol=1e-5, atol=1e-7)
+        else:
+            assert torch.equal(got, p.grad), (case, name)
+
+
+@spmd(1, 2, 3, 4)
+def test_losses_and_gradients_have_the_bits_of_one_process(rank):
+    for case, options in CASES.items():
+        model, reference = built(rank.device)
+        fully_shard(model, gather_policy=fp8.gather_policy, **options)
+        batch = tokens(rank.device)
+        expected = bf16_step(reference, batch) if case == "bf16" else step(reference, batch)
+        assert torch.equal(step(model, batch), expected), case
+        assert_same_gradients(rank, model, reference, case)
+        with torch.no_grad():  # without a backward nothing is turned
+            assert torch.equal(model(batch), model(batch)), case
+
+
+@spmd(4)
+def test_replicas_parking_recomputing_and_accumulating(rank):
+    for case, options in {
+        "hsdp": {"mesh": rank.mesh(2, 2, names=("r", "s")), "reshard_after_forward": True},
+        "parked": {"reshard_after_forward": 2},
+        "recomputed": {},
+        "accumulated": {},
+        "frozen": {},
+    }.items():
+        model, reference = built(rank.device)
+        if case == "frozen":
+            for one in (model, reference):
+                one.up_proj.weight.requires_grad_(False)
+        fully_shard(model, gather_policy=fp8.gather_policy, **options)
+        batches = [tokens(rank.device, seed) for seed in range(2 if case == "accumulated" else 1)]
+        for batch in batches:
+            model.set_requires_gradient_sync(batch is batches[-1])
+            expected = step(reference, batch)
+            if case == "recomputed":
+                loss = checkpoint(model, batch.requires_grad_(), use_reentrant=False).float().square().mean()
+                loss.backward()
+            else:
+                loss = step(model, batch)
+            assert torch.equal(loss.detach(), expected), case
+        if case == "frozen":
+            assert model.up_proj.weight.grad is None and reference.up_proj.weight.grad is None
+            for one in (model, reference):
+                one.up_proj.weight.grad = one.gate_proj.weight.grad
+        assert_same_gradients(rank, model, reference, case)
+
+
+@spmd(2)
+def test_bytes_on_the_wire_and_in_memory(rank):
+    model, _ = built(rank.device)
+    fully_shard(model, gather_policy=fp8.gather_policy, mp_policy=BF16)
+    with noted() as calls:
+        model.unshard()
+    weight = model.up_proj.weight
+    assert weight.shape == (2 * WIDE, WIDE) and weight.dtype == torch.bfloat16 and weight.isnan().all()
+    coded = weight._ragged_fsdp_codes
+    assert coded.codes.dtype == torch.float8_e4m3fn and coded.scales.shape == (2, 1)
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    others = sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    sizes = sorted(call.written.nbytes for call in calls.of("gather"))
+    assert len(sizes) == 3 and 4 * matrices // 128**2 <= sizes[0] <= 2 * others + 256
+    assert matrices <= sizes[-1] <= 1.1 * matrices  # one byte each, and padding
+
+
+@spmd(2)
+def test_checkpoints_know_nothing_of_it(rank):
+    model, reference = built(rank.device)
+    fully_shard(model, gather_policy=fp8.gather_policy)
+    step(model, tokens(rank.device))
+    state = get_model_state_dict(model)
+    assert all(value.dtype == torch.float32 for value in state.values())
+    dcp.save(state, checkpoint_id=rank.shared_dir / "c")
+    plain = Net().to(rank.device)
+    fully_shard(plain)
+    loaded = get_model_state_dict(plain)
+    dcp.load(loaded, checkpoint_id=rank.shared_dir / "c")
+    set_model_state_dict(plain, loaded)
+    for name, p in reference.named_parameters():
+        assert torch.equal(full(plain.get_parameter(name)), p)
+
+
+@spmd(2)
+def test_a_compiled_layer_has_the_same_bits(rank):
+    model, reference = built(rank.device)
+    model.compile(backend="aot_eager")
+    fully_shard(model, gather_policy=fp8.gather_policy, reshard_after_forward=True)
+    batch = tokens(rank.device)
+    for _ in range(2):
+        assert torch.equal(step(model, batch), step(reference, batch))
+    assert_same_gradients(rank, model, reference, "compiled")
+
+
+@spmd(2)
+def test_what_is_not_finite_is_named(rank):
+    model, _ = built(rank.device)
+    fully_shard(model, gather_policy=fp8.gather_policy)
+    batch = tokens(rank.device)
+    step(model, batch)
+    assert fp8.nonfinite(model) == []
+    batch[3, 5] = float("inf")
+    step(model, batch)
+    found = fp8.nonfinite(model)
+    assert "gate_proj.weight: an input" in found and "gate_proj.weight: a gradient of its output" in found
+    assert fp8.nonfinite(model) == []
+
+
+@spmd(2)
+def test_refusals_change_nothing(rank):
+    model = Net().to(rank.device)
+    with pytest.raises(ValueError, match=r"gate_proj.weight: codes that are not decoded need .*fp8_training"):
+        fully_shard(model, gather_policy=lambda n, p: fp8.training._CODES if p.ndim == 2 else None)
+    fp8.fp8_training(model)
+    with pytest.raises(ValueError, match=r"weight: FP8 products read codes of whole rows; orig_param_policy"):
+        fully_shard(model, gather_policy=fp8.gather_policy, orig_param_policy=lambda n, p: tiles_of(p))
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match=r"gate_proj.weight was gathered as torch.float32.*gather_policy"):
+        model(tokens(rank.device))
+    with pytest.raises(ValueError, match=r"FP8: .* is sharded already; call it before"):
+        fp8.fp8_training(model)
+    assert isinstance(model.up_proj.fp8_products["weight"], Fp8Product)
