@@ -183,7 +183,7 @@ def group_table(plan: PlannedModel, threshold: float, width: int) -> Table:
         "",
         _optimal(plan),
     )
-    title = f"{plan.ranks} ranks; padding of this layout, its lower bound, and FSDP2's"
+    title = f"{plan.ranks} ranks; padding of this layout, and FSDP2's"
     return fitted_table(title, columns, [*rows, _LINE, (total, "bold")], width)
 
 
