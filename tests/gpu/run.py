@@ -114,6 +114,7 @@ GROUPS = {  # those that take longest first
         ("tests/gpu/test_fsdp_*.py", "tests/gpu/test_muon_offload.py"),
         ("-k", f"not (waiting_rank or {_NEEDS_QUEUES})"),
     ),
+    "fp8": Group("FP8 training: bits of one process, 1 to 4 NCCL ranks", _spmd("fp8")),
     "optim": Group("8-bit Adam, Shampoo, fused AdamW, clipping", _spmd("optim")),
     **_by_ranks("ragged", "ragged DTensors", _spmd("ragged")),
     "kernels": Group(
