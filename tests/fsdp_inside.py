@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,9 +256,9 @@ class Watch:
 
     def begin(self, phase: str, group: str, pg: dist.ProcessGroup, *, returns: bool) -> None:
         """The host goes into a collective; ``returns``: and comes back, once all ranks are there."""
-        self._watch.begin(phase, group, pg)
+        self._watch.begin(phase, SimpleNamespace(label=group), pg)
         if returns:
-            self._watch.returned()
+            self._watch.inside = None
 
     def keep_records(self, folder: Path | None) -> None:
         """Let the ranks of this process write what they launched into ``folder``."""

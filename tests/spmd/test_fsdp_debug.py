@@ -223,8 +223,9 @@ def test_ranks_that_did_not_arrive_are_named_from_what_all_have_launched(rank: R
     watch.keep_records(folder)
     try:
         with logged() as said:
-            for _ in range(3):  # the first to look writes, the others follow, then those that wait compare
-                watch.report(time.monotonic() + 60)
+            # found there, late: the first to look writes, the others follow, then those that wait compare
+            for seconds in (0, 60, 60, 60):
+                watch.report(time.monotonic() + seconds)
                 dist.barrier()
     finally:
         watch.keep_records(None)

@@ -108,14 +108,13 @@ class CommContext:
         """An event behind the current stream's work; None without streams."""
         return None if self.device_module is None else self.current_stream().record_event()
 
-    def begin_launch(self, phase: str, group: Any, pg: Any) -> None:
-        """Note that a collective of ``group`` is about to be launched; :meth:`record_launch` follows."""
-        self.watch.begin(phase, group.label, pg)
-
     def record_launch(self, phase: str, group: Any, pg: Any) -> Any:
-        """An event behind a collective of ``group``, which has a label and is watched from now on."""
+        """An event behind a collective of ``group``, which has a label and is watched from now on.
+
+        ``watch.begin`` comes before the launch.
+        """
         if self.device_module is None:
-            self.watch.returned()
+            self.watch.inside = None
             return None
         return self.watch.record(phase, group.label, pg, self.current_stream())
 
@@ -179,9 +178,13 @@ class CommContext:
         reduction of the one to start that of the other.
         """
         most = self.max_grad_buffers * (_PENDING_COMPANIONS if companion else 1)
-        pending = self.pending
-        while len(pending) >= most and len([p for p in pending if p.companion is companion]) >= most:
-            self._finish(pending.popleft())
+        beyond = -most
+        for entry in self.pending:
+            beyond += entry.companion is companion
+        while beyond >= 0:
+            entry = self.pending.popleft()
+            beyond -= entry.companion is companion
+            self._finish(entry)
 
     def finish_of(self, owner: Any) -> None:
         """Wait for the pending reductions of one group."""

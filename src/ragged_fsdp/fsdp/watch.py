@@ -21,7 +21,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +46,9 @@ class _Launches:
     """What this process has launched, below all roots: they share process groups."""
 
     def __init__(self) -> None:
-        self.last: deque[tuple[float, str, str, str, int]] = deque(maxlen=_REMEMBERED)
-        """When, phase, group, process group and number of each launch; appended before it is made."""
-        self.counts: dict[str, int] = {}
+        self.counts: defaultdict[str, int] = defaultdict(int)
         """Launches by the name of the process group."""
+        self.watches: weakref.WeakSet[CollectiveWatch] = weakref.WeakSet()
         self.folder: Path | None = None
         self.written: set[Path] = set()
         self.named: set[Path] = set()
@@ -87,32 +86,40 @@ class CollectiveWatch:
         self._device = device
         self._launched: dict[str, deque[Launch]] = {}
         self._timeouts_s: dict[dist.ProcessGroup, float] = {}
+        self._names: dict[dist.ProcessGroup, str] = {}
         self._last_reported: tuple[Launch, float] | None = None
         self._rank = 0
         self._pause_s = math.inf
-        self._inside: Launch | None = None
+        self.inside: tuple[str, Any, dist.ProcessGroup, int] | None = None
         """A collective that the host is in: over gloo it returns when all ranks have come."""
+        self._last: list[tuple[str, Any, dist.ProcessGroup, int] | None] = [None] * _REMEMBERED
+        """Phase, group, process group and number of the last launches, each noted before it is made."""
+        self._begun = 0
+        self._seen: tuple[Any, Launch | None] = (None, None)
+        """What the host was in at the last look, since when."""
+        _launches.watches.add(self)
 
-    def begin(self, phase: str, group_name: str, pg: dist.ProcessGroup) -> None:
-        """Note a collective of a group that is about to be launched."""
-        name = pg.group_name
-        count = _launches.counts[name] = _launches.counts.get(name, 0) + 1
-        _launches.last.append((time.time(), phase, group_name, name, count))
-        self._inside = Launch(phase, group_name, pg, None, time.monotonic(), count)
-        self._know(pg)
+    def begin(self, phase: str, group: Any, pg: dist.ProcessGroup) -> None:
+        """Note a collective of ``group``, which has a label, that is about to be launched.
 
-    def returned(self) -> None:
-        """The host is back from the launch that began."""
-        self._inside = None
+        Each layer comes here three times: what takes a call is left to the thread that looks.
+        """
+        if pg not in self._timeouts_s:
+            self._know(pg)
+        name = self._names[pg]
+        number = _launches.counts[name] = _launches.counts[name] + 1
+        self.inside = self._last[self._begun % _REMEMBERED] = (phase, group, pg, number)
+        self._begun += 1
 
     def record(self, phase: str, group_name: str, pg: dist.ProcessGroup, stream: Any) -> Any:
         """An event behind the collective of a group that was launched on ``stream`` just now.
 
         It is remembered until many more have been launched.
         """
-        self._inside = None
-        self._know(pg)
-        number = _launches.counts.get(pg.group_name, 0)
+        self.inside = None
+        if pg not in self._timeouts_s:
+            self._know(pg)
+        number = _launches.counts[self._names[pg]]
         launched = self._launched.get(phase)
         if launched is None:
             launched = self._launched[phase] = deque()
@@ -128,10 +135,10 @@ class CollectiveWatch:
 
     def _know(self, pg: dist.ProcessGroup) -> None:
         """Look after a process group, from its first collective on."""
-        if pg not in self._timeouts_s:
-            self._timeouts_s[pg] = _timeout_s(pg, self._device)
-            self._rank = dist.get_rank()
-            self._look_often(self._timeouts_s[pg] / _LOOKS_PER_TIMEOUT)
+        self._timeouts_s[pg] = _timeout_s(pg, self._device)
+        self._names[pg] = pg.group_name
+        self._rank = dist.get_rank()
+        self._look_often(self._timeouts_s[pg] / _LOOKS_PER_TIMEOUT)
 
     def _look_often(self, pause_s: float) -> None:
         """Let a thread report after each pause; one with shorter pauses takes the place of the last."""
@@ -148,7 +155,7 @@ class CollectiveWatch:
         A host behind a collective that does not finish waits soon. While it still launches no event is
         asked: a thread that asks one ends the capture of a CUDA graph on another.
         """
-        inside = self._inside
+        inside = self._seen_inside(now_s)
         if inside is not None and self._is_old(inside, now_s):
             return inside
         phases = [list(launched) for launched in list(self._launched.values()) if launched]
@@ -161,6 +168,17 @@ class CollectiveWatch:
         # again: an event that runs may have been taken for a new launch since
         old = [launch for launch in found if self._is_old(launch, now_s)]
         return min(old, key=lambda launch: launch.started_s, default=None)
+
+    def _seen_inside(self, now_s: float) -> Launch | None:
+        """The collective that the host is in, as old as the first look that found it there."""
+        inside = self.inside
+        if inside is not self._seen[0]:
+            launch = None
+            if inside is not None:
+                phase, group, pg, number = inside
+                launch = Launch(phase, group.label, pg, None, now_s, number)
+            self._seen = inside, launch
+        return self._seen[1]
 
     def _is_old(self, launch: Launch, now_s: float) -> bool:
         return now_s - launch.started_s > self._timeouts_s[launch.pg] / 2
@@ -227,14 +245,22 @@ class CollectiveWatch:
         waits = None
         if late is not None:
             waits = {"phase": late.phase, "group": late.group_name, "process_group": late.pg.group_name}
-        keys = ("time", "phase", "group", "process_group", "number")
-        last = [dict(zip(keys, launch)) for launch in list(_launches.last)]
+        last = [
+            {"phase": phase, "group": group.label, "process_group": pg.group_name, "number": number}
+            for watch in _launches.watches
+            for phase, group, pg, number in watch._in_order()
+        ]
         return {
             "rank": self._rank,
             "waits_in": waits,
             "launches": dict(_launches.counts),
             "last_launches": last,
         }
+
+    def _in_order(self) -> list[tuple[str, Any, dist.ProcessGroup, int]]:
+        """The last launches, the oldest first."""
+        turn = self._begun % _REMEMBERED
+        return [launch for launch in self._last[turn:] + self._last[:turn] if launch is not None]
 
     def _others(self, folder: Path, pg: dist.ProcessGroup) -> dict[int, tuple[int, str] | None]:
         """How many collectives of ``pg`` each other rank has launched, and its last; None: no word of it."""

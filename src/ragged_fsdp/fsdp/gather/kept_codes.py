@@ -51,6 +51,8 @@ class CodedWeight(NamedTuple):
 class KeptCodes(InPlace):
     """Gathers codes in place and lets the parameters carry them; see the module's docstring."""
 
+    fills_slot = True
+
     def __init__(self, members: Members, codes: Sequence[BlockCodes]) -> None:
         super().__init__(members)
         self._codes = tuple(codes)

@@ -67,6 +67,9 @@ def note_shards(members: Members) -> None:
 class InPlace:
     """One buffer, cut evenly over the ranks: a shard is cast into its slot and gathered where it lies."""
 
+    fills_slot = False
+    """Whether what it sends is never the main shard as it lies."""
+
     def __init__(self, members: Members) -> None:
         self.members = members
         self.layout = members.plan.layout
@@ -141,22 +144,23 @@ class InPlace:
     def begin(self, async_op: bool) -> None:
         """Cast the shard into its slot and gather in place, on the stream of gathers."""
         members, group = self.members, self.members.mesh.shard_group
+        main: Any = members.main
         out = self.weight if self._staged is None else self._staged
         assert out is not None
         if self.parking is not None and self.parking.kept is not None:
             source, out, group = self.parking.kept, self.parking.seen(out), self.parking.group
-        else:
+        elif main.buffer is None or self.fills_slot:
             source = self.own_part(out)
+        else:
+            source = main.buffer
         comm, self._out = members.settings.gather_comm, out
         members.launch(
             "all-gather", group, source.redistribute, out.placements, out=out, async_op=async_op, comm=comm
         )
 
     def own_part(self, out: DBuffer) -> DBuffer:
-        """What this rank sends: its main shard, or its slot of ``out`` once that is filled."""
+        """Its slot of ``out``, filled: what this rank sends where that is not the main shard as it lies."""
         main: Any = self.members.main
-        if main.buffer is not None:
-            return main.buffer
         # dtypes differ: the pieces lie behind each other, and go to their places one by one
         main.fill(out.slot_tensors, non_blocking=self.members.pin_memory)
         return out.slot_buffer

@@ -8,6 +8,7 @@ all-reduce over replicas and the user's hook, the division, the cast to the para
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -166,7 +167,7 @@ class GradReducer:
         added_to: list[torch.Tensor] = []
         with context.on_stream("reduce"):
             if (pg := self._process_group) is not None:
-                context.begin_launch("reduction of the gradients", members, pg)
+                context.watch.begin("reduction of the gradients", members, pg)
             transport.scatter(reduced, how)
             if mesh.replicate_group is None and settings.all_reduce_hook is None:
                 added_to = self._finish(main, reduced, how)
@@ -192,7 +193,7 @@ class GradReducer:
             return context.record()
         return context.record_launch("reduction of the gradients", self.members, pg)
 
-    @property
+    @cached_property
     def _process_group(self) -> Any:
         """That under which the reduction is watched: of its ranks, the first; None for one rank."""
         mesh = self.members.mesh

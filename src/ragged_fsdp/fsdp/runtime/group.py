@@ -184,7 +184,7 @@ class ParamGroup(Members):
         self.transport.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
             if mesh.shard_size > 1:
-                context.begin_launch("all-gather", self, mesh.shard_group)
+                context.watch.begin("all-gather", self, mesh.shard_group)
             self.transport.begin(async_op)
             if mesh.shard_size > 1:
                 self._gather_done = context.record_launch("all-gather", self, mesh.shard_group)
@@ -221,7 +221,7 @@ class ParamGroup(Members):
         for group in groups:
             group.transport.allocate()
         with context.on_stream("gather"):
-            context.begin_launch("all-gather", self, pg)
+            context.watch.begin("all-gather", self, pg)
             with explain_failure("all-gather", self.label, pg), one_launch(pg):
                 for group in groups:
                     group.transport.begin(False)

@@ -321,7 +321,8 @@ class Schedule:
                 if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
                     self._prefetched.add(group)
             for group in following.groups:
-                group.unshard()
+                if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
+                    group.unshard()
 
     def recompute(self, turn: Turn) -> None:
         """Gather for a forward that a backward computes again; nothing is recorded."""
