@@ -99,5 +99,5 @@ def test_flags_in_prose_exist():
     }  # of other programs
     for document in DOCUMENTS:
         text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
-        for flag in re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z-]*)", text):
+        for flag in re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)", text):
             assert flag in known, f"{document}: {flag}"

@@ -103,11 +103,6 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"tp": 2, "sharding": "ddp"}, 2, "tp = 2 needs sharding = ragged or fsdp2, not ddp"),
         ({"ep": 2, "sharding": "none"}, 1, "ep = 2 needs sharding = ragged or fsdp2, not none"),
         ({"tp": 2, "ep": 3}, 6, "so ep must be a multiple of tp"),
-        (
-            {"tp": 2, "ep": 2, "model": "GptOssConfig"},
-            4,
-            "no tensor-parallel plan for the attention of GptOss",
-        ),
         ({"ep": 3}, 4, "ep = 3 does not divide the 4 processes; it can be 1, 2, 4"),
         ({"dispatch": "all_gather"}, 2, "dispatch = all_gather is for expert parallelism"),
         ({"ep": 2, "dispatch": "all_gather", "expert_capacity": 2.0}, 2, "needs dispatch = all_to_all"),
