@@ -256,7 +256,7 @@ class Watch:
 
     def begin(self, phase: str, group: str, pg: dist.ProcessGroup, *, returns: bool) -> None:
         """The host goes into a collective; ``returns``: and comes back, once all ranks are there."""
-        self._watch.begin(phase, SimpleNamespace(label=group), pg)
+        self._watch.begin(phase, SimpleNamespace(fqn=group, label_suffix=""), pg)
         if returns:
             self._watch.inside = None
 

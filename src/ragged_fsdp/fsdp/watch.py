@@ -90,10 +90,10 @@ class CollectiveWatch:
         self._last_reported: tuple[Launch, float] | None = None
         self._rank = 0
         self._pause_s = math.inf
-        self.inside: tuple[str, Any, dist.ProcessGroup, int] | None = None
+        self.inside: tuple[str, str, dist.ProcessGroup, int] | None = None
         """A collective that the host is in: over gloo it returns when all ranks have come."""
-        self._last: list[tuple[str, Any, dist.ProcessGroup, int] | None] = [None] * _REMEMBERED
-        """Phase, group, process group and number of the last launches, each noted before it is made."""
+        self._last: list[tuple[str, str, dist.ProcessGroup, int] | None] = [None] * _REMEMBERED
+        """Phase, label, process group and number of the last launches, each noted before it is made."""
         self._begun = 0
         self._seen: tuple[Any, Launch | None] = (None, None)
         """What the host was in at the last look, since when."""
@@ -108,7 +108,9 @@ class CollectiveWatch:
             self._know(pg)
         name = self._names[pg]
         number = _launches.counts[name] = _launches.counts[name] + 1
-        self.inside = self._last[self._begun % _REMEMBERED] = (phase, group, pg, number)
+        # the group itself would be held in a cycle, and a dropped model would stay until the collector runs
+        label = f"{group.fqn}{group.label_suffix}" if group.fqn else group.label
+        self.inside = self._last[self._begun % _REMEMBERED] = (phase, label, pg, number)
         self._begun += 1
 
     def record(self, phase: str, group_name: str, pg: dist.ProcessGroup, stream: Any) -> Any:
@@ -175,8 +177,8 @@ class CollectiveWatch:
         if inside is not self._seen[0]:
             launch = None
             if inside is not None:
-                phase, group, pg, number = inside
-                launch = Launch(phase, group.label, pg, None, now_s, number)
+                phase, label, pg, number = inside
+                launch = Launch(phase, label, pg, None, now_s, number)
             self._seen = inside, launch
         return self._seen[1]
 
@@ -246,9 +248,9 @@ class CollectiveWatch:
         if late is not None:
             waits = {"phase": late.phase, "group": late.group_name, "process_group": late.pg.group_name}
         last = [
-            {"phase": phase, "group": group.label, "process_group": pg.group_name, "number": number}
+            {"phase": phase, "group": label, "process_group": pg.group_name, "number": number}
             for watch in _launches.watches
-            for phase, group, pg, number in watch._in_order()
+            for phase, label, pg, number in watch._in_order()
         ]
         return {
             "rank": self._rank,
@@ -257,7 +259,7 @@ class CollectiveWatch:
             "last_launches": last,
         }
 
-    def _in_order(self) -> list[tuple[str, Any, dist.ProcessGroup, int]]:
+    def _in_order(self) -> list[tuple[str, str, dist.ProcessGroup, int]]:
         """The last launches, the oldest first."""
         turn = self._begun % _REMEMBERED
         return [launch for launch in self._last[turn:] + self._last[:turn] if launch is not None]
