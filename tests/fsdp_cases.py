@@ -136,6 +136,20 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Blocked(nn.Module):
+    """Matrices of several heights and stacked experts, for blocks and codes; norms have neither."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(wide, 72), nn.Linear(72, wide)
+        self.experts = nn.Parameter(torch.randn(3, wide, wide) / wide)
+        self.norm = nn.LayerNorm(wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.down(torch.relu(self.up(self.norm(x))))
+        return x + torch.einsum("bd,edk->bk", x, self.experts)
+
+
 class HalfOnTheWire(torch.Tensor):
     """Holds float32, sends bfloat16 and a scale, computes with what arrives."""
 

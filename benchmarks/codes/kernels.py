@@ -10,17 +10,15 @@ bytes that it must (decoding to bf16: three per element; encoding from fp32: fiv
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from benchmarks.device_time import device_ms
+from benchmarks.saving import save
 
 from ragged_fsdp.fsdp.gather import block_codes
 from ragged_fsdp.fsdp.gather import codes_triton as block_codes_triton
@@ -98,16 +96,7 @@ def main() -> None:
                     }
                 )
                 print(rows[-1], flush=True)
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    }
-    found = {**machine, "copy_tb_per_s": round(rate / 1e9, 2), "rows": rows}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    save(out, triton=triton.__version__, copy_tb_per_s=round(rate / 1e9, 2), rows=rows)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,14 @@ A layer in tiles of 128 x 128 lies on 64 ranks. ``untile`` writes the gathered b
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarks.codes.kernels import LAYERS, RANKS, copy_bytes_per_ms, least_ms
+from benchmarks.saving import save
 
 from ragged_fsdp.fsdp.gather import codes_triton
 from ragged_fsdp.fsdp.gather.codes import MessageLayout
@@ -74,15 +72,7 @@ def main() -> None:
             of_rate = round(element_bytes * numel / ms / rate, 3)
             rows.append({"layer": layer, "pass": what, "ms": round(ms, 3), "of_copy_rate": of_rate})
             print(rows[-1], flush=True)
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    }
-    out.write_text(
-        json.dumps({**machine, "copy_tb_per_s": round(rate / 1e9, 2), "rows": rows}, indent=1) + "\n"
-    )
+    save(out, copy_tb_per_s=round(rate / 1e9, 2), rows=rows)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.device_time import device_ms
+from benchmarks.saving import save
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -368,16 +368,8 @@ def main() -> None:
                 rows += [fsdp_alone(bench, name, shape)] if ranks == 1 else measure(bench, name, shape, ranks)
             finally:
                 dist.destroy_process_group()
-    machine = {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "cpu",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "network": network_of(NODES).text,
-        "tokens": options.tokens,
-        "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+    device = None if options.device == "cuda" else platform.processor() or "cpu"
+    save(options.out, device=device, network=network_of(NODES).text, tokens=options.tokens, rows=rows)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from benchmarks.device_time import device_ms
+from benchmarks.saving import save
 from torch import Tensor
 
 from ragged_fsdp.fp8 import hopper, kernels
@@ -166,15 +165,7 @@ def main() -> None:
             rows[name] = f"{type(error).__name__}: {str(error)[:400]}"
         torch.cuda.empty_cache()
         print(name, json.dumps(rows[name]), flush=True)
-    machine = {
-        "device": torch.cuda.get_device_name(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({**machine, "ms": rows}, indent=1) + "\n")
+    save(options.out, triton=triton.__version__, ms=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Weights gathered as block codes: the numbers of a model whose weights were quantised unsharded."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from collective_calls import noted
 from fsdp_cases import (
+    Blocked,
     average_gradients,
     backward_through,
     build,
@@ -29,18 +31,7 @@ pytestmark = ragged_only
 WIDE = 16
 
 
-class Net(nn.Module):
-    """Matrices of several heights and stacked experts; norms travel as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDE, 72), nn.Linear(72, WIDE)
-        self.experts = nn.Parameter(torch.randn(3, WIDE, WIDE) / WIDE)
-        self.norm = nn.LayerNorm(WIDE)
-
-    def forward(self, x):
-        x = x + self.down(torch.relu(self.up(self.norm(x))))
-        return x + torch.einsum("bd,edk->bk", x, self.experts)
+Net = partial(Blocked, WIDE)
 
 
 def codes_of(kind):

@@ -1,6 +1,7 @@
 """Parameters in the order of tiles: the numbers, checkpoints and tensors of row-major ones."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_cases import fully_shard, ragged_only
+from fsdp_cases import Blocked, fully_shard, ragged_only
 from fsdp_inside import quantize_dequantize
 from ragged_fsdp import BlockCodes, Elements, RaggedShard, Rows, Tiles, weights
 from ragged_fsdp.dtensor import RaggedOpError
@@ -34,18 +35,7 @@ pytestmark = ragged_only
 WIDE = 20
 
 
-class Net(nn.Module):
-    """Matrices with edge tiles on either side, stacked experts, norms that are not tiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDE, 72), nn.Linear(72, WIDE)
-        self.experts = nn.Parameter(torch.randn(3, WIDE, WIDE) / WIDE)
-        self.norm = nn.LayerNorm(WIDE)
-
-    def forward(self, x):
-        x = x + self.down(torch.relu(self.up(self.norm(x))))
-        return x + torch.einsum("bd,edk->bk", x, self.experts)
+Net = partial(Blocked, WIDE)  # with edge tiles on either side
 
 
 def by_tiles(name, param):

@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ragged_fsdp.collectives import explain_failure, wait_all
 from ragged_fsdp.fsdp.gather import block_codes
 from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
 from ragged_fsdp.fsdp.gather.transport import InPlace
@@ -216,17 +215,14 @@ class Codes(InPlace):
             )
         super().prepare()
 
-    def _is_parked(self) -> bool:
-        return self.parking is not None and self.parking.kept is not None
-
     def _stage(self, weight: Any) -> None:
-        if self._is_parked():  # what is kept was decoded before and is gathered as it is
+        if self.is_parked:  # what is kept was decoded before and is gathered as it is
             super()._stage(weight)
 
     def allocate(self) -> None:
         """Take the memory of the message of codes; that of the gathered buffer when they are decoded."""
         members = self.members
-        if self._is_parked():
+        if self.is_parked:
             super().allocate()
             return
         shape = (members.mesh.shard_size, self.message_layout.part_bytes)
@@ -284,9 +280,7 @@ class Codes(InPlace):
     def finish(self) -> None:
         """Wait for the codes and decode them into the gathered buffer, on the compute stream."""
         super().finish()
-        if self._work is not None:
-            with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
-                wait_all(self._work)
+        self.wait_for(self._work)
         message, self._message, self._work = self._message, None, None
         if message is not None:
             super().allocate()

@@ -21,13 +21,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import Replicate
 
-from ragged_fsdp.collectives import explain_failure, wait_all
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.gather import block_codes
 from ragged_fsdp.fsdp.gather.block_codes import band_shape
-from ragged_fsdp.fsdp.gather.codes import code_kernels
+from ragged_fsdp.fsdp.gather.codes import MessageLayout, code_kernels
 from ragged_fsdp.fsdp.gather.transport import InPlace
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.policy import BlockCodes
@@ -56,6 +54,7 @@ class KeptCodes(InPlace):
     def __init__(self, members: Members, codes: Sequence[BlockCodes]) -> None:
         super().__init__(members)
         self._codes = tuple(codes)
+        self._tiles = MessageLayout(members.plan, self._codes)
         self._parts: Tensor | None = None
         """Scales as they are gathered, a row per rank; from the allocation until the computation waited."""
         self._work: Any = None
@@ -64,26 +63,17 @@ class KeptCodes(InPlace):
 
     def prepare(self) -> None:
         """Make the buffer of codes, without memory."""
-        members, plan = self.members, self.members.plan
         if self.weight is not None:
             return
-        self.weight = DBuffer(
-            plan.layout,
-            plan.shapes,
-            members.mesh.mesh,
-            (Replicate(),) * members.mesh.mesh.ndim,
-            dtype=torch.float8_e4m3fn,
-            device=members.device,
-            allocate=False,
-        )
-        self._scales = FlatStorage(len(self._order) * _SCALE_BYTES, members.device)
-        for param in members.params:
+        self.weight = self.make_buffer(self.layout, dtype=torch.float8_e4m3fn)
+        self._scales = FlatStorage(len(self._order) * _SCALE_BYTES, self.members.device)
+        for param in self.members.params:
             param.unsharded = None
 
     def allocate(self) -> None:
         """Bring the memory of the codes back and take that of the scales under way."""
         super().allocate()
-        if not self._is_parked:
+        if not self.is_parked:
             members = self.members
             shape = (members.mesh.shard_size, self._part_numel)
             self._parts = members.settings.gather_comm.allocate(
@@ -119,9 +109,7 @@ class KeptCodes(InPlace):
     def finish(self) -> None:
         """Wait for codes and scales; put the scales in the order of the tiles."""
         super().finish()
-        if self._work is not None:
-            with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
-                wait_all(self._work)
+        self.wait_for(self._work)
         parts, self._parts, self._work = self._parts, None, None
         if parts is not None:
             assert self._scales is not None
@@ -146,19 +134,11 @@ class KeptCodes(InPlace):
             setattr(made, CODES_ATTRIBUTE, CodedWeight(codes, scales))
             start += count
 
-    @property
-    def _is_parked(self) -> bool:
-        return self.parking is not None and self.parking.kept is not None
-
-    def _scales_on(self, index: int, rank: int) -> int:
-        rows, columns = self._codes[index].block_shape
-        return self.members.plan.local_range(index, rank).numel // (rows * columns)
-
     @cached_property
     def _part_numel(self) -> int:
         """Scales in a rank's part, filled up to those of the rank that has most."""
         ranks, count = range(self.members.mesh.shard_size), range(len(self._codes))
-        return max(1, *(sum(self._scales_on(index, rank) for index in count) for rank in ranks))
+        return max(1, *(sum(self._tiles.scales_on(index, rank) for index in count) for rank in ranks))
 
     @cached_property
     def _order(self) -> Tensor:
@@ -167,7 +147,7 @@ class KeptCodes(InPlace):
         ends, places = [rank * self._part_numel for rank in ranks], []
         for index in range(len(self._codes)):
             for rank in ranks:
-                count = self._scales_on(index, rank)
+                count = self._tiles.scales_on(index, rank)
                 places.append(torch.arange(ends[rank], ends[rank] + count))
                 ends[rank] += count
         return torch.cat(places).to(self.members.device)

@@ -14,7 +14,6 @@ the gathered tiles go when it is done. One rank alone casts and untiles its shar
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import Replicate
 
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.gather.transport import InPlace
@@ -62,19 +61,7 @@ class Tiled(InPlace):
         if self.weight is not None and self.weight.dtypes == dtypes:
             return
         super().prepare()
-        self._tiles = DBuffer(
-            members.plan.layout,
-            members.plan.shapes,
-            members.mesh.mesh,
-            (Replicate(),) * members.mesh.mesh.ndim,
-            dtype=dtypes[0],
-            device=members.device,
-            allocate=False,
-        )
-
-    @property
-    def _is_parked(self) -> bool:
-        return self.parking is not None and self.parking.kept is not None
+        self._tiles = self.make_buffer(members.plan.layout, dtype=dtypes[0])
 
     @property
     def _is_alone(self) -> bool:
@@ -82,13 +69,13 @@ class Tiled(InPlace):
         return self.members.mesh.shard_size == 1 and not self.members.offload
 
     def _stage(self, weight: DBuffer) -> None:
-        if self._is_parked:  # what is kept was untiled before and is gathered as it is
+        if self.is_parked:  # what is kept was untiled before and is gathered as it is
             super()._stage(weight)
 
     def allocate(self) -> None:
         """Take the memory of the gathered tiles; that of the parameters when they are untiled."""
         members, comm, tiles = self.members, self.members.settings.gather_comm, self._tiles
-        if self._is_parked:
+        if self.is_parked:
             super().allocate()
             return
         assert tiles is not None
@@ -104,12 +91,12 @@ class Tiled(InPlace):
 
     def begin(self, async_op: bool) -> None:
         """Cast the shard into its slot of the gathered tiles and gather."""
-        if self._is_parked or not self._is_alone:
+        if self.is_parked or not self._is_alone:
             super().begin(async_op)
 
     def finish(self) -> None:
         """Wait for the tiles and write them to the parameters, on the compute stream."""
-        if not self._is_parked:
+        if not self.is_parked:
             super().allocate()
             if self._is_alone:
                 main = self.members.main.buffer  # type: ignore[union-attr]

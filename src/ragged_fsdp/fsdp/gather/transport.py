@@ -17,7 +17,8 @@ owns the memory in between:
     =========  ==============  ===================================================================
 
 :class:`InPlace` is the default: one buffer whose slots are the ranks' shards, and one
-:meth:`~ragged_fsdp.DBuffer.redistribute`. The others are in ``codes.py``, ``packed.py`` and ``tiled.py``.
+:meth:`~ragged_fsdp.DBuffer.redistribute`. The others are in ``codes.py``, ``kept_codes.py``,
+``packed.py`` and ``tiled.py``.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
-from ragged_fsdp.collectives import explain_failure
+from ragged_fsdp.collectives import explain_failure, wait_all
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.parts.members import MainShard, Members
+from ragged_fsdp.layout import GroupLayout
 from ragged_fsdp.torch_internals import local_of, spec_of
 
 __all__ = ["InPlace", "Parking", "Transport", "note_shards", "parking_mesh"]
@@ -94,21 +96,33 @@ class InPlace:
 
     def prepare(self) -> None:
         """Make the gathered buffer, without memory; again if the dtypes changed."""
-        members, plan, dtypes = self.members, self.members.plan, self.members.gathered_dtypes
+        plan, dtypes = self.members.plan, self.members.gathered_dtypes
         if self.weight is not None and self.weight.dtypes == dtypes:
             return
-        self.weight = DBuffer(
+        self.weight = self.make_buffer(
             self.layout,
-            plan.shapes,
-            members.mesh.mesh,
-            (Replicate(),) * members.mesh.mesh.ndim,
             dtype=dtypes[0] if len(set(dtypes)) == 1 else dtypes,
             cell_bytes=dtypes[0].itemsize if plan.same_items else plan.cell_bytes,
-            device=members.device,
-            allocate=False,
         )
-        for param in members.params:
+        for param in self.members.params:
             param.unsharded = None
+
+    def make_buffer(self, layout: GroupLayout, **options: Any) -> DBuffer:
+        """A buffer of all that is gathered, without memory."""
+        mesh, shapes = self.members.mesh.mesh, self.members.plan.shapes
+        whole = (Replicate(),) * mesh.ndim
+        return DBuffer(layout, shapes, mesh, whole, device=self.members.device, allocate=False, **options)
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the next gather brings back what was kept after forward."""
+        return self.parking is not None and self.parking.kept is not None
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for a gather beside that of the buffer, if there is one."""
+        if work is not None:
+            with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
+                wait_all(work)
 
     def allocate(self) -> None:
         """Bring the buffer's memory back, on the compute stream."""

@@ -104,8 +104,9 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{type(optimizer).__name__} holds parameters that the model does not use any more: "
             f"{_listed(stale)}. Make the optimizer after fully_shard, and again after replacing parameters."
         )
-    held = [param for param in params if hasattr(param, _GATHERED_ATTRIBUTE)]
-    gathered = [getattr(param, _GATHERED_ATTRIBUTE) for param in held]
+    gathered = [
+        getattr(param, _GATHERED_ATTRIBUTE) for param in params if hasattr(param, _GATHERED_ATTRIBUTE)
+    ]
     if gathered:
         raise RuntimeError(
             f"{type(optimizer).__name__} holds the gathered form of {_listed(gathered)}: it was made while "
