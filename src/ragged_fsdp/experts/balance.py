@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import compare
+from ragged_fsdp.experts.again import cut_again
 from ragged_fsdp.experts.dispatch import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.experts.parallel import SplitExperts, split_experts_of, split_placement
 from ragged_fsdp.experts.split import ExpertSplit
-from ragged_fsdp.fsdp.construct.again import cut_again
 from ragged_fsdp.optim.base import ExactStateOptimizer
 
 __all__ = ["ExpertLoad", "balanced_splits", "fit_capacity", "load_of", "move_experts"]

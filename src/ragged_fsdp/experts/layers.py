@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.fsdp.gather.kept_codes import CODES_ATTRIBUTE
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
-from ragged_fsdp.fsdp.parts.members import PRODUCT_ATTRIBUTE
+from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE, PRODUCT_ATTRIBUTE
 
 __all__ = [
     "GroupedExperts",

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from ragged_fsdp.fp8 import products
+from ragged_fsdp.fp8.gathered import CodedWeight, KeptCodes
 from ragged_fsdp.fp8.products import backend_name
 from ragged_fsdp.fsdp.gather.block_codes import encode_matrices
-from ragged_fsdp.fsdp.gather.kept_codes import CODES_ATTRIBUTE, CodedWeight
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
+from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE
 from ragged_fsdp.torch_internals import version_of
 
 __all__ = ["Fp8Product"]
@@ -35,6 +36,9 @@ _QUANTIZED_ATTRIBUTE = "_ragged_fsdp_quantized"
 
 class Fp8Product:
     """How one parameter is computed with; lies on the parameter, and on its module."""
+
+    transport = KeptCodes
+    """How ``fully_shard`` gathers the parameter."""
 
     def __init__(self, name: str, backend: str) -> None:
         self.name = name

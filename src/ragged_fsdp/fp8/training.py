@@ -22,9 +22,8 @@ from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.fp8.autograd import Fp8Product
 from ragged_fsdp.fp8.groups import BLOCK
 from ragged_fsdp.fp8.products import BACKENDS
-from ragged_fsdp.fsdp.gather.kept_codes import CODES_ATTRIBUTE
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
-from ragged_fsdp.fsdp.parts.members import PRODUCT_ATTRIBUTE
+from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE, PRODUCT_ATTRIBUTE
 from ragged_fsdp.policy import BlockCodes
 
 __all__ = [

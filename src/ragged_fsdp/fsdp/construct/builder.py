@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 from ragged_fsdp.fsdp.construct.call import Managed, Options
 from ragged_fsdp.fsdp.construct.network import Network, Route
 from ragged_fsdp.fsdp.gather.codes import Codes
-from ragged_fsdp.fsdp.gather.kept_codes import KeptCodes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
 from ragged_fsdp.fsdp.gather.tiled import Tiled
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, parking_mesh
@@ -69,7 +68,7 @@ class _Choice:
         if is_extended(self.param.sharded):
             return Extensions
         if self.codes is not None:
-            return Codes if self.codes.decoded else KeptCodes
+            return Codes if self.codes.decoded else self.param.product.transport
         if self.tile is not None:
             return Tiled
         return InPlace if self.shard_dim is None else Chunks
@@ -369,15 +368,15 @@ class GroupBuilder:
         return [[part[i] for i in indices] for part, buffers in cut for indices in buffers]
 
     def _tensors(self, choices: Sequence[_Choice]) -> GroupTensors:
-        params = [choice.param for choice in choices]
+        params, first = [choice.param for choice in choices], choices[0]
         gathered = self.options.mp_policy.param_dtype
         return GroupTensors(
             [param.name for param in params],
             [max(outer_shapes(param.sharded), key=math.prod) for param in params],
             [choice.block for choice in choices],
             [param.dtype for param in params],
-            torch.float8_e4m3fn if choices[0].transport is KeptCodes else gathered,
-            choices[0].split_off,
+            gathered if first.codes is None or first.codes.decoded else torch.float8_e4m3fn,
+            first.split_off,
             [choice.tile for choice in choices],
         )
 
@@ -471,7 +470,7 @@ class GroupBuilder:
         for param in params:
             param.register(param.sharded)
         gather: Any = first.transport
-        if gather in (Codes, KeptCodes):
+        if first.codes is not None:
             gather = partial(gather, codes=[choice.codes for choice in draft.choices if choice.codes])
         group = ParamGroup(
             params,

@@ -17,8 +17,8 @@ owns the memory in between:
     =========  ==============  ===================================================================
 
 :class:`InPlace` is the default: one buffer whose slots are the ranks' shards, and one
-:meth:`~ragged_fsdp.DBuffer.redistribute`. The others are in ``codes.py``, ``kept_codes.py``,
-``packed.py`` and ``tiled.py``.
+:meth:`~ragged_fsdp.DBuffer.redistribute`. The others are in ``codes.py``, ``packed.py`` and
+``tiled.py``; FP8 products have one of their own (:mod:`ragged_fsdp.fp8.gathered`).
 """
 
 from __future__ import annotations

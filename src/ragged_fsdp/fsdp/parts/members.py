@@ -52,6 +52,7 @@ from ragged_fsdp.torch_internals import (
 )
 
 __all__ = [
+    "CODES_ATTRIBUTE",
     "PRODUCT_ATTRIBUTE",
     "GroupSettings",
     "MainShard",
@@ -66,6 +67,8 @@ _ALIGN_BYTES = 16
 _TORCH = Comm()
 PRODUCT_ATTRIBUTE = "_ragged_fsdp_fp8"
 """On a parameter, in each of its forms: the FP8 product that computes with it (:mod:`ragged_fsdp.fp8`)."""
+CODES_ATTRIBUTE = "_ragged_fsdp_codes"
+"""On a gathered parameter without values: the codes and scales that its product reads instead."""
 _UNIQUE_IDS = count()
 
 # by the id of the sharded parameter; whether it still is that must be asked
@@ -111,7 +114,7 @@ class ManagedParam:
         """The dim that the shard group cuts; not 0 only where the user asked for such a ``Shard``."""
         self.grad_as_is = self.inner_spec is None
         """Whether autograd's gradient is what is reduced: no DTensor, and cut along dim 0."""
-        self.product = getattr(original, PRODUCT_ATTRIBUTE, None)
+        self.product: Any = getattr(original, PRODUCT_ATTRIBUTE, None)
         self.trains = original.requires_grad
         """``requires_grad`` of both forms when they last agreed."""
         self.grad_hook: Any = None

@@ -27,14 +27,12 @@ from ragged_fsdp.fsdp.gather import block_codes
 from ragged_fsdp.fsdp.gather.block_codes import band_shape
 from ragged_fsdp.fsdp.gather.codes import MessageLayout, code_kernels
 from ragged_fsdp.fsdp.gather.transport import InPlace
-from ragged_fsdp.fsdp.parts.members import Members
+from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE, Members
 from ragged_fsdp.policy import BlockCodes
 
-__all__ = ["CODES_ATTRIBUTE", "CodedWeight", "KeptCodes"]
+__all__ = ["CodedWeight", "KeptCodes"]
 
 _SCALE_BYTES = 4
-CODES_ATTRIBUTE = "_ragged_fsdp_codes"
-"""On a gathered parameter: its :class:`CodedWeight`."""
 
 
 class CodedWeight(NamedTuple):
