@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from .case import ALLOCATORS, REDUCE_DTYPES, Case
+from .case import ALLOCATORS, OPTIMIZERS, REDUCE_DTYPES, Case
 from .network import PROFILES, WireName, network_of
 from .shapes import MODELS
 from .wire import DELIVERIES, PAYLOADS
@@ -120,6 +120,9 @@ def _need_cuda() -> None:
 @click.option("--payload", default="repeat", help=f"What gathers deliver: {' or '.join(PAYLOADS)}.")
 @click.option("--delivery", default="fake", help=f"How it is copied: {' or '.join(DELIVERIES)}.")
 @click.option("--allocator", default="default", help=f"CUDA allocator: {' or '.join(ALLOCATORS)}.")
+@click.option("--optimizer", default="adamw", help=f"Optimizer: {' or '.join(OPTIMIZERS)}.")
+@click.option("--recompute", is_flag=True, help="Compute each layer again in backward.")
+@click.option("--sequence", type=int, help="Tokens of a sequence.  [default: of the published shape]")
 @click.option("--warmup", default=3, help="Steps before the timed ones.")
 @click.option("--iterations", default=8, help="Timed steps; the median counts.")
 @_LIMIT

@@ -9,10 +9,11 @@ from .network import Place, WireName, network_of, price
 from .shapes import MODELS, LayerShape, layer_numel
 from .wire import DELIVERIES, PAYLOADS
 
-__all__ = ["ALLOCATORS", "REDUCE_DTYPES", "Case"]
+__all__ = ["ALLOCATORS", "OPTIMIZERS", "REDUCE_DTYPES", "Case"]
 
 REDUCE_DTYPES = ("fp32", "bf16")
 ALLOCATORS = ("default", "expandable")
+OPTIMIZERS = ("adamw", "sgd")
 _GIB = 1 << 30
 _COMPUTE_BYTES = 2
 _REDUCE_BYTES = {"fp32": 4, "bf16": 2}
@@ -38,6 +39,11 @@ class Case:
     """Arguments only our implementation understands, as sorted pairs."""
     replicas: int = 1
     """Above 1: hybrid sharding, the ranks being so many copies of the sharded model."""
+    optimizer: str = "adamw"
+    recompute: bool = False
+    """Whether backward computes each layer again instead of keeping its activations."""
+    sequence: int | None = None
+    """Tokens of a sequence, where they are not the published shape's."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -46,15 +52,17 @@ class Case:
             "payload": PAYLOADS,
             "delivery": DELIVERIES,
             "allocator": ALLOCATORS,
+            "optimizer": OPTIMIZERS,
         }
         for name, expected in choices.items():
             if getattr(self, name) not in expected:
                 raise ValueError(f"{name}: expected one of {tuple(expected)}, got {getattr(self, name)!r}")
         for wire in self.wires:
             network_of(wire)
-        for name in ("layers", "tokens", "ranks", "iterations", "replicas"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("layers", "tokens", "ranks", "iterations", "replicas", "sequence"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, got {value}")
         if self.warmup < 1:
             raise ValueError(
                 f"warmup: expected at least 1, since the first step allocates, got {self.warmup}"
@@ -66,7 +74,8 @@ class Case:
 
     @property
     def shape(self) -> LayerShape:
-        return MODELS[self.model]
+        published = MODELS[self.model]
+        return published if self.sequence is None else replace(published, sequence=self.sequence)
 
     @property
     def shard_ranks(self) -> int:

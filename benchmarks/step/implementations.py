@@ -2,7 +2,7 @@
 
 A builder gets a :class:`Case` and a device and returns a :class:`Trainer`. Each uses the settings its
 documentation recommends: bf16 compute, gradients reduced in the case's dtype, fp32 main weights, one
-unit per layer, AdamW.
+unit per layer, the case's optimizer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ class Trainer:
     """The plain layers, to bind positions and routing to."""
 
 
-def _adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-5, fused=torch.cuda.is_available())
+def _optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
+    fused = torch.cuda.is_available()
+    if case.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-5, fused=fused)
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=fused)
 
 
 def _plain_step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +62,7 @@ def _trainer(model: nn.Module, stack: Stack, optimizer: torch.optim.Optimizer | 
 def _dense_stack(case: Case, device: torch.device, dtype: torch.dtype) -> Stack:
     """All weights of all layers on the device, initialised."""
     with device:
-        stack = Stack(case.shape, case.layers).to(dtype)
+        stack = Stack(case.shape, case.layers, case.recompute).to(dtype)
     for layer in stack.layers:
         layer.reset_parameters()
     return stack
@@ -93,7 +96,7 @@ def per_layer(
         sizes, names = (case.replicas, case.shard_ranks), ("replicate", "shard")
     mesh = dist.device_mesh.init_device_mesh(device.type, sizes, mesh_dim_names=names)
     with torch.device("meta"):
-        stack = Stack(case.shape, case.layers)
+        stack = Stack(case.shape, case.layers, case.recompute)
     prepare(stack)
     for layer in stack.layers:
         shard(layer, mesh=mesh, mp_policy=policy, **kwargs)
@@ -101,7 +104,7 @@ def per_layer(
     stack.to_empty(device=device)
     for layer in stack.layers:
         layer.reset_parameters()
-    return _trainer(stack, stack, _adamw(stack.parameters()))
+    return _trainer(stack, stack, _optimizer(case, stack.parameters()))
 
 
 def _fsdp2(
@@ -128,7 +131,7 @@ def _fsdp2(
 def _keep(trainer: Trainer, kept: int) -> None:
     """The last ``kept`` layers stay gathered until backward."""
     layers = list(trainer.stack.layers)
-    for layer in layers[len(layers) - kept :]:
+    for layer in layers[max(0, len(layers) - kept) :]:
         layer.set_reshard_after_forward(False)
 
 
@@ -205,7 +208,7 @@ def _fsdp1(case: Case, device: torch.device) -> Trainer:
             parameter.normal_(std=0.02)
 
     with torch.device("meta"):
-        stack = Stack(case.shape, case.layers)
+        stack = Stack(case.shape, case.layers, case.recompute)
     model = FullyShardedDataParallel(
         stack,
         auto_wrap_policy=ModuleWrapPolicy({Layer}),
@@ -217,7 +220,7 @@ def _fsdp1(case: Case, device: torch.device) -> Trainer:
         limit_all_gathers=True,
         use_orig_params=True,
     )
-    return _trainer(model, stack, _adamw(model.parameters()))
+    return _trainer(model, stack, _optimizer(case, model.parameters()))
 
 
 def _megatron(case: Case, device: torch.device) -> Trainer:
@@ -228,7 +231,7 @@ def _megatron(case: Case, device: torch.device) -> Trainer:
     with mock.patch.object(dist, "get_backend", lambda *_: "fake"):
         model, optimizer = fully_shard(
             stack,
-            _adamw(stack.parameters()),
+            _optimizer(case, stack.parameters()),
             fsdp_unit_modules=[Layer],
             zero_dp_strategy=3,
             device=device,
@@ -251,7 +254,7 @@ def _deepspeed(case: Case, device: torch.device) -> Trainer:
     stack = _dense_stack(case, device, torch.bfloat16)
     engine, _, _, _ = deepspeed.initialize(
         model=stack,
-        optimizer=_adamw(stack.parameters()),
+        optimizer=_optimizer(case, stack.parameters()),
         config={
             "train_micro_batch_size_per_gpu": case.batch,
             "train_batch_size": case.batch * case.ranks,
@@ -287,6 +290,8 @@ _NOTHING_KEPT: dict[str, Any] = {"reshard_after_forward": True}
 _BF16: dict[str, Any] = {"reduce_dtype": "bf16"}
 _NODE_KEEPS: dict[str, Any] = {"reshard_after_forward": 8}
 _TWO_LEVEL: dict[str, Any] = {"reduction": "two_level"}
+_MORE_KEPT = (3, 4, 8)
+"""Layers that stay gathered until backward, beyond the two that ours keeps by default."""
 
 IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     "none": _none,
@@ -315,11 +320,13 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     "ours-two-level-gather-float8": partial(
         _ours, **_TWO_LEVEL, **_NOTHING_KEPT, gather="two_level", codes="float8_e4m3fn"
     ),
+    **{f"ours-two-level-kept{n}": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT, kept=n) for n in _MORE_KEPT},
     "ours-two-level-reshard8": partial(_ours, **_TWO_LEVEL, **_NODE_KEEPS),
     "ours-two-level-reshard8-kept2": partial(_ours, **_TWO_LEVEL, **_NODE_KEEPS, kept=2),
     "fsdp2": _fsdp2,
     "fsdp2-shard1": partial(_fsdp2, shard_dim=1),
     "fsdp2-kept2": partial(_fsdp2, kept=2),
+    **{f"fsdp2-kept{n}": partial(_fsdp2, kept=n) for n in _MORE_KEPT},
     "fsdp2-bf16": partial(_fsdp2, **_BF16),
     "fsdp2-kept2-bf16": partial(_fsdp2, kept=2, **_BF16),
     "fsdp2-reshard8": partial(_fsdp2, **_NODE_KEEPS),
@@ -343,6 +350,7 @@ SETTINGS: dict[str, str] = {
     **dict.fromkeys(("ours-reshard8", "fsdp2-reshard8"), _NODE),
     **dict.fromkeys(("ours-two-level-reshard8-kept2", "fsdp2-reshard8-kept2"), f"{_NODE}, {_KEPT}"),
     "ours-all-to-all-budget": "24 GiB kept",
+    **{f"{name}-kept{n}": f"{n} layers kept" for n in _MORE_KEPT for name in ("fsdp2", "ours-two-level")},
 }
 SETTINGS |= {name: _KEPT for name in IMPLEMENTATIONS if name not in SETTINGS}  # what ours does by default
 """What is kept gathered after forward, and the dtype of sums where it is not the case's.

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .shapes import Attention, Experts, LatentAttention, LayerShape
 
@@ -156,7 +157,10 @@ def _multiply(rows: torch.Tensor, weight: torch.Tensor, routing: Routing) -> tor
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts as two stacked weights, (experts, in, out), multiplied group by group."""
+    """Routed experts as two stacked weights, (experts, in, out), multiplied group by group.
+
+    ``separate`` experts are modules of their own, run one after the other.
+    """
 
     def __init__(self, width: int, shape: Experts) -> None:
         super().__init__()
@@ -165,18 +169,33 @@ class MixtureOfExperts(nn.Module):
         self.multiply = _multiply
         """Rows, grouped by expert, times the experts' matrices; an implementation may have its own."""
         self.router = nn.Linear(width, shape.count, bias=shape.bias)
-        self.gate_up = nn.Parameter(torch.empty(shape.count, width, 2 * shape.hidden))
-        self.down = nn.Parameter(torch.empty(shape.count, shape.hidden, width))
+        if shape.separate:
+            self.experts = nn.ModuleList(GatedMLP(width, shape.hidden) for _ in range(shape.count))
+        else:
+            self.gate_up = nn.Parameter(torch.empty(shape.count, width, 2 * shape.hidden))
+            self.down = nn.Parameter(torch.empty(shape.count, shape.hidden, width))
         if shape.bias:
             self.gate_up_bias = nn.Parameter(torch.empty(shape.count, 2 * shape.hidden))
             self.down_bias = nn.Parameter(torch.empty(shape.count, width))
         self.shared = GatedMLP(width, shape.shared_hidden) if shape.shared_hidden else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        k, experts, routing = self.shape.per_token, self.shape.count, self.routing
+        k, routing = self.shape.per_token, self.routing
         tokens = x.flatten(0, -2)
         scores = self.router(tokens).gather(1, routing.chosen).softmax(dim=-1)
         rows = _Dispatch.apply(tokens, routing.order, routing.inverse, k)
+        rows = self._apart(rows) if self.shape.separate else self._stacked(rows)
+        y = torch.einsum("tkw,tk->tw", _Collect.apply(rows, routing.order, routing.inverse, k), scores)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        return y.view_as(x)
+
+    def _apart(self, rows: torch.Tensor) -> torch.Tensor:
+        parts = rows.chunk(self.shape.count)  # the routing is balanced
+        return torch.cat([expert(part) for expert, part in zip(self.experts, parts)])
+
+    def _stacked(self, rows: torch.Tensor) -> torch.Tensor:
+        experts, routing = self.shape.count, self.routing
         hidden = self.multiply(rows, self.gate_up, routing)
         if self.shape.bias:
             hidden = (hidden.unflatten(0, (experts, -1)) + self.gate_up_bias.unsqueeze(1)).flatten(0, 1)
@@ -184,10 +203,7 @@ class MixtureOfExperts(nn.Module):
         rows = self.multiply(F.silu(gate) * up, self.down, routing)
         if self.shape.bias:
             rows = (rows.unflatten(0, (experts, -1)) + self.down_bias.unsqueeze(1)).flatten(0, 1)
-        y = torch.einsum("tkw,tk->tw", _Collect.apply(rows, routing.order, routing.inverse, k), scores)
-        if self.shared is not None:
-            y = y + self.shared(tokens)
-        return y.view_as(x)
+        return rows
 
 
 def draw_routing(tokens: int, shape: Experts, device: torch.device | str, seed: int = 0) -> Routing:
@@ -214,8 +230,9 @@ def draw_routing(tokens: int, shape: Experts, device: torch.device | str, seed: 
 class Layer(nn.Module):
     """One transformer layer: the unit that every implementation shards."""
 
-    def __init__(self, shape: LayerShape) -> None:
+    def __init__(self, shape: LayerShape, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.attention_norm, self.mlp_norm = RMSNorm(shape.width), RMSNorm(shape.width)
         self.attention: nn.Module
         if isinstance(shape.attention, Attention):
@@ -228,6 +245,11 @@ class Layer(nn.Module):
             self.mlp = GatedMLP(shape.width, shape.mlp_hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.recompute:
+            return checkpoint(self._compute, x, use_reentrant=False)
+        return self._compute(x)
+
+    def _compute(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
@@ -245,10 +267,10 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Layers in a row; no embedding and no head, so that a few layers are measured by themselves."""
 
-    def __init__(self, shape: LayerShape, layers: int) -> None:
+    def __init__(self, shape: LayerShape, layers: int, recompute: bool = False) -> None:
         super().__init__()
         self.shape = shape
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
+        self.layers = nn.ModuleList(Layer(shape, recompute) for _ in range(layers))
 
     def bind(self, tokens: int, device: torch.device | str, dtype: torch.dtype) -> None:
         """Give the layers what does not depend on the input: positions and the drawn routing."""

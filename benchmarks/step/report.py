@@ -35,6 +35,7 @@ __all__ = [
     "wire_name",
 ]
 
+_MORE = {3: "three", 4: "four", 8: "eight"}
 LABELS = {
     "none": "no sharding",
     "ours": "ragged_fsdp",
@@ -64,9 +65,11 @@ LABELS = {
     "ours-two-level-gather-float8": "two levels, nothing kept, gathers too, weights gathered as float8",
     "ours-two-level-reshard8": "two levels, kept by 8 ranks after forward",
     "ours-two-level-reshard8-kept2": "two levels, last two layers kept, others by 8 ranks",
+    **{f"ours-two-level-kept{n}": f"two levels, last {word} layers kept" for n, word in _MORE.items()},
     "fsdp2": "FSDP2",
     "fsdp2-shard1": "FSDP2, Shard(1)",
     "fsdp2-kept2": "FSDP2, last two layers kept",
+    **{f"fsdp2-kept{n}": f"FSDP2, last {word} layers kept" for n, word in _MORE.items()},
     "fsdp2-bf16": "FSDP2, sums in bf16",
     "fsdp2-kept2-bf16": "FSDP2, last two layers kept, sums in bf16",
     "fsdp2-reshard8": "FSDP2, kept by 8 ranks after forward",
@@ -80,7 +83,7 @@ _COLUMNS = (
     "implementation", "setting", "wire", "fwd+bwd ms", "/ floor", "/ bound", "/ FSDP2", "step ms", "host ms",
     "alloc GiB", "/ FSDP2", "reserved GiB", "/ FSDP2", "res/alloc", "moved GiB",
 )  # fmt: skip
-_FSDP2 = ("fsdp2", "fsdp2-kept2", "fsdp2-bf16", "fsdp2-kept2-bf16", "fsdp2-reshard8", "fsdp2-reshard8-kept2")
+_FSDP2 = tuple(name for name in LABELS if name.startswith("fsdp2") and name != "fsdp2-shard1")
 _COMPARED = ("forward_backward_ms", "peak_allocated_gib", "peak_reserved_gib")
 
 
@@ -104,7 +107,8 @@ def _is_floor(row: dict[str, Any]) -> bool:
 
 
 def _workload(case: dict[str, Any]) -> tuple[Any, ...]:
-    return case["model"], case["layers"], case["tokens"]
+    keys = ("model", "layers", "tokens", "recompute", "sequence")  # the last two came after the first files
+    return tuple(case.get(key) or None for key in keys)
 
 
 def floor_ms(result: dict[str, Any]) -> float | None:
@@ -141,6 +145,9 @@ def title(result: dict[str, Any]) -> str:
         f"{case.shape.name} x{case.layers} layers, {case.tokens} tokens, "
         f"rank 0 of {f'{case.replicas} x ' if case.replicas > 1 else ''}{case.shard_ranks}, "
         f"{case.reduce_dtype} reduction, {case.payload} payload by {case.delivery}"
+        + (f", sequences of {case.sequence}" if case.sequence is not None else "")
+        + (", layers computed again in backward" if case.recompute else "")
+        + (f", {case.optimizer.upper()}" if case.optimizer != "adamw" else "")
         + (f", {case.allocator} allocator" if case.allocator != "default" else "")
         + "".join(f", {name}={value}" for name, value in case.options)
         + "".join(f"; {network_of(wire).text}" for wire in case.wires if isinstance(wire, str))

@@ -38,6 +38,8 @@ class Experts:
     hidden: int
     bias: bool = False
     shared_hidden: int = 0
+    separate: bool = False
+    """Whether each expert's matrices are parameters of their own, as in checkpoints, and not stacked."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ MODELS = {
         7168,
         LatentAttention(128, 1536, 512, 128, 64, 128),
         experts=Experts(256, 8, 2048, shared_hidden=2048),
+    ),
+    "deepseek-v3-separate": LayerShape(
+        "DeepSeek-V3, experts apart",
+        7168,
+        LatentAttention(128, 1536, 512, 128, 64, 128),
+        experts=Experts(256, 8, 2048, shared_hidden=2048, separate=True),
     ),
     "llama-3-70b": LayerShape("Llama-3-70B", 8192, Attention(64, 8, 128), mlp_hidden=28672),
     "small-dense": LayerShape("small dense", 512, Attention(8, 8, 64), mlp_hidden=1408, sequence=128),
