@@ -12,9 +12,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from click.testing import CliRunner
 
 from ragged_fsdp.checkpoint.dcp import Saver, first_good_step, shared_damage
-from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.checkpoint.store import CheckpointStore, open_store
+from ragged_fsdp.cli.main import main
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
 from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
@@ -209,6 +211,24 @@ def test_a_killed_rank_ends_the_others_and_nothing_is_lost(tmp_path, reference, 
     train(tmp_path, processes=3, checkpoint_every=1)
     _assert_same_curve(tmp_path, reference)
     assert not list((tmp_path / "checkpoints").glob(".*-step-*"))
+
+
+def test_a_run_saves_resumes_and_keeps_in_an_object_store(tmp_path, reference):
+    """``tests/unit/test_checkpoint_objects.py`` has stores of worse manners."""
+    url, run = f"file://{tmp_path}/bucket/one", tmp_path / "run"
+    common = {"checkpoint_every": 2, "checkpoint_dir": url}
+    train(run, stop_at=4, **common)
+    assert open_store(url).steps() == [2, 4] and not (run / "checkpoints").exists()
+    with pytest.raises(ConfigError, match=f"belongs to the run in {run}"):
+        train(tmp_path / "other", **common)
+    train(run, processes=3, **common)
+    _assert_same_curve(run, reference)
+    assert open_store(url).steps() == [6, 8] and "step-00000004" in _notes(run)
+    shown = CliRunner().invoke(main, ["inspect", url, "--verify", "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.output)["info"]["step"] == 8 and json.loads(shown.output)["problems"] == []
+    exported = CliRunner().invoke(main, ["export", url, str(tmp_path / "out")])
+    assert exported.exit_code == 0 and (tmp_path / "out/model.safetensors").is_file(), exported.output
 
 
 def test_an_error_on_one_rank_is_shown_first(tmp_path):

@@ -16,7 +16,8 @@ _PATH = re.compile(
 )
 _DOTTED = re.compile(r"(ragged_fsdp(?:\.\w+)+)\b")
 _FOLDERS = ["src", "docs", "benchmarks", "tests", "examples"]
-_OF_READERS = {"config.toml", "best.json", "manifest.json", "config.json", "tensors.json", "ten_lines.py"}
+_OF_READERS = {"config.toml", "best.json", "manifest.json", "owner.json", "config.json", "tensors.json"}
+_OF_READERS |= {"ten_lines.py"}
 
 
 def _spans(document):

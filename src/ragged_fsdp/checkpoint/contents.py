@@ -2,13 +2,13 @@
 
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.checkpoint.reading import CheckedReader, load
 from ragged_fsdp.checkpoint.store import MANIFEST, read_manifest
 
@@ -33,7 +33,7 @@ class StoredTensor:
 class CheckpointReader:
     """Reads the metadata once; tensors only when asked for. Needs no process group."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
         self._reader = CheckedReader(path)
         self._reader.read_metadata()

@@ -7,12 +7,11 @@ placement, ours included) or picklable values.
 """
 
 import secrets
-import shutil
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -20,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 
 from ragged_fsdp.agreement import together
 from ragged_fsdp.checkpoint import reading
+from ragged_fsdp.checkpoint.object_files import ObjectWriter
+from ragged_fsdp.checkpoint.place import ObjectPath, Place
 from ragged_fsdp.checkpoint.staging import Staging
 from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
 
@@ -35,7 +36,8 @@ class Saver:
         self._staging = Staging()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._pending: tuple[int, Future[None]] | None = None
-        store.attempt = "-" + together(lambda: secrets.token_hex(4), self._group)[0]
+        token = f"-{int(time.time()):08x}{secrets.token_hex(4)}"  # later attempts have later names
+        store.attempt = together(lambda: token, self._group)[0]
 
     def save(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
         """Start to save ``state`` as the checkpoint of ``step``.
@@ -68,12 +70,9 @@ class Saver:
         if error is None:
             return
         reason = (str(error).strip().splitlines() or [repr(error)])[-1]  # of a rank; its traceback is above
-        root = self._store.root.absolute()
-        there = next(path for path in (root, *root.parents) if path.exists())
-        free_mib = shutil.disk_usage(there).free / 2**20
         raise RuntimeError(
-            f"the checkpoint of step {step} could not be written to {root}, where {free_mib:,.1f} MiB are "
-            f"free: {reason}"
+            f"the checkpoint of step {step} could not be written to {self._store.root}{self._store.room()}: "
+            f"{reason}"
         ) from error
 
     def _write(
@@ -81,6 +80,7 @@ class Saver:
     ) -> None:
         rank = dist.get_rank()
         path = self._store.writing_path(step)
+        writer = ObjectWriter(path) if isinstance(path, ObjectPath) else dcp.FileSystemWriter(path)
 
         def begin() -> None:
             if failure is not None:
@@ -90,13 +90,15 @@ class Saver:
                 self._store.begin(step)
 
         def own_files() -> dict[str, FileSum]:
+            if isinstance(writer, ObjectWriter):
+                return writer.fs.sums
             own = [p for p in path.iterdir() if p.name.startswith(f"__{rank}_")]
             if rank == 0:
                 own.append(path / ".metadata")
             return {p.name: checksum(p) for p in own}
 
         together(begin, self._group)
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(path), process_group=self._group)
+        dcp.save(state, storage_writer=writer, process_group=self._group)
         sums = together(own_files, self._group)
         files = {name: file_sum for part in sums for name, file_sum in part.items()}
         together(lambda: self._store.commit(step, files, info) if rank == 0 else None, self._group)
@@ -117,12 +119,12 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
     return future
 
 
-def load(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None = None) -> None:
+def load(state: dict[str, Any], path: Place, group: dist.ProcessGroup | None = None) -> None:
     """Fill the tensors of ``state`` in place, each rank reading the parts that its own shards need."""
     reading.load(state, reading.CheckedReader(path), group)
 
 
-def stored_names(path: Path) -> set[str]:
+def stored_names(path: Place) -> set[str]:
     """The names of everything a checkpoint holds, read from its metadata alone."""
     return set(reading.CheckedReader(path).read_metadata().state_dict_metadata)
 
@@ -144,7 +146,7 @@ def first_good_step(
     return None
 
 
-def shared_damage(path: Path, group: dist.ProcessGroup | None) -> list[str]:
+def shared_damage(path: Place, group: dist.ProcessGroup | None) -> list[str]:
     """What is wrong with a checkpoint, the same on every rank; each checks its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.futures import Future
 
+from ragged_fsdp.checkpoint.object_files import ObjectFiles
+from ragged_fsdp.checkpoint.place import ObjectPath, Place
 from ragged_fsdp.checkpoint.store import is_plain_name
 
 __all__ = ["CheckedReader", "load"]
@@ -62,10 +63,13 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class CheckedReader(dcp.FileSystemReader):
-    """torch's reader of a folder, with an index that is checked, and parsed once."""
+    """torch's reader of a folder, or of objects, with an index that is checked, and parsed once."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Place) -> None:
+        super().__init__(str(path))
+        if isinstance(path, ObjectPath):
+            self.fs: Any = ObjectFiles()
+            self.path: Any = path
         self._folder = path
         self._parsed: Metadata | None = None
 
@@ -134,7 +138,7 @@ def load(
         raise ValueError(f"{cause}{where}") from error
 
 
-def _check_index(folder: Path, metadata: Any) -> None:
+def _check_index(folder: Place, metadata: Any) -> None:
     """Raise unless an index is made as torch makes it, and all it points at is there."""
     if type(metadata) is not Metadata or type(metadata.state_dict_metadata) is not dict:
         raise ValueError("it is no Metadata with entries")
@@ -159,7 +163,7 @@ def _check_index(folder: Path, metadata: Any) -> None:
             raise ValueError(f"{name} is stored nowhere")
 
 
-def _check_place(folder: Path, entry: str, place: Any, sizes: dict[str, int]) -> None:
+def _check_place(folder: Place, entry: str, place: Any, sizes: dict[str, int]) -> None:
     name, offset, length = (getattr(place, key, None) for key in ("relative_path", "offset", "length"))
     if not is_plain_name(name):
         raise ValueError(f"{entry} is in {name!r}, which is not the name of a file in this folder")

@@ -7,6 +7,13 @@ A checkpoint appears under its name only when it is complete::
     .dropped-step-00000000/     being deleted: renamed first, so that a crash leaves no half checkpoint
     best.json                   the step with the lowest evaluation loss
 
+In an object store, where nothing can be renamed, each attempt to write a checkpoint has a folder of its own,
+and it is complete when its manifest is there, which is written last::
+
+    step-00000200-6a5e1f2e/     no manifest: being written, or left by a crash
+    step-00000100-6a5e1f2e/     with a manifest: complete; of several of one step the last by name counts
+    owner.json                  the run that writes here: there are no locks
+
 Torch-free: it knows files, not tensors.
 """
 
@@ -15,24 +22,31 @@ import json
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ragged_fsdp.checkpoint.place import ObjectPath, Place, place
+
 __all__ = [
     "MANIFEST",
     "CheckpointStore",
     "FileSum",
+    "ObjectStore",
     "checksum",
     "damage",
     "is_plain_name",
+    "open_store",
     "read_manifest",
 ]
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})$")
+_OBJECT_NAME = re.compile(r"step-(\d{8,})-[0-9a-f]+")
+_OWNER = "owner.json"
 _WRITING, _DROPPED = ".writing-", ".dropped-"
 _BLOCK_BYTES = 1 << 22
 
@@ -49,7 +63,7 @@ class FileSum:
             raise ValueError(f"a file cannot have {self.bytes!r} bytes and the checksum {self.crc32!r}")
 
 
-def checksum(path: Path) -> FileSum:
+def checksum(path: Place) -> FileSum:
     """Read a file once, in blocks."""
     crc = size = 0
     with path.open("rb") as file:
@@ -59,7 +73,7 @@ def checksum(path: Path) -> FileSum:
     return FileSum(size, crc)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Place) -> dict[str, Any]:
     """The manifest of a checkpoint; raises ``ValueError`` if there is no readable one."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -87,7 +101,7 @@ def _own_sum(info: Any, files: Any) -> int:
     return zlib.crc32(json.dumps([info, files], sort_keys=True).encode())
 
 
-def damage(path: Path, files: Iterable[str] | None = None) -> list[str]:
+def damage(path: Place, files: Iterable[str] | None = None) -> list[str]:
     """What is wrong with a checkpoint, one sentence per file; ``files`` limits the check to some of them."""
     try:
         expected: dict[str, FileSum] = read_manifest(path)["files"]
@@ -108,19 +122,24 @@ def damage(path: Path, files: Iterable[str] | None = None) -> list[str]:
 class CheckpointStore:
     """The checkpoints of one run. Everything that changes the folder is called on one rank only."""
 
-    def __init__(self, root: Path, *, keep_last: int = 0, keep_best: bool = True) -> None:
-        self.root = root
+    def __init__(self, root: Place, *, keep_last: int = 0, keep_best: bool = True) -> None:
+        self.root: Any = root
+        """A ``Path``; of an ``ObjectStore`` an ``ObjectPath``."""
         self.attempt = ""
         """Set by who writes, the same on all ranks and another after each restart: a rank of before that is
         cut off from the others may still write, and must not do it into the files of now."""
         self._keep_last = keep_last
         self._keep_best = keep_best
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Any:
         """The folder of a complete checkpoint."""
+        return self.final_path(step)
+
+    def final_path(self, step: int) -> Any:
+        """The folder that a checkpoint of this attempt has once it is complete."""
         return self.root / f"step-{step:08d}"
 
-    def writing_path(self, step: int) -> Path:
+    def writing_path(self, step: int) -> Any:
         """The folder in which a checkpoint is written before it has its name."""
         return self.root / f"{_WRITING}step-{step:08d}{self.attempt}"
 
@@ -140,35 +159,43 @@ class CheckpointStore:
         os.rename(self.root, aside)
         return aside
 
-    def begin(self, step: int) -> Path:
+    def room(self) -> str:
+        """How much there is left, for who could not write."""
+        root = self.root.absolute()
+        there = next(path for path in (root, *root.parents) if path.exists())
+        return f", where {shutil.disk_usage(there).free / 2**20:,.1f} MiB are free"
+
+    def begin(self, step: int) -> Any:
         """An empty folder to write the checkpoint of ``step`` into."""
         path = self.writing_path(step)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
         return path
 
-    def commit(self, step: int, files: dict[str, FileSum], info: dict[str, Any]) -> Path:
+    def commit(self, step: int, files: dict[str, FileSum], info: dict[str, Any]) -> None:
         """Give a completely written checkpoint its name. After a crash it is there or it is not."""
-        writing, final = self.writing_path(step), self.path(step)
         sums = {name: vars(s) for name, s in sorted(files.items())}
         info = json.loads(json.dumps(info))  # keys as texts, tuples as lists: as they will be read
         manifest = {"info": info, "files": sums, "crc32": _own_sum(info, sums)}
-        _write_durably(writing / MANIFEST, json.dumps(manifest, indent=1))
+        self._complete(step, files, json.dumps(manifest, indent=1))
+        self._note_best(step, info.get("eval_loss"))
+        self._prune()
+
+    def _complete(self, step: int, files: dict[str, FileSum], manifest: str) -> None:
+        writing, final = self.writing_path(step), self.path(step)
+        _write_durably(writing / MANIFEST, manifest)
         _sync_folder(writing)
         if final.exists():  # the same step again, after a resume from an older checkpoint
             self._drop(final)
         os.rename(writing, final)
         _sync_folder(self.root)
-        self._note_best(step, info.get("eval_loss"))
-        self._prune()
-        return final
 
     def best_step(self) -> int | None:
         """The step with the lowest evaluation loss among those that were saved."""
         best = self._read_best()
         return best["step"] if best and best["step"] in self.steps() else None
 
-    def remove_leftovers(self) -> list[Path]:
+    def remove_leftovers(self) -> list[Any]:
         """Delete what crashed writes and deletions left behind."""
         if not self.root.is_dir():
             return []
@@ -181,7 +208,10 @@ class CheckpointStore:
         best = self._read_best()
         if eval_loss is None or (best and best["step"] in self.steps() and best["eval_loss"] <= eval_loss):
             return
-        _write_durably(self.root / "best.json", json.dumps({"step": step, "eval_loss": eval_loss}))
+        self._put("best.json", json.dumps({"step": step, "eval_loss": eval_loss}))
+
+    def _put(self, name: str, text: str) -> None:
+        _write_durably(self.root / name, text)
 
     def _read_best(self) -> dict[str, Any] | None:
         try:
@@ -201,11 +231,110 @@ class CheckpointStore:
             if step not in kept:
                 self._drop(self.path(step))
 
-    def _drop(self, path: Path) -> None:
+    def _drop(self, path: Any) -> None:
         doomed = path.with_name(f"{_DROPPED}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
+
+
+class ObjectStore(CheckpointStore):
+    """The checkpoints of one run in an object store: a manifest that is written last stands for a rename."""
+
+    def path(self, step: int) -> Any:
+        """The folder of a complete checkpoint: of several attempts, the last."""
+        return self._complete_ones().get(step, [self.final_path(step)])[-1]
+
+    def final_path(self, step: int) -> Any:
+        """The folder that a checkpoint of this attempt has from its beginning."""
+        return self.root / f"step-{step:08d}{self.attempt}"
+
+    def writing_path(self, step: int) -> Any:
+        """The same: it is the manifest that makes it complete."""
+        return self.final_path(step)
+
+    def steps(self) -> list[int]:
+        """Steps that have a folder with a manifest, oldest first; it may still be damaged."""
+        return sorted(self._complete_ones())
+
+    def claim(self, owner: str) -> None:
+        """Note who writes here; ``ValueError`` if that is another. Shows early whether it can be written.
+
+        Two runs in one place would take each other's unfinished checkpoints for left over.
+        """
+        try:
+            noted = json.loads((self.root / _OWNER).read_text())["owner"]
+        except FileNotFoundError:
+            noted = owner
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{self.root / _OWNER} is damaged: {error}") from error
+        if noted != owner:
+            raise ValueError(
+                f"it belongs to the run in {noted}; use another, or remove {self.root / _OWNER} if that run "
+                "has ended for good"
+            )
+        self._put(_OWNER, json.dumps({"owner": owner, "time": time.time()}))
+
+    def move_aside(self) -> None:
+        """Refused: it would be a copy of everything."""
+        if self.steps():
+            raise ValueError(f"{self.root} holds checkpoints, and an object store cannot rename; use another")
+
+    def room(self) -> str:
+        """Nothing: an object store does not say."""
+        return ""
+
+    def begin(self, step: int) -> Any:
+        """The folder to write the checkpoint of ``step`` into, with nothing in it."""
+        path = self.writing_path(step)
+        path.remove()
+        return path
+
+    def remove_leftovers(self) -> list[Any]:
+        """Delete what has no manifest."""
+        found = [path for path in self.root.iterdir() if _OBJECT_NAME.fullmatch(path.name)]
+        left = [path for path in found if not (path / MANIFEST).is_file()]
+        for path in left:
+            path.remove()
+        return left
+
+    def _complete_ones(self) -> dict[int, list[Any]]:
+        """Folders with a manifest, by step, those of one step by name: attempts begin with their time."""
+        found: dict[int, list[Any]] = {}
+        for path in sorted(self.root.iterdir(), key=str):
+            match = _OBJECT_NAME.fullmatch(path.name)
+            if match and (path / MANIFEST).is_file():
+                found.setdefault(int(match.group(1)), []).append(path)
+        return found
+
+    def _complete(self, step: int, files: dict[str, FileSum], manifest: str) -> None:
+        path = self.final_path(step)
+        for name, file_sum in files.items():  # another run may have taken them for left over
+            if not (path / name).is_file() or (path / name).stat().st_size != file_sum.bytes:
+                raise OSError(f"{path / name} is not there with {file_sum.bytes} bytes, as it was written")
+        (path / MANIFEST).write_text(manifest)
+        for other in self._complete_ones().get(step, []):  # after a resume from an older checkpoint
+            if other.name != path.name:
+                self._drop_one(other)
+
+    def _put(self, name: str, text: str) -> None:
+        (self.root / name).write_text(text)
+
+    def _drop(self, path: Any) -> None:
+        match = _OBJECT_NAME.fullmatch(path.name)
+        for each in self._complete_ones().get(int(match.group(1)), []) if match else ():
+            self._drop_one(each)
+
+    def _drop_one(self, path: Any) -> None:
+        (path / MANIFEST).remove()  # first: what a crash leaves then is not taken for complete
+        path.remove()
+
+
+def open_store(where: str, *, keep_last: int = 0, keep_best: bool = True) -> CheckpointStore:
+    """The checkpoints at a folder or a URL; ``ValueError`` if the URL cannot be opened."""
+    root = place(where)
+    kind = ObjectStore if isinstance(root, ObjectPath) else CheckpointStore
+    return kind(root, keep_last=keep_last, keep_best=keep_best)
 
 
 def _write_durably(path: Path, text: str) -> None:

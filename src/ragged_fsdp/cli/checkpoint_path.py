@@ -1,15 +1,35 @@
 """The checkpoint that a user means: a checkpoint folder itself, or one of a run's."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from ragged_fsdp.checkpoint.store import MANIFEST, CheckpointStore, damage
+from ragged_fsdp.checkpoint.place import Place, is_url, place
+from ragged_fsdp.checkpoint.store import MANIFEST, damage, open_store
 
-__all__ = ["find_checkpoint"]
+__all__ = ["PLACE", "find_checkpoint"]
 
 
-def find_checkpoint(path: Path, *, best: bool = False, verify: bool = False) -> Path:
+class _Place(click.Path):
+    """A folder that is there, or a URL."""
+
+    name = "place"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not (isinstance(value, str) and is_url(value)):
+            return super().convert(value, param, ctx)
+        try:
+            return place(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+PLACE = _Place(exists=True, file_okay=False, path_type=Path)
+"""The type of an argument that names a checkpoint or a run."""
+
+
+def find_checkpoint(path: Place, *, best: bool = False, verify: bool = False) -> Place:
     """``path`` if it is a checkpoint; of a run's folder the best or the newest one that is whole.
 
     With ``verify`` a damaged checkpoint is refused even if it was named.
@@ -19,7 +39,7 @@ def find_checkpoint(path: Path, *, best: bool = False, verify: bool = False) -> 
             raise click.ClickException(f"the checkpoint is damaged: {problems[0]}")
         return path
     for root in (path / "checkpoints", path):
-        store = CheckpointStore(root)
+        store = open_store(str(root))
         steps = store.steps()
         if not steps:
             continue

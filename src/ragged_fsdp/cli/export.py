@@ -1,11 +1,12 @@
 """``ragged-fsdp export``: a checkpoint as safetensors."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ragged_fsdp.cli import HELP_OPTIONS
-from ragged_fsdp.cli.checkpoint_path import find_checkpoint
+from ragged_fsdp.cli.checkpoint_path import PLACE, find_checkpoint
 
 __all__ = ["command"]
 
@@ -13,7 +14,7 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
 
 
 @click.command(context_settings={"show_default": True, **HELP_OPTIONS})
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("checkpoint", type=PLACE)
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="keep", help="type of the weights")
 @click.option(
@@ -27,13 +28,14 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
 @click.option("--best", is_flag=True, help="of a run, the best checkpoint instead of the newest")
 @click.option("--overwrite", is_flag=True, help="replace OUT if it is there")
 def command(
-    checkpoint: Path, out: Path, dtype: str, kind: str, max_file_gib: float, best: bool, overwrite: bool
+    checkpoint: Any, out: Path, dtype: str, kind: str, max_file_gib: float, best: bool, overwrite: bool
 ) -> None:
     """Write the model in CHECKPOINT (or in a run's newest checkpoint) to the folder OUT, ready to serve.
 
-    Tensors are streamed one at a time. Names are those of the model's library, so that transformers can
-    load the folder; several files get an index. Tokenizer and generation settings of the folder that the run
-    started from are copied. OUT appears when it is complete.
+    CHECKPOINT is a folder, or a URL that fsspec knows. Tensors are streamed one at a time. Names are those
+    of the model's library, so that transformers can load the folder; several files get an index. Tokenizer
+    and generation settings of the folder that the run started from are copied. OUT appears when it is
+    complete.
     """
     import torch
     from rich.console import Console

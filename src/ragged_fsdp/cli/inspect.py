@@ -7,27 +7,27 @@ from typing import Any
 import click
 
 from ragged_fsdp.cli import HELP_OPTIONS
-from ragged_fsdp.cli.checkpoint_path import find_checkpoint
+from ragged_fsdp.cli.checkpoint_path import PLACE, find_checkpoint
 
 __all__ = ["command"]
 
 
 @click.command(context_settings=HELP_OPTIONS)
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("checkpoint", type=PLACE)
 @click.option("--verify", is_flag=True, help="read every file and compare its checksum")
 @click.option("--all", "show_all", is_flag=True, help="list all tensors, not only the model's")
 @click.option("--json", "as_json", is_flag=True, help="print one JSON object")
-def command(checkpoint: Path, verify: bool, show_all: bool, as_json: bool) -> None:
+def command(checkpoint: Any, verify: bool, show_all: bool, as_json: bool) -> None:
     """Show the step, the losses, the tensors and the files of CHECKPOINT (or of a run's newest one).
 
-    A folder of safetensors, exported or of another tool, is shown too; files that are not as long as they say
-    are refused.
+    CHECKPOINT is a folder, or a URL that fsspec knows. A folder of safetensors, exported or of another
+    tool, is shown too; files that are not as long as they say are refused.
     """
     from ragged_fsdp.checkpoint.contents import CheckpointReader
     from ragged_fsdp.checkpoint.store import damage
 
     try:
-        if any(checkpoint.glob("*.safetensors")):
+        if isinstance(checkpoint, Path) and any(checkpoint.glob("*.safetensors")):
             summary, show_all = _exported(checkpoint), True
             summary["problems"] = [] if verify else None
         else:
@@ -76,7 +76,7 @@ def _summary(reader: Any) -> dict[str, Any]:
         }
         for t in reader.tensors()
     ]
-    files = {p.name: p.stat().st_size for p in sorted(reader.path.iterdir()) if p.is_file()}
+    files = {p.name: p.stat().st_size for p in sorted(reader.path.iterdir(), key=str) if p.is_file()}
     info = {k: v for k, v in reader.info.items() if k != "config"}
     return {
         "path": str(reader.path),

@@ -6,6 +6,7 @@ across sections, so a flag needs no section. The help text of a flag is the fiel
 """
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -40,7 +41,8 @@ class RunConfig:
     resume: str = _option(
         "auto",
         "auto: from the newest good checkpoint if any; never: refuse a used folder; must: refuse an unused "
-        "one; restart: move the folder's checkpoints aside and begin at step 0; or the path of a checkpoint",
+        "one; restart: move the folder's checkpoints aside and begin at step 0; or the path or the URL of a "
+        "checkpoint",
     )
     resume_changed: bool = _option(
         False, "resume although the tokenizer, the order of the data or a dtype is not the checkpoint's"
@@ -228,6 +230,11 @@ class CheckpointConfig:
     """When the state is saved, and what is kept."""
 
     checkpoint_every: int = _option(100, "steps between checkpoints (0: only at the end)", at_least=0)
+    checkpoint_dir: str = _option(
+        "",
+        "where checkpoints go: a folder, or a URL that fsspec knows (s3://bucket/run, gs://bucket/run); "
+        "default: 'checkpoints' in run_dir",
+    )
     keep_last: int = _option(2, "newest checkpoints to keep (0: all)", at_least=0)
     keep_best: bool = _option(True, "also keep the one with the lowest evaluation loss")
     async_checkpoint: bool = _option(True, "write in the background while training goes on")
@@ -266,6 +273,11 @@ class TrainConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+
+    @property
+    def checkpoint_place(self) -> str:
+        """The folder or the URL of the run's checkpoints."""
+        return self.checkpoint.checkpoint_dir or str(Path(self.run.run_dir) / "checkpoints")
 
     @classmethod
     def sections(cls) -> dict[str, type]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from ragged_fsdp.checkpoint.place import is_url, place
 from ragged_fsdp.experts import expert_count, expert_modules
 from ragged_fsdp.fp8 import fp8_training
 from ragged_fsdp.models.names import nearest
@@ -128,10 +129,10 @@ def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
 def _check_run(config: TrainConfig) -> None:
     resume = config.run.resume
     modes = ("auto", "never", "must", "restart")
-    if resume not in modes and not Path(resume).is_dir():
+    if resume not in modes and not is_url(resume) and not Path(resume).is_dir():
         hint = nearest(resume, modes)
         raise ConfigError(f"resume = {resume!r}: no such folder, and not a mode; {hint}")
-    _check_folder(Path(config.run.run_dir))
+    _check_places(config)
     first, steps = config.log.profile_from, config.run.steps
     if config.log.profile and first > steps:
         raise ConfigError(f"profile_from = {first} is after the last of {steps} steps; use at most {steps}")
@@ -149,13 +150,32 @@ def _check_run(config: TrainConfig) -> None:
         )
 
 
-def _check_folder(run_dir: Path) -> None:
-    """Whether the run's folder is there, or can be made."""
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+def _check_places(config: TrainConfig) -> None:
+    """Whether the run's folder and that of its checkpoints can be used, and URLs be opened."""
+    run_dir, checkpoints = config.run.run_dir, config.checkpoint.checkpoint_dir
+    if is_url(run_dir):
+        raise ConfigError(f"run_dir = {run_dir!r}: expected a folder; checkpoint_dir can be a URL")
+    _check_folder("run_dir", Path(run_dir))
+    if checkpoints and not is_url(checkpoints):
+        _check_folder("checkpoint_dir", Path(checkpoints))
+    if is_url(checkpoints) and config.run.resume == "restart":
+        raise ConfigError(
+            f"resume = restart: checkpoints at {checkpoints} cannot be renamed; use another checkpoint_dir"
+        )
+    for name, given in (("checkpoint_dir", checkpoints), ("resume", config.run.resume)):
+        try:
+            place(given)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
+
+
+def _check_folder(setting: str, folder: Path) -> None:
+    """Whether a folder is there, or can be made."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise ConfigError(f"run_dir = {str(run_dir)!r}: {there} is not a folder")
+        raise ConfigError(f"{setting} = {str(folder)!r}: {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"run_dir = {str(run_dir)!r}: {there} cannot be written to")
+        raise ConfigError(f"{setting} = {str(folder)!r}: {there} cannot be written to")
 
 
 def _check_mesh(config: ShardingConfig, world_size: int) -> None:

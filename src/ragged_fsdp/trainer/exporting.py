@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ragged_fsdp.checkpoint.contents import CheckpointReader, StoredTensor
+from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
 from ragged_fsdp.weights.codes import block_fp8, coded
 from ragged_fsdp.weights.names import hugging_face_naming
@@ -46,7 +47,7 @@ _SERVING = (
 
 
 def export(
-    checkpoint: Path,
+    checkpoint: Place,
     out: Path,
     *,
     dtype: torch.dtype | None = None,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ragged_fsdp.checkpoint import dcp
-from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.checkpoint.store import open_store
 from ragged_fsdp.description import Description, describe
 from ragged_fsdp.experts import ExpertLoad, balanced_splits, expert_parallel, load_of, move_experts
 from ragged_fsdp.fp8 import nonfinite
@@ -29,7 +29,7 @@ from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granul
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
 from ragged_fsdp.trainer.ranks import Ranks, has_agent, on_first_rank, seed_everything
-from ragged_fsdp.trainer.run_folder import RunLock, identity_of, starting_point
+from ragged_fsdp.trainer.run_folder import identity_of, starting_point, take_places
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
 from ragged_fsdp.trainer.sharding import ShardedModel, dispatcher_for, prepare_layers, reductions, shard
@@ -49,8 +49,8 @@ class TrainingJob:
         self.config, self.ranks, self._stop = config, ranks, stop
         self._run_dir = Path(config.run.run_dir)
         checkpoints = config.checkpoint
-        self._store = CheckpointStore(
-            self._run_dir / "checkpoints", keep_last=checkpoints.keep_last, keep_best=checkpoints.keep_best
+        self._store = open_store(
+            config.checkpoint_place, keep_last=checkpoints.keep_last, keep_best=checkpoints.keep_best
         )
         self._saver = dcp.Saver(
             self._store, background=checkpoints.async_checkpoint, timeout_s=config.sharding.timeout
@@ -60,7 +60,7 @@ class TrainingJob:
         )
         # Half of the time that the other ranks wait for the answer.
         wait_s = config.sharding.timeout / 2 if has_agent() else 0.0
-        self._lock = on_first_rank(lambda: RunLock(self._run_dir, wait_s), ranks)
+        self._locks = on_first_rank(lambda: take_places(config, self._store, wait_s), ranks) or []
         self._tokens = _open_together(config, ranks)
         _check_vocabulary(self._source, self._tokens)
         twin = self._source.build()
@@ -197,6 +197,8 @@ class TrainingJob:
             self._view.say(message)
             if self._metrics is not None:
                 self._metrics.write("note", step, text=message)
+        if ranks.device.type == "cuda":
+            (self._run_dir / "hangs").mkdir(exist_ok=True)  # torch's flight recorder makes no folder
         keep_records(self._run_dir / "hangs" / f"step-{step:08d}{self._store.attempt}")
         self._clock.skip()
 
@@ -320,7 +322,7 @@ class TrainingJob:
         self._saver.save(step, state, info)
         if self._metrics is not None:
             self._metrics.write("checkpoint", step, blocked_s=time.perf_counter() - began)
-        self._view.say(f"step {step:>5}/{self.config.run.steps}  checkpoint {self._store.path(step)}")
+        self._view.say(f"step {step:>5}/{self.config.run.steps}  checkpoint {self._store.final_path(step)}")
         self._clock.skip()
 
     def _finish(self, status: str) -> dict[str, Any]:
@@ -340,8 +342,8 @@ class TrainingJob:
         if self._metrics is not None:
             self._metrics.write("end", **outcome)
             self._metrics.close()
-        if self._lock is not None:
-            self._lock.release()
+        for lock in self._locks:
+            lock.release()
         self._view.close()
         return outcome
 

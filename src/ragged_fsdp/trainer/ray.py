@@ -19,6 +19,7 @@ from typing import Any
 import ray.train
 import ray.train.torch
 
+from ragged_fsdp.checkpoint.place import is_url
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.config_file import from_values
@@ -48,6 +49,11 @@ def ray_train_loop(settings: dict[str, Any]) -> None:
             checkpoint is complete before the next step, so ``async_checkpoint`` is off.
     """
     config = _as_ray_says(from_values(settings, {}))
+    if is_url(config.checkpoint_place):
+        raise ValueError(
+            "checkpoint_dir must be a folder that all workers see: Ray copies from it to its storage_path; "
+            f"got {config.checkpoint_place}."
+        )
     check(config, ray.train.get_context().get_world_size())
     ranks = lay_out(config.sharding, ray.train.torch.get_device())
     _ReportingJob(config, ranks, StopRequest(config.run.minutes)).run()

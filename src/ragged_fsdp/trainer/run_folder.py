@@ -15,13 +15,14 @@ from torch import nn
 
 from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.contents import CheckpointReader
-from ragged_fsdp.checkpoint.store import MANIFEST, CheckpointStore
+from ragged_fsdp.checkpoint.place import Place, place
+from ragged_fsdp.checkpoint.store import MANIFEST, CheckpointStore, ObjectStore
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.data import Tokens
 from ragged_fsdp.trainer.ranks import Ranks, on_first_rank
 
-__all__ = ["Identity", "RunLock", "StartingPoint", "identity_of", "starting_point"]
+__all__ = ["Identity", "RunLock", "StartingPoint", "identity_of", "starting_point", "take_places"]
 
 _SHOWN = {
     "run": ("steps", "seed"),
@@ -40,19 +41,19 @@ class RunLock:
     that has to time out.
     """
 
-    def __init__(self, run_dir: Path, wait_s: float = 0.0) -> None:
+    def __init__(self, run_dir: Path, wait_s: float = 0.0, setting: str = "run_dir") -> None:
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self.file = (run_dir / ".lock").open("a+")
         except OSError as error:
-            raise ConfigError(f"run_dir = {str(run_dir)!r} cannot be used: {error.strerror}") from error
+            raise ConfigError(f"{setting} = {str(run_dir)!r} cannot be used: {error.strerror}") from error
         until = time.monotonic() + wait_s
         while not self._taken():
             if time.monotonic() >= until:
                 self.file.seek(0)
                 holder = self.file.read().strip() or "another process"
                 self.file.close()
-                raise ConfigError(f"run_dir = {str(run_dir)!r} is in use by {holder}; use another one")
+                raise ConfigError(f"{setting} = {str(run_dir)!r} is in use by {holder}; use another one")
             time.sleep(0.2)
         self.file.truncate(0)
         self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
@@ -70,11 +71,28 @@ class RunLock:
         self.file.close()
 
 
+def take_places(config: TrainConfig, store: CheckpointStore, wait_s: float) -> list[RunLock]:
+    """Locks on the run's folder and on that of its checkpoints; an object store is told whose it is.
+
+    The first rank's part. That way two runs that write into one object store are found by the name of the
+    run's folder, which one run alone can have locked.
+    """
+    locks = [RunLock(Path(config.run.run_dir), wait_s)]
+    if isinstance(store, ObjectStore):
+        try:
+            store.claim(str(Path(config.run.run_dir).absolute()))
+        except Exception as error:  # of the store's library: a name, an account, a network
+            raise ConfigError(f"checkpoint_dir = {str(store.root)!r} cannot be used: {error}") from error
+    elif config.checkpoint.checkpoint_dir:
+        locks.append(RunLock(store.root, wait_s, "checkpoint_dir"))
+    return locks
+
+
 @dataclass(frozen=True)
 class StartingPoint:
     """Where a run begins: at a checkpoint with the values of its manifest, or (None) at the first step."""
 
-    path: Path | None
+    path: Place | None
     info: dict[str, Any]
     notes: list[str]
     """Lines for the user: damaged checkpoints that were passed over, settings that were changed."""
@@ -137,7 +155,7 @@ def starting_point(
     return StartingPoint(path, reader.info, notes + _changed_settings(reader.info.get("config", {}), config))
 
 
-def _find(mode: str, store: CheckpointStore, ranks: Ranks, warn: Callable[[str], None]) -> Path | None:
+def _find(mode: str, store: CheckpointStore, ranks: Ranks, warn: Callable[[str], None]) -> Place | None:
     if mode == "never":
         if store.steps():
             raise ConfigError(f"resume = never: {store.root} already holds checkpoints; use another run_dir")
@@ -160,7 +178,7 @@ def _find(mode: str, store: CheckpointStore, ranks: Ranks, warn: Callable[[str],
         for problem in damaged:
             warn(f"passing over a damaged checkpoint: {problem}")
         return None if step is None else store.path(step)
-    path = Path(mode)
+    path = place(mode)
     if not (path / ".metadata").exists():
         raise ConfigError(f"resume: {path} is not a checkpoint folder")
     if (path / MANIFEST).exists() and (problems := dcp.shared_damage(path, ranks.control)):

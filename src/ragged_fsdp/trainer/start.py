@@ -1,12 +1,11 @@
 """Starting a run: checked here, then run by our own processes, torchrun's or SLURM's."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.checkpoint.store import open_store
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.data import open_tokens
@@ -49,7 +48,7 @@ def start(config: TrainConfig) -> dict[str, Any]:
 
 def _what_is_left(config: TrainConfig) -> str:
     """Where the run can go on after a failure, in words."""
-    steps = CheckpointStore(Path(config.run.run_dir) / "checkpoints").steps()
+    steps = open_store(config.checkpoint_place).steps()
     if not steps:
         return "there is no checkpoint yet: the same command begins at step 0"
     how = "the same command" if config.run.resume in ("auto", "must") else "--resume auto"

@@ -7,7 +7,6 @@ Tensors go through ``torch.distributed.checkpoint`` under the names of an unshar
 
 import random
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ragged_fsdp.checkpoint import dcp
+from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.ranks import Ranks
 
@@ -57,7 +57,7 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ran
     }
 
 
-def restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[str]:
+def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[str]:
     """Take up the state in ``path``; returns what could not be taken up exactly, in words.
 
     A checkpoint of another tool may hold the model alone: the optimizer then starts anew.
