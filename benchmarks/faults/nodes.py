@@ -71,7 +71,11 @@ class Node:
         self._away_until = self._pause_until = 0.0
         self._agent: subprocess.Popen[bytes] | None = None
         self.done = False
-        self.address = f"10.77.0.{index + 1}"
+        self.lost = False
+        """Whether it is gone for good."""
+        self.host = 0
+        """The node with the rendezvous, for agents that are started from now on."""
+        self.address = _address(index)
         # Holds the namespace; ends with this program, however that ends: its input is then closed.
         self._namespace = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE)
         pid = self._namespace.pid
@@ -97,8 +101,9 @@ class Node:
         torchrun = [
             *(sys.executable, "-m", "torch.distributed.run", "--no-python"),
             *("--nnodes", self._nodes, "--nproc-per-node", str(self._workers), "--max-restarts", "100"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "run"),
-            *("--rdzv-conf", f"{_RENDEZVOUS},is_host={int(self.index == 0)}"),
+            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{_address(self.host)}:29500"),
+            *("--rdzv-id", "run"),
+            *("--rdzv-conf", f"{_RENDEZVOUS},is_host={int(self.index == self.host)}"),
             *("--local-addr", self.address, "--monitor-interval", "0.2"),
         ]
         variables = {
@@ -158,6 +163,10 @@ class Node:
         for process in [*self.workers(), self._agent, self._namespace]:
             if process is not None and (not isinstance(process, psutil.Process) or process.is_running()):
                 process.kill()
+
+
+def _address(index: int) -> str:
+    return f"10.77.0.{index + 1}"
 
 
 def _ip(line: str) -> None:

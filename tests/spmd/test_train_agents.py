@@ -29,7 +29,8 @@ def _has_namespaces() -> bool:
 @pytest.mark.skipif(not _has_namespaces(), reason="needs unshare --net with bridges")
 def test_a_run_goes_on_when_a_worker_and_then_a_node_die(tmp_path):
     out = tmp_path / "out.json"
-    faults = ["--nodes", "2", "--kills", "2", "--kinds", "worker", "node", "--steps", "60", "--limit", "150"]
+    faults = ["--nodes", "2", "--kills", "2", "--kinds", "worker", "node", "--last"]
+    faults += ["--steps", "60", "--limit", "150"]
     command = [sys.executable, "-m", "benchmarks.faults.agents", *faults, "--out", str(out)]
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
