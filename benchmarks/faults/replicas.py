@@ -7,6 +7,9 @@ A lighthouse and the replicas' managers are really started; a replica is two ran
 of a random replica is killed, the rest of it a moment later, as an agent would do; it is started again with
 other weights and must copy those of a peer. At the end the same schedule of who contributed to which step is
 computed again without torchft and without a kill: losses and all state must be the same to the bit.
+
+Of each kill is noted where the survivor that waited longest spent its time: until the lighthouse had a new
+quorum, connecting, and in the rest. With ``--device cuda`` ranks are NCCL's and share one GPU.
 """
 
 import argparse
@@ -20,8 +23,6 @@ import random
 import signal
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -50,8 +51,10 @@ class Setting:
     replicas: int
     hidden: int = 64
     layers: int = 3
+    device: str = "cpu"
     timeout_s: float = 30.0
     connect_s: float = 1.0
+    heartbeat_ms: int = 1000
     pause_s: float = 0.02
     """Added to each step, so that a replica can come back before the run has ended."""
     token: str = "a token of the benchmark"
@@ -79,7 +82,7 @@ def build(setting: Setting, seed: int, mesh: Any = None) -> tuple[nn.Module, tor
     from ragged_fsdp import fully_shard
 
     torch.manual_seed(seed)
-    model = Net(setting.hidden, setting.layers)
+    model = Net(setting.hidden, setting.layers).to(setting.device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -89,7 +92,7 @@ def build(setting: Setting, seed: int, mesh: Any = None) -> tuple[nn.Module, tor
 def batch(setting: Setting, step: int, replica: int, rank: int) -> Tensor:
     """The rows that one rank of a replica sees in a step."""
     generator = torch.Generator().manual_seed(((step * 64) + replica) * 64 + rank)
-    return torch.randn(4, setting.hidden, generator=generator)
+    return torch.randn(4, setting.hidden, generator=generator).to(setting.device)
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -100,7 +103,7 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         for value in values:
             local = value.to_local() if hasattr(value, "to_local") else value
             found.update(
-                name.encode() + local.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                name.encode() + local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             )
     return found.hexdigest()
 
@@ -112,11 +115,28 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def join(port: int, rank: int, ranks: int) -> None:
+def join(setting: Setting, port: int, rank: int, ranks: int, host: str) -> None:
     """A process group of this replica alone."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
-    dist.init_process_group("gloo")
+    os.environ["NCCL_HOSTID"] = host  # NCCL lets only "hosts" share a device
+    if setting.device == "cuda":
+        torch.cuda.set_device(0)
+    dist.init_process_group("nccl" if setting.device == "cuda" else "gloo")
+
+
+def timed(owner: Any, name: str, book: dict[str, float]) -> None:
+    """Let ``book`` have the seconds that a method takes, under its name."""
+    inner = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            book[name] = book.get(name, 0.0) + time.monotonic() - began
+
+    setattr(owner, name, call)
 
 
 def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: int, port: int) -> None:
@@ -127,7 +147,7 @@ def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: i
     with open(folder / f"said-{replica}-{life}-{rank}", "wb") as said:  # torchft says a lot
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
-    join(port, rank, RANKS)
+    join(setting, port, rank, RANKS, f"{replica}-{rank}")
     model, optimizer = build(setting, seed=100 * life)
     log = open(folder / f"log-{replica}-{life}-{rank}", "a", buffering=1)  # noqa: SIM115
     replicas = Replicas(
@@ -141,6 +161,13 @@ def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: i
         host="127.0.0.1",
         on_change=lambda change: print(json.dumps({"change": str(change), **vars(change)}), file=log),
     )
+    spent: dict[str, float] = {}
+    for owner, name in (
+        (replicas._manager, "_async_quorum"),
+        (replicas._group, "configure"),
+        (replicas, "average"),
+    ):
+        timed(owner, name, spent)
     while not (folder / "stop").exists() or replicas.step < int((folder / "stop").read_text()):
         replicas.begin()
         step = replicas.step
@@ -150,7 +177,11 @@ def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: i
         optimizer.step()
         optimizer.zero_grad()
         line: dict[str, Any] = {"step": averaged.step, "by": averaged.replicas, "time": time.time()}
+        connect_s = spent.get("configure", 0.0)
         line["attempts"] = averaged.attempts
+        line["quorum_s"], line["connect_s"] = spent["_async_quorum"] - connect_s, connect_s
+        line["average_s"] = spent["average"]
+        spent.clear()
         if replica in averaged.replicas:
             line["loss"] = loss.item().hex()
         print(json.dumps(line), file=log)
@@ -165,10 +196,10 @@ def rerun_rank(setting: Setting, schedule: list[list[int]], rank: int, port: int
 
     from ragged_fsdp.replicas import ReplicaGradients
 
-    join(port, rank, setting.replicas * RANKS)
+    join(setting, port, rank, setting.replicas * RANKS, str(rank))
     replica, inner = divmod(rank, RANKS)
     mesh = DeviceMesh(
-        "cpu", torch.arange(setting.replicas * RANKS).view(-1, RANKS), mesh_dim_names=("r", "s")
+        setting.device, torch.arange(setting.replicas * RANKS).view(-1, RANKS), mesh_dim_names=("r", "s")
     )
     model, optimizer = build(setting, seed=0, mesh=mesh["s"])
     gradients = ReplicaGradients(model)
@@ -192,24 +223,40 @@ def rerun_rank(setting: Setting, schedule: list[list[int]], rank: int, port: int
     dist.destroy_process_group()
 
 
+def run_lighthouse(port: int, heartbeat_ms: int, folder: str) -> None:
+    """The process of a lighthouse."""
+    from torchft.coordination import LighthouseServer
+
+    with open(Path(folder) / "lighthouse", "wb") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    server = LighthouseServer(
+        bind=f"127.0.0.1:{port}",
+        min_replicas=1,
+        join_timeout_ms=10_000,
+        quorum_tick_ms=50,
+        heartbeat_timeout_ms=heartbeat_ms,
+    )
+    signal.pause()
+    server.shutdown()
+
+
 @contextmanager
-def lighthouse(log: Path) -> Iterator[str]:
-    """A lighthouse that takes a silent replica for dead after 1.5 seconds."""
+def lighthouse(setting: Setting) -> Iterator[str]:
+    """A lighthouse that takes a replica for dead after a silence of ``heartbeat_ms``."""
     port = free_port()
-    binary = Path(sys.executable).parent / "torchft_lighthouse"
-    command = [binary, "--bind", f"127.0.0.1:{port}", "--min_replicas", "1", "--quorum_tick_ms", "50"]
-    command += ["--heartbeat_timeout_ms", "1500", "--join_timeout_ms", "10000"]
-    with log.open("wb") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
-        try:
-            while process.poll() is None:
-                try:
-                    socket.create_connection(("127.0.0.1", port), 0.2).close()
-                    break
-                except OSError:
-                    time.sleep(0.02)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
+    process = _CONTEXT.Process(target=run_lighthouse, args=(port, setting.heartbeat_ms, setting.folder))
+    process.start()
+    try:
+        while process.is_alive():
+            try:
+                socket.create_connection(("127.0.0.1", port), 0.2).close()
+                break
+            except OSError:
+                time.sleep(0.02)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
 
 
 @dataclass
@@ -286,7 +333,9 @@ def disturbed(job: Job, kills: int, choose: random.Random, patience_s: float = 9
         job.kill(victim, choose)
         job.wait(lambda v=victim, o=others: all(_alone(job, r, v) for r in o), patience_s, "the others go on")
         usual = statistics.median(_gaps(job.steps(others[0]))[-50:])
-        gap = max(max(_gaps(job.steps(r)[max(0, seen[r] - 2) :])) for r in others)
+        gap, slowest = max(
+            (_longest(job.steps(r)[max(0, seen[r] - 2) :]) for r in others), key=lambda g: g[0]
+        )
         time.sleep(choose.uniform(0.0, 0.5))
         started = time.time()
         job.start(victim)
@@ -297,10 +346,14 @@ def disturbed(job: Job, kills: int, choose: random.Random, patience_s: float = 9
                 "at_step": job.steps(others[0])[seen[others[0]] - 1]["step"],
                 "others_went_on_after_s": round(gap - usual, 3),
                 "usual_step_s": round(usual, 3),
+                "attempts": slowest["attempts"],
+                **{k: round(slowest[k], 3) for k in ("quorum_s", "connect_s", "average_s")},
                 "back_after_s": round(time.time() - started, 2),
             }
         )
         print(f"{number + 1}/{kills}", story[-1], f"{time.time() - killed:.1f} s", flush=True)
+        with (Path(job.setting.folder) / "kills").open("a") as book:
+            print(json.dumps(story[-1]), file=book)
     last = max(job.steps(replica)[-1]["step"] for replica in replicas) + 20
     (Path(job.setting.folder) / "stop").write_text(str(last))
     running = [process for processes in job.processes.values() for process in processes]
@@ -312,6 +365,12 @@ def _alone(job: Job, replica: int, victim: int) -> bool:
     """Whether ``replica`` has taken two steps without ``victim``."""
     newest = job.steps(replica)[-2:]
     return len(newest) == 2 and all(victim not in line["by"] for line in newest)
+
+
+def _longest(steps: list[dict[str, Any]]) -> tuple[float, dict[str, Any]]:
+    """The longest time between two steps, and the later one."""
+    pairs = ((after["time"] - before["time"], after) for before, after in itertools.pairwise(steps))
+    return max(pairs, key=lambda pair: pair[0])
 
 
 def _gaps(steps: list[dict[str, Any]]) -> list[float]:
@@ -376,8 +435,7 @@ def fallen_behind(job: Job) -> int:
 
 def kill_replicas(setting: Setting, kills: int, seed: int) -> dict[str, Any]:
     """A run through ``kills`` kills, and what came of it."""
-    folder = Path(setting.folder)
-    with lighthouse(folder / "lighthouse") as address:
+    with lighthouse(setting) as address:
         job = Job(setting, address)
         try:
             story = disturbed(job, kills, random.Random(seed))
@@ -386,10 +444,15 @@ def kill_replicas(setting: Setting, kills: int, seed: int) -> dict[str, Any]:
                 for process in processes:
                     process.kill()
     pauses = sorted(entry["others_went_on_after_s"] for entry in story)
+    beside = sorted(e["others_went_on_after_s"] - e["quorum_s"] for e in story)
     return {
         "setting": {"replicas": setting.replicas, "ranks": RANKS, "kills": kills, "seed": seed},
+        "heartbeat_ms": setting.heartbeat_ms,
         "longest_pause_s": pauses[-1],
         "median_pause_s": statistics.median(pauses),
+        "pauses_over_2_s": sum(pause > 2.0 for pause in pauses),
+        "longest_without_the_quorum_s": round(beside[-1], 3),
+        "median_without_the_quorum_s": round(statistics.median(beside), 3),
         "steps_lost": 0,  # else `schedule_of` below raises
         "contributions_lost_by_survivors": fallen_behind(job),
         "rejoins": len(story),
@@ -456,6 +519,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--heartbeat-ms", type=int, default=1000, help="silence after which one is dead")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds that an average may take")
     parser.add_argument("--rate", action="store_true", help="only the rate of a copy")
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="where logs are kept; default: nowhere")
@@ -467,14 +533,25 @@ def main() -> None:
         else:
             kept = given.folder or Path(folder)
             kept.mkdir(parents=True, exist_ok=True)
-            result = kill_replicas(Setting(str(kept), given.replicas), given.kills, given.seed)
+            setting = Setting(
+                str(kept),
+                given.replicas,
+                device=given.device,
+                heartbeat_ms=given.heartbeat_ms,
+                timeout_s=given.timeout,
+            )
+            result = kill_replicas(setting, given.kills, given.seed)
     result["hardware"] = f"{os.cpu_count()} cores, {platform.machine()}, loopback"
+    if given.device == "cuda":
+        result["hardware"] += f", {torch.cuda.get_device_name()}, shared by all ranks"
     result["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
     if not given.rate:
         from importlib.metadata import version
 
         result["versions"]["torchft"] = version("torchft")
-    result["command"] = "python benchmarks/faults/replicas.py " + " ".join(sys.argv[1:])
+    named = {"replicas": given.replicas, "kills": given.kills, "device": given.device}
+    options = "--rate" if given.rate else " ".join(f"--{name} {value}" for name, value in named.items())
+    result["command"] = f"python benchmarks/faults/replicas.py {options}"
     print(json.dumps({key: value for key, value in result.items() if key != "kills"}, indent=1))
     if given.out:
         given.out.write_text(json.dumps(result, indent=1) + "\n")

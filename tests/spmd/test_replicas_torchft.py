@@ -27,6 +27,8 @@ class _Others:
 
     def wait(self) -> None: ...
 
+    def settle(self) -> None: ...
+
     def errored(self) -> Exception | None:
         return self.error
 
@@ -43,7 +45,7 @@ class _Others:
 def _among(others: _Others, replica: int = 1, past: int = 3) -> Replicas:
     ours = object.__new__(Replicas)
     ours.replica, ours._lineage, ours._fingerprint, ours._manager = replica, past, 7, others
-    ours._device = torch.device("cpu")
+    ours._device, ours._group = torch.device("cpu"), others
     return ours
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -38,12 +39,15 @@ from ragged_fsdp.optim.base import local_part
 from ragged_fsdp.replicas.gradients import ReplicaGradients
 from ragged_fsdp.replicas.state import Offer, ReplicaState
 from ragged_fsdp.replicas.transport import HealingError, Received, StateServer, job_token, receive
+from ragged_fsdp.torch_internals import backend_of
 
 __all__ = ["Averaged", "Change", "Replicas", "SplitError"]
 
 _LOGGER = logging.getLogger(__name__)
 _MOST_REPLICAS = 1024
 _KEY = "default"
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_POLL_S = 0.0005
 
 
 class SplitError(RuntimeError):
@@ -109,10 +113,33 @@ class _Gloo(_Members, ProcessGroupGloo):
         opts.timeout = self._average_timeout
         return opts
 
+    def settle(self) -> None:
+        """Nothing: a collective that failed has raised."""
+
 
 class _Nccl(_Members, ProcessGroupNCCL):
+    """Over NCCL, where nothing raises: a kernel that waits for a dead peer is ended by an abort alone."""
+
     def __init__(self, connect_s: float, timeout_s: float) -> None:
         super().__init__(timeout=timedelta(seconds=timeout_s))
+
+    def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
+        before = os.environ.get(_WATCHDOG)
+        os.environ[_WATCHDOG] = "0"  # else it ends this process when a peer's connection breaks
+        try:
+            return super()._create_pg(*args, **kwargs)
+        finally:
+            os.environ.pop(_WATCHDOG)
+            os.environ.update({_WATCHDOG: before} if before is not None else {})
+
+    def settle(self) -> None:
+        """Wait for the device; abort what waits for a peer as soon as its connection is seen to be broken."""
+        done = torch.cuda.current_stream().record_event()
+        while not done.query():
+            if backend_of(self._pg, torch.device("cuda")).get_error().name != "SUCCESS":
+                self.abort()
+                return
+            time.sleep(_POLL_S)
 
 
 class _Transport(CheckpointTransport[dict[str, Any]]):
@@ -290,12 +317,19 @@ class Replicas:
             works += [manager.allreduce(flat) for flat in flats]
             for work in works:
                 work.wait()
-        if manager.errored() is not None:
+        if self._failed():
             self._group.abort()  # else a replica that waits for this one would find out only by its time-out
         committed = manager.should_commit()
         if (failure := self._transport.failure) is not None:
             raise failure  # the other ranks may have been healed: only a fresh start is sure to be whole
         return (present, contributors) if committed and contributors is not None else None
+
+    def _failed(self) -> bool:
+        """Whether a collective of this attempt failed, once all have come to an end."""
+        self._group.settle()
+        if (error := self._group.errored()) is not None:
+            self._manager.report_error(error)
+        return self._manager.errored() is not None
 
     def _agree(self) -> tuple[int, ...] | None:
         """Whose gradients will be in the mean; None if a replica left. All must have one model, one past."""
@@ -303,7 +337,7 @@ class Replicas:
         roll[self.replica], roll[_MOST_REPLICAS + self.replica] = 1, self._lineage
         roll[-1] = self._fingerprint
         self._manager.allreduce(roll, reduce_op=dist.ReduceOp.SUM).wait()
-        if self._manager.errored() is not None:
+        if self._failed():
             return None
         values = roll.tolist()
         there, lineages = values[:_MOST_REPLICAS], values[_MOST_REPLICAS:-1]
