@@ -6,6 +6,7 @@
     adopt_parameters                    shard what was attached to a sharded model
     Elements, Rows, Tiles, Whole        what stays together on a rank
     BlockCodes                          what is gathered instead of values
+    encode_frozen                       what is frozen, stored as codes
     describe                            what became of a model: groups, padding, bytes per rank
     RaggedShard, distribute_tensor      the placement and tensors of your own
     DBuffer                             a group of tensors in one buffer, without modules
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES and
     from ragged_fsdp.dtensor import RaggedShard as RaggedShard
     from ragged_fsdp.dtensor import StridedRaggedShard as StridedRaggedShard
     from ragged_fsdp.dtensor import distribute_tensor as distribute_tensor
+    from ragged_fsdp.frozen_codes import encode_frozen as encode_frozen
     from ragged_fsdp.policy import BlockCodes as BlockCodes
     from ragged_fsdp.policy import Elements as Elements
     from ragged_fsdp.policy import Rows as Rows
@@ -66,6 +68,7 @@ _HOMES = {
     "distribute_tensor": "ragged_fsdp.dtensor",
     "DBuffer": "ragged_fsdp.dbuffer",
     "describe": "ragged_fsdp.description",
+    "encode_frozen": "ragged_fsdp.frozen_codes",
     "BlockCodes": "ragged_fsdp.policy",
     "Elements": "ragged_fsdp.policy",
     "Rows": "ragged_fsdp.policy",

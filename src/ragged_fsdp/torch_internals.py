@@ -83,6 +83,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "joins_gathers",
     "local_of",
+    "make_wrapper_subclass",
     "new_group_named",
     "one_launch",
     "op_overloads",
@@ -372,6 +373,8 @@ until a public name of the class that modes derive from:
 until their documentation: subclasses outside torch use both:
     torch.utils._python_dispatch:is_traceable_wrapper_subclass return_and_correct_aliasing
         tensor subclasses that wrap others, and views that ops return
+    torch:Tensor._make_wrapper_subclass
+        a weight of codes and scales that linear layers compute with
 until torch.utils.pytree with these functions in all supported releases:
     torch.utils._pytree:tree_leaves register_constant
         the tensors in an op's arguments
@@ -458,6 +461,7 @@ from torch.utils._python_dispatch import (
 )
 
 local_of: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 spec_of: Callable[[Any], DTensorSpec] = operator.attrgetter("_spec")
 schema_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")

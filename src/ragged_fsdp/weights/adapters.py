@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ragged_fsdp.fsdp.parts.packing import value_meta
 from ragged_fsdp.weights.names import plain_name
 
 __all__ = ["Adapters", "Addition", "added"]
@@ -139,14 +140,15 @@ class Adapters:
         is_transposed = embeds or bool(getattr(layer, "fan_in_fan_out", False))
         shape = (left.shape[0], right.shape[-1])
         expected = shape[::-1] if is_transposed else shape
-        if left.ndim != 2 or right.ndim != 2 or tuple(weight.shape) != expected:
+        held, dtype = value_meta(weight)
+        if left.ndim != 2 or right.ndim != 2 or tuple(held) != expected:
             raise ValueError(
                 f"{name}: the adapter {adapter!r} makes a matrix of shape {expected}, which cannot be added "
-                f"to a weight of shape {tuple(weight.shape)}; only LoRA of linear layers and embeddings can "
+                f"to a weight of shape {tuple(held)}; only LoRA of linear layers and embeddings can "
                 "be merged into a stream"
             )
-        if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
-            raise ValueError(f"{name}: an adapter cannot be added to a weight of {weight.dtype}")
+        if not dtype.is_floating_point or dtype.itemsize == 1:
+            raise ValueError(f"{name}: an adapter cannot be added to a weight of {dtype}")
         self._note(weight, Addition(layer, adapter, left, right, is_transposed))
         bias = None if embeds else getattr(layer.lora_B[adapter], "bias", None)
         if bias is not None:

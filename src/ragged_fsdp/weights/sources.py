@@ -3,8 +3,8 @@
 A :class:`GroupSource` gathers the shard of a group into one flat tensor, in which the outside tensors are
 views: nothing is copied. A :class:`CodedSource` does so with float8 codes, made by whoever holds a block. A
 :class:`LooseSource` holds what cannot be had that way (tensor and expert parallelism, explicit ``Shard``,
-dtypes of several sizes where the group was planned for one, torch's FSDP, plain tensors): its tensors are
-gathered one by one and, unless there is only one, copied into one run.
+dtypes of several sizes where the group was planned for one, quantised weights, which are decoded, torch's
+FSDP, plain tensors): its tensors are gathered one by one and, unless there is only one, copied into one run.
 
 What adapters add to a weight is added by the ranks that hold it, before the gather.
 """
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.collectives import Comm, all_reduce_, wait_all
 from ragged_fsdp.fsdp.parts.members import MainShard
+from ragged_fsdp.fsdp.parts.packing import value_meta, values_of
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.fsdp.runtime.state import state_of
@@ -61,9 +62,19 @@ class Member:
     additions: tuple[Addition, ...] = ()
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the values: of the weight where the tensor is the bytes of its codes."""
+        return value_meta(self.target.tensor)[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the values."""
+        return value_meta(self.target.tensor)[1]
+
+    @property
     def row_numel(self) -> int:
         """Elements of a row."""
-        return max(1, math.prod(self.target.tensor.shape[1:]))
+        return max(1, math.prod(self.shape[1:]))
 
 
 @dataclass
@@ -119,8 +130,8 @@ def sources_of(
             owners.update((id(param.sharded), (group, i)) for i, param in enumerate(group.params))
         inside = [places.get(id(param.sharded)) for param in group.params]
         own = [index for index in inside if index is not None and members[index].parts]
-        if not own or None in inside:
-            continue
+        if not own or None in inside or any(param.packing is not None for param in group.params):
+            continue  # codes are decoded one weight at a time
         mine = [members[index] for index in inside if index is not None]
         sent = [sent_dtype(member.target.tensor.dtype, dtype) for member in mine]
         if _cell_bytes(group, sent) is None or (one_dtype and len(set(sent)) > 1):
@@ -130,8 +141,8 @@ def sources_of(
     loose: list[Member] = []
     first = 0
     for index in [i for i in range(len(members)) if i not in taken and members[i].parts]:
-        nbytes = members[index].target.tensor.nbytes
-        if loose and sum(m.target.tensor.nbytes for m in loose) + nbytes > _LOOSE_BYTES:
+        nbytes = _value_bytes(members[index])
+        if loose and sum(map(_value_bytes, loose)) + nbytes > _LOOSE_BYTES:
             made.append((first, LooseSource(loose, dtype)))
             loose = []
         first = first if loose else index
@@ -139,6 +150,10 @@ def sources_of(
     if loose:
         made.append((first, LooseSource(loose, dtype)))
     return [source for _, source in sorted(made, key=lambda pair: pair[0])]
+
+
+def _value_bytes(member: Member) -> int:
+    return member.shape.numel() * member.dtype.itemsize
 
 
 def _groups(model: nn.Module) -> Iterator[ParamGroup]:
@@ -169,7 +184,8 @@ def _cell_bytes(group: ParamGroup, sent: Sequence[torch.dtype]) -> int | None:
 
 def member_of(target: Target, naming: Naming, additions: tuple[Addition, ...] = ()) -> Member:
     """A tensor of the model with its parts outside."""
-    parts = parts_of(naming, target.name, tuple(target.tensor.shape), target.tensor.dtype)
+    shape, dtype = value_meta(target.tensor)
+    parts = parts_of(naming, target.name, tuple(shape), dtype)
     for part in parts:
         if part.index != ():
             raise ValueError(
@@ -348,18 +364,17 @@ class LooseSource:
     @property
     def nbytes(self) -> int:
         """Bytes of the bucket."""
-        kinds = [(member.target.tensor, self.sent(member)) for member in self.members]
-        return sum(tensor.numel() * dtype.itemsize for tensor, dtype in kinds)
+        return sum(member.shape.numel() * self.sent(member).itemsize for member in self.members)
 
     def sent(self, member: Member) -> torch.dtype:
         """The dtype in which a tensor is sent."""
-        return sent_dtype(member.target.tensor.dtype, self._dtype)
+        return sent_dtype(member.dtype, self._dtype)
 
     def bucket(self, tensors: Sequence[Tensor], naming: Naming) -> Bucket:
         """The bucket, filled from ``tensors`` one by one: those that are sharded are gathered here."""
         values = []
         for member, tensor in zip(self.members, tensors):
-            whole = whole_of(tensor)
+            whole = values_of(member.target.tensor, whole_of(tensor))
             if member.additions:
                 given = [(a, [whole_of(f) for f in a.factors]) for a in member.additions]
                 whole = added(whole.reshape(-1), given, 0, member.row_numel).view(whole.shape)

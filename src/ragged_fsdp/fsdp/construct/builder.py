@@ -131,6 +131,8 @@ class GroupBuilder:
             lines.append(draft.plan.description)
             lines += [f"{choice.param.name} {choice.codes}" for choice in draft.choices if choice.codes]
             lines += [f"{choice.param.name} frozen" for choice in draft.choices if not choice.param.trains]
+            packed = [(c.param.name, c.param.packing) for c in draft.choices if c.param.packing is not None]
+            lines += [f"{name} {packing.description}" for name, packing in packed]
         statements = [(mesh, "\n".join(lines)) for mesh, lines in texts.values()]
         return [*statements, (self.mesh, "")] if may_leave else statements
 
@@ -209,6 +211,8 @@ class GroupBuilder:
         mesh, placement, explicit = self._placement_choice(param)
         mesh.check_spmd(param, name)
         shapes = outer_shapes(param)
+        if managed.packing is not None:  # bytes of codes and scales: cut anywhere, gathered as they are
+            return _Choice(managed, mesh, 1, None)
         granularity = self._granularity(name, param, shapes)
         if isinstance(granularity, Tiles) and not mesh.shards:
             granularity = None  # every rank has all of it, in rows

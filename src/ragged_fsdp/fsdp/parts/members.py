@@ -5,7 +5,8 @@ Transports and reducers work on :class:`Members`; the group itself adds the stat
 [Note: tensors of a parameter]
 - original: what was registered when ``fully_shard`` was called; a plain tensor, or a DTensor from tensor
   or expert parallelism. It is dropped.
-- inner: the original's local tensor, which data parallelism cuts; the original itself if plain.
+- inner: the original's local tensor, which data parallelism cuts; the original itself if plain. Of a frozen
+  weight that is codes and scales it is their bytes (``packing.py``), and what follows is of these.
 - sharded: a DTensor, ragged unless the user asked for a ``Shard``; its local tensor is this rank's piece of
   the group's main shard.
 - unsharded: the parameter computation uses; a slice of the gathered buffer with the inner shape, wrapped
@@ -38,6 +39,7 @@ from ragged_fsdp.fsdp.parts.left_out import (
     note_replaced,
 )
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
+from ragged_fsdp.fsdp.parts.packing import mark, packing_of
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, GroupPlan, gathered_dtype, inner_of
 from ragged_fsdp.fsdp.streams import CommContext
 from ragged_fsdp.torch_internals import (
@@ -99,14 +101,19 @@ class ManagedParam:
         """Its name below the root, once that is known."""
         self.places = tuple(places)
         # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
-        plain = all(type(p.module).__setattr__ is nn.Module.__setattr__ for p in self.places)
-        self.tables = [(parameters_of(p.module), p.attribute) for p in self.places] if plain else None
+        usual = all(type(p.module).__setattr__ is nn.Module.__setattr__ for p in self.places)
+        self.tables = [(parameters_of(p.module), p.attribute) for p in self.places] if usual else None
         self.uid = _unique_id(original)
         self.inner_spec: DTensorSpec | None = spec_of(original) if isinstance(original, DTensor) else None
-        self.inner_shape = inner_of(original).shape
-        self.global_shape = original.shape
-        self.dtype = original.dtype
-        self.sharded: nn.Parameter = original
+        self.packing = packing_of(original)
+        """How a frozen weight of a class of its own becomes a plain tensor, and that tensor the weight."""
+        plain = original
+        if self.packing is not None:
+            plain = nn.Parameter(self.packing.pack(original), requires_grad=False)
+        self.inner_shape = inner_of(plain).shape
+        self.global_shape = plain.shape
+        self.dtype = plain.dtype
+        self.sharded: nn.Parameter = plain
         self._original: nn.Parameter | None = original
         """Until it is replaced, which a call that fails does not do."""
         self.unsharded: nn.Parameter | None = None
@@ -136,6 +143,7 @@ class ManagedParam:
         if self._original is not None:
             note_replaced(self._original, self.name)
             self._original = None
+            self._mark()
         if param is self.sharded:
             _OWNERS[id(param)] = self
         for place in self.places:
@@ -143,6 +151,10 @@ class ManagedParam:
                 parameters_of(place.module)[place.attribute] = param
             else:
                 setattr(place.module, place.attribute, param)
+
+    def _mark(self) -> None:
+        if self.packing is not None:
+            mark(self.sharded, self.packing, [place.module for place in self.places])
 
     def adopt_registered(self) -> None:
         """Take over what the user registered in place of the sharded parameter."""
@@ -173,6 +185,7 @@ class ManagedParam:
         note_current(param)
         self.sharded = param  # type: ignore[assignment]  # a parameter that is a DTensor
         _OWNERS[id(param)] = self
+        self._mark()
         for place in self.places[1:]:
             parameters_of(place.module)[place.attribute] = param
 
@@ -205,7 +218,10 @@ class ManagedParam:
                 meta = TensorMeta(meta.shape, contiguous_stride(meta.shape), view.dtype)
             data = DTensor(view, replace(self.inner_spec, tensor_meta=meta), requires_grad=False)
         self.trains = self.sharded.requires_grad
-        self.unsharded = nn.Parameter(data, requires_grad=self.trains)
+        if self.packing is not None:
+            self.unsharded = self.packing.unpack(data)
+        else:
+            self.unsharded = nn.Parameter(data, requires_grad=self.trains)
         note_gathered(self.unsharded, self.fqn or self.name)
         setattr(self.unsharded, MANAGED_ATTRIBUTE, True)
         if self.product is not None:

@@ -1,0 +1,158 @@
+"""Frozen weights stored as 8-bit codes: one byte per element and one fp32 scale per tile, on every level.
+
+``gather_policy`` lets a weight travel as codes and keeps its values, which an optimizer updates. A weight
+that is frozen needs no values: :func:`encode_frozen` replaces it by its codes before ``fully_shard``. They
+are what a rank stores, what travels and what is gathered; a linear layer decodes its own matrix in each pass
+and lets it go::
+
+    stored     codes and scales, a part per rank        half of bf16
+    gathered   codes and scales of a layer               half of bf16
+    decoded    one matrix at a time                      in the dtype of the input
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ragged_fsdp.fsdp.gather import block_codes
+from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
+from ragged_fsdp.policy import BlockCodes
+from ragged_fsdp.torch_internals import make_wrapper_subclass, return_and_correct_aliasing
+
+__all__ = ["CodedWeight", "encode_frozen"]
+
+_COPIES = ("aten.detach.default", "aten.clone.default", "aten._to_copy.default")
+"""What modules do with a parameter when they are moved, copied or cast."""
+
+
+def encode_frozen(model: nn.Module, policy: Callable[[str, nn.Parameter], BlockCodes | None]) -> list[str]:
+    """Replace frozen weights of linear layers by their codes; the names of those that were.
+
+    Attach adapters first, which freezes the base, and call ``fully_shard`` after it.
+
+    Args:
+        policy: ``policy(name, weight)``, the codes of a frozen weight of an ``nn.Linear``; None leaves it.
+
+    Raises:
+        TypeError, ValueError: naming the weight, if the answer is not usable for it; nothing is changed.
+    """
+    found: list[tuple[str, nn.Linear, BlockCodes]] = []
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, nn.Linear) or weight is None or weight.requires_grad:
+            continue
+        name = f"{path}.weight" if path else "weight"
+        codes = policy(name, weight)
+        if codes is None:
+            continue
+        if not isinstance(codes, BlockCodes) or not codes.decoded:
+            raise TypeError(f"{name}: the policy must return decoded BlockCodes or None, got {codes!r}.")
+        if type(weight.data) is not Tensor or not weight.is_floating_point() or weight.dtype.itemsize == 1:
+            kind = type(weight.data).__name__
+            raise ValueError(
+                f"{name}: no codes are made of a {kind} of {weight.dtype}; encode plain weights."
+            )
+        if weight.is_meta:
+            raise ValueError(f"{name}: is on the meta device and has no values to encode.")
+        try:
+            codes.check(weight.shape)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        found.append((name, module, codes))
+    for _, module, codes in found:
+        coded = CodedWeight.encode(module.weight.detach(), codes)
+        module.weight = nn.Parameter(coded, requires_grad=False)
+    return [name for name, _, _ in found]
+
+
+class CodedWeight(Tensor):
+    """A weight as codes and scales; linear layers compute with its values, which it can also return."""
+
+    codes: Tensor
+    """As the weight's shape."""
+    scales: Tensor
+    """(bands, tiles): one per tile."""
+    kind: BlockCodes
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scales: Tensor, kind: BlockCodes, dtype: torch.dtype) -> CodedWeight:
+        return make_wrapper_subclass(cls, codes.shape, dtype=dtype, device=codes.device)
+
+    def __init__(self, codes: Tensor, scales: Tensor, kind: BlockCodes, dtype: torch.dtype) -> None:
+        self.codes, self.scales, self.kind = codes, scales, kind
+
+    @classmethod
+    def encode(cls, weight: Tensor, kind: BlockCodes) -> CodedWeight:
+        """The codes of a plain weight."""
+        bands = weight.reshape(-1, *band_shape(kind, weight.shape[-1]))
+        codes = torch.empty(bands.shape, dtype=code_dtype(kind), device=weight.device)
+        scales = torch.empty(bands.shape[0], bands.shape[2], dtype=torch.float32, device=weight.device)
+        block_codes.encode(bands, kind, (codes, scales))
+        return cls(codes.view(weight.shape), scales, kind, weight.dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values, rounded once from fp32 to ``dtype``, which is that of the weight if not given."""
+        bands = self.codes.view(-1, *band_shape(self.kind, self.shape[-1]))
+        out = torch.empty(bands.shape, dtype=dtype or self.dtype, device=self.codes.device)
+        block_codes.decode(bands, self.scales, out)
+        return out.view(self.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scales"], (self.kind, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> CodedWeight:
+        return CodedWeight(inner["codes"], inner["scales"], *context)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"CodedWeight({tuple(self.shape)}, {self.kind}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear:  # what a linear layer calls
+            return _linear(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs, self = dict(kwargs or {}), args[0]
+        if str(func) in _COPIES:
+            dtype = kwargs.pop("dtype", None) or self.dtype  # module.to(dtype): codes stay codes
+            codes, scales = (func(part, *args[1:], **kwargs) for part in (self.codes, self.scales))
+            made = cls(codes, scales, self.kind, dtype)
+            return return_and_correct_aliasing(func, args, {}, made) if "detach" in str(func) else made
+        raise NotImplementedError(
+            f"{func}: a {cls.__name__} is frozen and computes in linear layers only; dequantize() it first."
+        )
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ values.T + bias``; the values are decoded anew in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight  # not saved: its memory is that of a gather, which comes again for the backward
+        return torch.nn.functional.linear(x, weight.dequantize(x.dtype), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        to_x, _, to_bias = ctx.needs_input_grad
+        return (
+            grad @ ctx.weight.dequantize(grad.dtype) if to_x else None,
+            None,
+            grad.flatten(0, -2).sum(0) if to_bias else None,
+        )
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        input = input.to(torch.get_autocast_dtype(device))
+    return _Linear.apply(input, weight, bias if bias is None else bias.to(input.dtype))

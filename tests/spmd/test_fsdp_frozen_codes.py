@@ -1,0 +1,267 @@
+"""Frozen bases that are stored as codes, ours and other libraries', with adapters that train on top.
+
+Sharded they compute what they compute whole, bit for bit where the order of sums allows; a rank holds its
+part of codes and scales and nothing of the whole; what is gathered are codes; merged weights are those of the
+whole model. Libraries that are not installed are skipped by name; ``make test-tuning`` has them all.
+"""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from collective_calls import noted
+from rank_pool import spmd
+
+DIM, WIDE, RANK = 64, 128, 4
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with a low-rank addition."""
+
+    def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, RANK, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, outputs, bias=False)})
+        self.scaling = {"default": 0.5}
+        self.active_adapters = ["default"]
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * 0.5
+
+
+class Block(nn.Module):
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = Adapted(make(DIM, WIDE), DIM, WIDE)
+        self.down = Adapted(make(WIDE, DIM), WIDE, DIM)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, make) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(make) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def _ours(dtype, device):
+    from ragged_fsdp import BlockCodes, encode_frozen
+
+    model = Net(nn.Linear).to(device)
+    named = encode_frozen(model, lambda name, weight: BlockCodes(dtype, (16, 32)))
+    assert len(named) == 4 and named[0] == "layers.0.up.base_layer.weight"
+    return model
+
+
+def _four_bit(device, nested, storage=torch.uint8):
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = partial(
+        bnb.nn.Linear4bit,
+        compute_dtype=torch.float32,
+        quant_type="nf4",
+        compress_statistics=nested,
+        quant_storage=storage,
+    )
+    return Net(layer).to(device)  # which quantises
+
+
+def _eight_bit(device):
+    bnb = pytest.importorskip("bitsandbytes")
+    return Net(partial(bnb.nn.Linear8bitLt, has_fp16_weights=False)).to(device)
+
+
+def _torchao(config, device):
+    torchao = pytest.importorskip("torchao")
+    from torchao import quantization
+
+    model = Net(nn.Linear).to(device)
+    wanted = lambda module, name: name.endswith("base_layer")  # noqa: E731
+    torchao.quantize_(model, getattr(quantization, config)(), filter_fn=wanted)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name or "norm" in name)
+    return model
+
+
+BASES = {
+    "our int8": partial(_ours, "int8"),
+    "our float8": partial(_ours, "float8_e4m3fn"),
+    "nf4": partial(_four_bit, nested=False),
+    "nf4, scales quantised": partial(_four_bit, nested=True),
+    "nf4 in float32": partial(_four_bit, nested=False, storage=torch.float32),
+    "bitsandbytes int8": _eight_bit,
+    "torchao int8": partial(_torchao, "Int8WeightOnlyConfig"),
+    "torchao float8": partial(_torchao, "Float8WeightOnlyConfig"),
+}
+
+
+def _model(kind, device):
+    torch.manual_seed(3)
+    model = BASES[kind](device=device)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def _shard(model, **options):
+    from ragged_fsdp import fully_shard
+
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def _rows(device, step):
+    return torch.randn(4, 6, DIM, generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def _train(model, device, first=0, steps=3):
+    """Losses of SGD on batches that are the same on every rank, so that means of gradients are exact."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for step in range(first, first + steps):
+        loss = model(_rows(device, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _whole(tensor):
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("kind", BASES)
+@spmd(1, 2, 3, 4)
+def test_it_trains_as_the_whole_model(rank, kind):
+    reference, model = _model(kind, rank.device), _model(kind, rank.device)
+    whole_bytes = {n: _code_bytes(p) for n, p in reference.named_parameters() if "base_layer.weight" in n}
+    _shard(model)
+    for name, nbytes in whole_bytes.items():
+        local = model.get_parameter(name).to_local()
+        held = torch.tensor(local.nbytes, device=rank.device)
+        dist.all_reduce(held)
+        assert 0 <= held.item() - nbytes < 64, (
+            name
+        )  # every byte of codes and scales on one rank, and few more
+    expected, losses = _train(reference, rank.device), _train(model, rank.device)
+    exact = rank.world_size != 3
+    assert losses == (expected if exact else pytest.approx(expected, rel=1e-5))
+    for name, parameter in reference.named_parameters():
+        if parameter.requires_grad:
+            got = _whole(model.get_parameter(name))
+            assert torch.equal(got, parameter) if exact else torch.allclose(got, parameter, atol=1e-6), name
+    with torch.no_grad():  # an evaluation, and training again after it
+        model.eval(), reference.eval()
+        if kind != "bitsandbytes int8":  # whose evaluation rounds to fp16, and sums in another order
+            x = _rows(rank.device, 9)
+            torch.testing.assert_close(model(x), reference(x), rtol=1e-5, atol=1e-6)
+        model.train(), reference.train()
+    again, expected = (_train(m, rank.device, first=3, steps=1) for m in (model, reference))
+    assert again == pytest.approx(expected, rel=1e-5)
+
+
+def _code_bytes(parameter):
+    """Bytes of codes and scales of an unsharded weight."""
+    if getattr(parameter, "quant_state", None) is not None:
+        state = parameter.quant_state
+        return parameter.nbytes + state.absmax.nbytes + (state.state2.absmax.nbytes if state.nested else 0)
+    if hasattr(parameter, "SCB"):
+        return parameter.nbytes
+    names, _ = parameter.__tensor_flatten__()
+    return sum(getattr(parameter, name).nbytes for name in names)
+
+
+@pytest.mark.parametrize("kind", ["our int8", "nf4", "bitsandbytes int8", "torchao int8"])
+@spmd(2)
+def test_codes_travel_and_nothing_else_is_kept(rank, kind):
+    from ragged_fsdp import MixedPrecisionPolicy
+
+    model = _model(kind, rank.device)
+    if kind == "bitsandbytes int8":
+        model(_rows(rank.device, 0))  # a forward before sharding moves codes and scales into the module
+    nbytes = sum(
+        _code_bytes(p) if "base_layer.weight" in name else p.numel() * 2
+        for name, p in model.named_parameters()
+    )
+    _shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    x = _rows(rank.device, 0)
+    with noted() as notes:
+        model(x)
+    travelled = sum(call.written.nbytes for call in notes.of("gather"))
+    assert nbytes <= travelled < 1.1 * nbytes  # parameters in bf16, codes as they are, a little padding
+    model.reshard()
+    for module in model.modules():
+        assert getattr(module, "quant_state", None) is None
+        held = getattr(getattr(module, "state", None), "CB", None)
+        assert held is None or held.untyped_storage().nbytes() == 0  # gathered memory, which is gone
+
+
+@pytest.mark.parametrize("kind", BASES)
+@spmd(2)
+def test_merged_weights_are_streamed(rank, kind):
+    from ragged_fsdp import weights
+
+    reference, model = _model(kind, rank.device), _shard(_model(kind, rank.device))
+    _train(model, rank.device), _train(reference, rank.device)
+    sent = {name: tensor.clone() for name, tensor in weights.stream(model, dtype=torch.float32).tensors()}
+    assert len([name for name in sent if name.endswith("weight")]) == 4 + 2, sorted(sent)
+    for name, module in reference.named_modules():
+        if isinstance(module, Adapted):  # what it makes of each input alone is its merged weight
+            inputs = torch.eye(module.lora_A["default"].in_features, device=rank.device)
+            with torch.no_grad():
+                values = (module(inputs) - module.base_layer.bias).t()
+            torch.testing.assert_close(sent[f"{name}.weight"], values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["our int8", "nf4, scales quantised", "bitsandbytes int8", "torchao int8"])
+@spmd(2)
+def test_state_dicts_hold_all_of_it(rank, kind):
+    """What one model holds another takes over, codes and scales too; and only what trains, if asked for."""
+    model, other = _shard(_model(kind, rank.device)), _shard(_model(kind, rank.device))
+    expected = _train(model, rank.device)
+    state = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(state)
+    assert _train(other, rank.device, first=3) == _train(model, rank.device, first=3) != expected
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    assert not any(name.endswith("base_layer.weight") for name in trained)
+
+
+@spmd(2)
+def test_what_cannot_be_encoded_is_named(rank):
+    from ragged_fsdp import BlockCodes, encode_frozen, fully_shard
+
+    model = Net(nn.Linear)
+    with pytest.raises(ValueError, match=r"layers.0.up.base_layer.weight: tiles of 24 x 32 do not cover"):
+        encode_frozen(model, lambda name, weight: BlockCodes("int8", (24, 32)))
+    with pytest.raises(TypeError, match=r"layers.0.up.base_layer.weight: the policy must return"):
+        encode_frozen(model, lambda name, weight: "int8")
+    assert type(model.layers[0].up.base_layer.weight.data) is torch.Tensor
+    model = _model("our int8", "cpu")
+    with pytest.raises(NotImplementedError, match="a CodedWeight is frozen and computes in linear layers"):
+        model.layers[0].up.base_layer.weight + 1
+    # ranks whose codes differ are told so, though the bytes are as many
+    torch.manual_seed(0)
+    layer = nn.Linear(DIM, DIM, bias=False).requires_grad_(False)
+    kinds = ("int8", "float8_e4m3fn")
+    encode_frozen(layer, lambda name, weight: BlockCodes(kinds[rank.rank], (16, 32)))
+    with pytest.raises(ValueError, match="the ranks disagree"):
+        fully_shard(layer)
