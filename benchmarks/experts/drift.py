@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ragged_fsdp.experts import ExpertLoad, ExpertSplit, balanced_splits
-from ragged_fsdp.experts.permute import by_expert
+from ragged_fsdp.experts.permute import order
 
 EXPERTS, PER_TOKEN, RANKS = 128, 8, 8
 INTERVALS = (1, 10, 40)
@@ -44,7 +44,7 @@ def run(steps: int, period: int, tokens: int, seed: int = 0) -> dict[str, dict[s
     for step in range(steps):
         noise = torch.rand(tokens, EXPERTS, generator=generator).clamp_(min=1e-9).log_().neg_().log_().neg_()
         chosen = (popularity(step, period, own) + noise).topk(PER_TOKEN, dim=1)[1]
-        rows = by_expert(chosen, EXPERTS)[1]
+        rows = order(chosen, EXPERTS)[1]
         busiest["static"].append(even.busiest(rows.tolist()))
         for interval in INTERVALS:
             if step >= interval:

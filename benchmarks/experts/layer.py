@@ -5,19 +5,27 @@
 One process stands for rank 0 of EP ranks. Every other rank sends it what it would send itself, so rows are as
 many as with balanced routers. What an exchange would deliver is copied from memory; those copies are timed
 alone and taken off, as NCCL's would be the wire's. ``moves_ms`` is then all that is neither products nor
-wire: orders, permutations, sums, counts. The wire is priced, not run: 64 ranks in nodes of eight, 400 GB/s
-inside, a 45 GB/s card each (``ragged_fsdp/predict/network.py``), everything in bf16. ``fsdp_wire_ms`` are the
-gathers and the reduction of a rank's experts over the ranks that hold the same, beside which all else runs.
+wire: orders, permutations, sums, counts, and the gaps that waits for the device leave. ``floor_ms`` is what
+the bytes of the four passes over rows that no way can do without would take at the rate of a plain copy:
+tokens to rows, rows to tokens, and their gradients.
 
-    ours            ``AllToAll``, exact
+The wire is priced, not run: 64 ranks in nodes of eight, 400 GB/s inside, a 45 GB/s card each
+(``ragged_fsdp/predict/network.py``), everything in bf16; each exchange pays for its own step, also where
+NCCL would launch several as one. ``fsdp_wire_ms`` are the gathers and the reduction of a rank's experts over
+the ranks that hold the same, beside which all else runs.
+
+    ours            ``AllToAll``, exact: an exchange for each expert of a rank, so rows arrive grouped
+    grouped here    ``AllToAll``, exact, in one exchange; rows are grouped on arrival
     capacity        ``AllToAll`` with room for 1.25 of an even share
+    two levels      ``TwoLevel``, where there are several nodes; exact and with a capacity
     torchtitan      its standard dispatch, written with the operators it uses: gather, exchange, index,
                     grouped products, index_put, exchange, scatter_add
-    transformers    its all-reduce EP: the ranks share all tokens of the group, mask, and all-reduce
+    transformers    its all-reduce EP: the ranks share all tokens of the group, mask, and all-reduce; where
+                    those do not fit the device, in as many parts as it takes
     FSDP alone      every rank gathers all experts of the layer; gathers and reductions run beside products
 
 Times are forward and backward, the median of some runs. ``host_waits`` counts waits for the device in a
-forward and backward (torch's sync debug mode).
+forward and backward (torch's sync debug mode, and events that are waited for).
 """
 
 from __future__ import annotations
@@ -30,11 +38,12 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,11 +53,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ragged_fsdp.experts import AllToAll, ExpertSplit, Here, grouped_linear
+from ragged_fsdp.experts import AllToAll, Dispatcher, ExpertSplit, Here, TwoLevel, grouped_linear, mix
 from ragged_fsdp.experts.layers import apply_experts
 from ragged_fsdp.predict.network import Place, network_of, price
+from ragged_fsdp.topology import Levels
 
-NODES = "h200-400g"
+NODES, NODE = "h200-400g", 8
+CAPACITY = 1.25
 RUNS = 7
 FSDP_RANKS = 64
 
@@ -88,29 +99,34 @@ class Held(nn.Module):
 
 
 class Mirror:
-    """Stands for the exchanges: counts as if all ranks routed alike, rows from memory; copies are counted."""
+    """Stands for the exchanges: counts as if all ranks routed alike, rows from memory; all are noted."""
 
-    def __init__(self, device: str, dtype: torch.dtype) -> None:
-        self._device, self._dtype = device, dtype
-        self._memory = torch.empty(0, device=device, dtype=dtype)
-        self.copied: list[int] = []
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._memory: dict[torch.dtype, Tensor] = {}
+        self.noted: list[tuple[torch.dtype, int, int, list[int]]] = []
+        """Dtype and elements that came, bytes that were sent, and the ranks of the group."""
 
-    def __call__(self, out: Tensor, given: Tensor, received: Any = None, sent: Any = None, **_: Any) -> None:
+    def __call__(self, out: Tensor, given: Tensor, *_: Any, group: Any = None, **__: Any) -> None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         if not out.is_floating_point():
-            part = received[0] if received else given.numel() // dist.get_world_size()
-            ranks = dist.get_world_size()
-            out.view(ranks, -1).copy_(given.reshape(-1)[:part].expand(ranks, -1))
+            part = given.reshape(-1)[: out.numel() // len(ranks)]
+            out.view(len(ranks), -1).copy_(part.expand(len(ranks), -1))
             return
-        if out.numel() > self._memory.numel():
-            self._memory = torch.randn(out.numel(), device=self._device, dtype=self._dtype)
-        out.view(-1).copy_(self._memory[: out.numel()])
-        self.copied.append(out.numel())
+        out.view(-1).copy_(self._of(out.dtype, out.numel()))
+        self.noted.append((out.dtype, out.numel(), given.numel() * given.element_size(), ranks))
 
-    def copies_ms(self, timed: Callable[[Callable[[], object]], float]) -> float:
-        """What the copies since the last call take alone."""
-        sizes, self.copied = self.copied, []
-        out = torch.empty(max(sizes, default=0), device=self._device, dtype=self._dtype)
-        return sum(timed(lambda n=n: out[:n].copy_(self._memory[:n])) for n in sizes)
+    def take(self, timed: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
+        """Milliseconds of the copies since the last call, alone, and of the wire for which they stand."""
+        noted, self.noted = self.noted, []
+        into = {dtype: torch.empty_like(memory) for dtype, memory in self._memory.items()}
+        copies = timed(lambda: [into[t][:n].copy_(self._of(t, n)) for t, n, _, _ in noted])
+        return copies, sum(wire_ms("all_to_all", nbytes, ranks) for _, _, nbytes, ranks in noted)
+
+    def _of(self, dtype: torch.dtype, numel: int) -> Tensor:
+        if dtype not in self._memory or numel > self._memory[dtype].numel():
+            self._memory[dtype] = torch.randn(numel, device=self._device, dtype=dtype)
+        return self._memory[dtype][:numel]
 
 
 @contextlib.contextmanager
@@ -206,14 +222,20 @@ class Bench:
         """How often ``call`` waits for the device; None where there is none."""
         if self.device != "cuda":
             return None
-        with warnings.catch_warnings(record=True) as caught:
+        synchronize = torch.cuda.Event.synchronize
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            mock.patch.object(
+                torch.cuda.Event, "synchronize", autospec=True, side_effect=synchronize
+            ) as waited,
+        ):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 call()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        return sum("synchronizing" in str(w.message) for w in caught)
+        return sum("synchronizing" in str(w.message) for w in caught) + waited.call_count
 
     def inputs(self, shape: Shape, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, balanced choices and weights."""
@@ -225,7 +247,7 @@ class Bench:
         return x.requires_grad_(), chosen, weights.requires_grad_()
 
 
-def wire_ms(kind: str, nbytes: float, group: range) -> float:
+def wire_ms(kind: str, nbytes: float, group: Sequence[int]) -> float:
     """A collective of rank 0 with others of the modelled network."""
     network = network_of(NODES)
     seconds = price(kind, nbytes, Place.of(group, 0, network), network) if len(group) > 1 else (0.0,)
@@ -238,21 +260,24 @@ def fsdp_wire_ms(shape: Shape, ep: int) -> float:
     return 2 * wire_ms("all_gather", nbytes, group) + wire_ms("reduce_scatter", nbytes, group)
 
 
+def floor_ms(bench: Bench, shape: Shape) -> float:
+    """The bytes of four passes over rows and tokens, at the rate of a copy: one reads and writes rows."""
+    tokens, rows = (n * shape.hidden * 2 for n in (bench.tokens, bench.tokens * shape.per_token))
+    given = torch.empty(rows, dtype=torch.uint8, device=bench.device)
+    into = torch.empty_like(given)
+    return bench.timed(lambda: into.copy_(given)) * (5 * rows + 4 * tokens) / (2 * rows)
+
+
 def measure(bench: Bench, name: str, shape: Shape, ranks: int) -> list[dict[str, Any]]:
     """Every way for one layer and group size."""
     held = Held(shape, shape.experts // ranks, bench.device, bench.dtype)
     tokens, chosen, weights = bench.inputs(shape, bench.tokens)
-    mirror, mesh = Mirror(bench.device, bench.dtype), init_device_mesh(bench.device, (ranks,))
+    mirror, mesh = Mirror(bench.device), init_device_mesh(bench.device, (ranks,))
     split = ExpertSplit.even(shape.experts, ranks)
-    row_bytes = bench.tokens * shape.per_token * shape.hidden * 2
     rows: list[dict[str, Any]] = []
 
-    def layer(dispatcher: AllToAll) -> Callable[[], Tensor]:
-        def forward() -> Tensor:
-            arrived, counts, route = dispatcher.dispatch(tokens, chosen)
-            return dispatcher.combine(apply_experts(held, arrived, counts), weights, route).to(tokens.dtype)
-
-        return forward
+    def layer(dispatcher: Dispatcher) -> Callable[[], Tensor]:
+        return lambda: mix(held, dispatcher, tokens, chosen, weights)[0]
 
     with mirrored(mirror):
         arrived, counts, _ = AllToAll(mesh, split).dispatch(tokens, chosen)
@@ -261,38 +286,47 @@ def measure(bench: Bench, name: str, shape: Shape, ranks: int) -> list[dict[str,
         del arrived, given
         ways: dict[str, Callable[[], Tensor]] = {
             "ours": layer(AllToAll(mesh, split)),
-            "capacity": layer(AllToAll(mesh, split, capacity=1.25)),
-            "torchtitan": lambda: torchtitan_style(held, tokens, chosen, weights, ranks),
+            "grouped here": layer(AllToAll(mesh, split, most_exchanges=0)),
+            "capacity": layer(AllToAll(mesh, split, capacity=CAPACITY)),
         }
+        if ranks > NODE:
+            nodes = tuple(tuple(range(first, first + NODE)) for first in range(0, ranks, NODE))
+            levels = Levels(nodes, 0)
+            ways["two levels"] = layer(TwoLevel(mesh, split, levels))
+            ways["two levels, capacity"] = layer(TwoLevel(mesh, split, levels, capacity=CAPACITY))
+        ways["torchtitan"] = lambda: torchtitan_style(held, tokens, chosen, weights, ranks)
+        floor = floor_ms(bench, shape)
         for way, forward in ways.items():
-            mirror.copied.clear()
+            mirror.noted.clear()
             _backward(forward())
-            copies = mirror.copies_ms(bench.timed)
+            copies, wire = mirror.take(bench.timed)
             total = bench.timed(lambda forward=forward: _backward(forward()))
             waits = bench.waits(lambda forward=forward: _backward(forward()))
-            wire = 4 * wire_ms("all_to_all", row_bytes * (1.25 if way == "capacity" else 1.0), range(ranks))
-            rows.append(_row(name, shape, ranks, way, total - copies, products, wire, waits))
-    rows += _all_reduce(bench, name, shape, ranks, held, products)
-    for row in rows:
-        print(json.dumps(row), flush=True)
+            rows.append(_row(name, shape, ranks, way, total - copies, products, wire, waits, floor))
+            print(json.dumps(rows[-1]), flush=True)
+    rows.append(_row(name, shape, ranks, "transformers", *_all_reduce(bench, shape, ranks, held, products)))
+    print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
 def _all_reduce(
-    bench: Bench, name: str, shape: Shape, ranks: int, held: Held, products: float
-) -> list[dict[str, Any]]:
-    """The library's way on the tokens of the whole group; left out where those do not fit the device."""
-    try:
-        tokens, chosen, weights = bench.inputs(shape, bench.tokens * ranks)
-        forward = transformers_all_reduce(held, shape, ranks)
-        total = bench.timed(lambda: _backward(forward(tokens, chosen, weights)))
-        waits = bench.waits(lambda: _backward(forward(tokens, chosen, weights)))
-    except torch.OutOfMemoryError:
-        gc.collect()
-        torch.cuda.empty_cache()
-        return [{"layer": name, "ep": ranks, "way": "transformers", "out_of_memory": True}]
+    bench: Bench, shape: Shape, ranks: int, held: Held, products: float
+) -> tuple[float, float, float, int | None]:
+    """The library's way on the tokens of the whole group, in as many parts as fit the device."""
+    forward, parts = transformers_all_reduce(held, shape, ranks), 1
+    while True:
+        try:
+            tokens, chosen, weights = bench.inputs(shape, bench.tokens * ranks // parts)
+            total = bench.timed(lambda given=(tokens, chosen, weights): _backward(forward(*given)))
+            waits = bench.waits(lambda given=(tokens, chosen, weights): _backward(forward(*given)))
+            break
+        except torch.OutOfMemoryError:
+            tokens = chosen = weights = None  # type: ignore[assignment]
+            parts *= 2
+            gc.collect()
+            torch.cuda.empty_cache()
     wire = 2 * wire_ms("all_reduce", bench.tokens * ranks * shape.hidden * 2, range(ranks))
-    return [_row(name, shape, ranks, "transformers", total, products, wire, waits)]
+    return total * parts, products, wire, waits if waits is None else waits * parts
 
 
 def fsdp_alone(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
@@ -300,18 +334,18 @@ def fsdp_alone(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
     held = Held(shape, shape.experts, bench.device, bench.dtype)
     tokens, chosen, weights = bench.inputs(shape, bench.tokens)
     here = Here(shape.experts)
-
-    def forward() -> Tensor:
-        rows, counts, route = here.dispatch(tokens, chosen)
-        return here.combine(apply_experts(held, rows, counts), weights, route).to(tokens.dtype)
-
-    compute = bench.timed(lambda: _backward(forward()))
+    rows, counts, _ = here.dispatch(tokens, chosen)
+    given = torch.randn_like(rows).requires_grad_()
+    products = bench.timed(lambda: _backward(apply_experts(held, given, counts)))
+    compute = bench.timed(lambda: _backward(mix(held, here, tokens, chosen, weights)[0]))
     wire = fsdp_wire_ms(shape, 1)
     row = {
         "layer": name,
         "ep": 1,
         "way": "FSDP alone",
-        "compute_ms": round(compute, 3),
+        "products_ms": round(products, 3),
+        "moves_ms": round(compute - products, 3),
+        "moves_of_products": round((compute - products) / products, 3),
         "fsdp_wire_ms": round(wire, 3),
         "layer_ms": round(max(compute, wire), 3),
     }
@@ -328,6 +362,7 @@ def _row(
     products: float,
     wire: float,
     waits: int | None,
+    floor: float | None = None,
 ) -> dict[str, Any]:
     weights = fsdp_wire_ms(shape, ranks)
     return {
@@ -336,6 +371,7 @@ def _row(
         "way": way,
         "products_ms": round(products, 3),
         "moves_ms": round(compute - products, 3),
+        "floor_ms": None if floor is None else round(floor, 3),
         "moves_of_products": round((compute - products) / products, 3),
         "wire_ms": round(wire, 3),
         "fsdp_wire_ms": round(weights, 3),

@@ -1,7 +1,7 @@
 """Draws ``experts.svg``: the way of the rows of three ranks to five experts and back.
 
-The places of rows are computed as ``AllToAll`` does: order by expert, exchange, order by expert again. Run
-this file to write the picture anew.
+The places of rows are computed as ``AllToAll`` does: order by an expert's place in its rank's list, then by
+rank, and an exchange for each such place. Run this file to write the picture anew.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ragged_fsdp.experts.split import ExpertSplit
 
-__all__ = ["arrived", "draw", "grouped", "ordered"]
+__all__ = ["arrived", "draw", "number", "ordered"]
 
 SPLIT = ExpertSplit.even(5, 3)
 CHOSEN = [[(1, 4), (0, 2), (1, 3)], [(4, 0), (2, 3), (1, 0)], [(3, 1), (2, 4), (4, 0)]]
@@ -36,21 +36,27 @@ def slots(rank: int) -> list[Slot]:
     return [Slot(rank, token, expert) for token, both in enumerate(CHOSEN[rank]) for expert in both]
 
 
+def number(expert: int) -> int:
+    """An expert's place in the list of its rank, and its rank, as one number."""
+    rank = max(r for r in range(SPLIT.ranks) if SPLIT.first[r] <= expert)
+    return (expert - SPLIT.first[rank]) * SPLIT.ranks + rank
+
+
 def ordered(rank: int) -> list[Slot]:
-    """Ordered by expert, as they are sent."""
-    return sorted(slots(rank), key=lambda slot: slot.expert)
+    """In the order in which they are sent."""
+    return sorted(slots(rank), key=lambda slot: number(slot.expert))
 
 
 def arrived(rank: int) -> list[Slot]:
-    """What a rank receives: from each rank the rows of its experts."""
+    """What a rank receives: for each of its experts, the rows of each rank."""
     first, held = SPLIT.first[rank], SPLIT.held[rank]
-    every = (slot for other in range(SPLIT.ranks) for slot in ordered(other))
-    return [slot for slot in every if first <= slot.expert < first + held]
-
-
-def grouped(rank: int) -> list[Slot]:
-    """Ordered by expert again."""
-    return sorted(arrived(rank), key=lambda slot: slot.expert)
+    return [
+        slot
+        for expert in range(first, first + held)
+        for other in range(SPLIT.ranks)
+        for slot in ordered(other)
+        if slot.expert == expert
+    ]
 
 
 def _text(x: float, y: float, text: str, *, size: float = 12.5, fill: str = INK, more: str = "") -> str:
@@ -77,9 +83,8 @@ def draw() -> str:
     width = LEFT + SPLIT.ranks * column - GAP + 20
     steps = [
         ("tokens, two slots each", slots),
-        ("take: by expert", ordered),
-        ("all-to-all", arrived),
-        ("take: by expert", grouped),
+        ("take: in order", ordered),
+        ("an all-to-all per place", arrived),
     ]
     body = []
     for rank in range(SPLIT.ranks):

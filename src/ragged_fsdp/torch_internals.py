@@ -81,6 +81,7 @@ __all__ = [
     "get_root_modules",
     "has_expandable_segments",
     "is_traceable_wrapper_subclass",
+    "joined_launch",
     "joins_gathers",
     "local_of",
     "make_wrapper_subclass",
@@ -292,7 +293,7 @@ until both on ProcessGroup itself:
         its name, the timeout of its collectives and the allocator of its memory
 until a public way to launch several collectives as one:
     torch.distributed.distributed_c10d:_coalescing_manager(group, device, async_ops)
-        frozen and trainable parameters lie in two buffers and are gathered with one launch
+        two buffers of a group are gathered with one launch, and so are the rows of a rank's experts sent
     torch.distributed.distributed_c10d:_world.pg_coalesce_state
         what was called before an error is forgotten
 until a public timeout of the backend's options:
@@ -575,6 +576,25 @@ def one_launch(pg: ProcessGroup) -> Iterator[None]:
     except BaseException:  # else what was called before the error would be a part of the next launch
         c10d._world.pg_coalesce_state.pop(pg, None)
         raise
+
+
+@contextmanager
+def joined_launch(pg: ProcessGroup, device: torch.device, async_ops: bool) -> Iterator[list[Any]]:
+    """Collectives over ``pg`` within it are one launch of NCCL; other backends run one after the other.
+
+    Gives a list for what each call returns; with ``async_ops`` that list is afterwards what to wait for.
+    """
+    works: list[Any] = []
+    if backend_of(pg, device).name() != "nccl":
+        yield works
+        return
+    try:
+        with c10d._coalescing_manager(pg, device, async_ops) as launched:
+            yield works
+    except BaseException:
+        c10d._world.pg_coalesce_state.pop(pg, None)
+        raise
+    works[:] = [launched]
 
 
 def timeout_of(pg: ProcessGroup, device: torch.device) -> Any:

@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from ragged_fsdp.experts.permute import by_expert, inverted, take_reference, weighted_reference
+from ragged_fsdp.experts.permute import order_reference, place, take_reference, weighted_reference
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
@@ -28,10 +28,10 @@ else:
 def _case(tokens, per_token, channels, experts, dtype, weight_dtype):
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(experts, (tokens, per_token), generator=generator)
-    order, _ = by_expert(chosen, experts)
-    half = len(order) // 2
-    slot_of = torch.cat((order[:half], torch.full((3,), -1), order[half + 1 :]))  # one is missing, three pad
-    row_of = inverted(slot_of, chosen.numel())
+    sorted_ = order_reference(chosen, experts)[0].argsort()
+    half = len(sorted_) // 2
+    slot_of = torch.cat((sorted_[:half], torch.full((3,), -1), sorted_[half + 1 :]))  # one missing, three pad
+    row_of = place(torch.arange(len(slot_of)), slot_of, chosen.numel(), -1)
     x = torch.randn(tokens, channels, generator=generator).to(dtype)
     y = torch.randn(len(slot_of), channels, generator=generator).to(dtype)
     y[slot_of < 0] = float("nan")
@@ -47,19 +47,37 @@ def test_kernels_are_the_plain_functions(shape, dtype, weight_dtype, bound):
 
     tokens, per_token, channels, _ = shape
     slot_of, row_of, x, y, w, grad = _case(*shape, dtype, weight_dtype)
-    token_of = slot_of.div(per_token, rounding_mode="floor")
-    assert torch.equal(permute_triton.take(x, slot_of, per_token), take_reference(x, token_of))
+    there = slot_of >= 0
+    want_taken = take_reference(x, row_of, len(slot_of))
+    assert torch.equal(permute_triton.take(x, row_of, len(slot_of), True), want_taken)
+    assert torch.equal(permute_triton.take(x, row_of, len(slot_of), False)[there], want_taken[there])
     for weights in (None, w):
-        got = permute_triton.weighted_sum(y, weights, row_of, tokens)
+        got = permute_triton.weighted_sum(y, weights, row_of, tokens, grad.dtype)
         want = weighted_reference(y.double(), None if weights is None else weights.double(), row_of, tokens)
+        assert got.dtype == grad.dtype
         assert torch.allclose(got.double(), want, atol=bound * max(1, per_token), rtol=bound)
-    grad_rows, grad_weights = permute_triton.combine_backward(grad, y, w, slot_of, row_of)
-    each = take_reference(w.reshape(-1, 1).double(), slot_of)
-    want_rows = take_reference(grad.double(), token_of) * each
-    assert torch.allclose(grad_rows.double(), want_rows, atol=bound, rtol=bound)
-    slots = take_reference(y.double(), row_of).view(tokens, per_token, channels)
+    grad_rows, grad_weights = permute_triton.combine_backward(grad, y, w, row_of)
+    of_slots = (grad.double().unsqueeze(1) * w.double().unsqueeze(-1)).view(-1, channels)
+    want_rows = place(of_slots, row_of, len(slot_of), 0)
+    assert torch.allclose(grad_rows.double()[there], want_rows[there], atol=bound, rtol=bound)
+    slots = place(y.double()[there], slot_of[there], len(row_of), 0).view(tokens, per_token, channels)
     want_weights = (slots * grad.double().unsqueeze(1)).sum(-1)
     assert torch.allclose(grad_weights.double(), want_weights, atol=bound * channels**0.5, rtol=bound)
+
+
+@pytest.mark.parametrize("slots", [0, 1, 130, 1000])
+@pytest.mark.parametrize("groups", [1, 5, 128])
+def test_the_order_of_rows_is_that_of_a_stable_sort(slots, groups):
+    """Also where slots are numbered anew, and some are of no group."""
+    from ragged_fsdp.experts import permute_triton
+
+    generator = torch.Generator().manual_seed(slots + groups)
+    chosen = torch.randint(groups + 1, (slots, 1), generator=generator)
+    for number_of in (None, torch.randperm(groups + 1, generator=generator)):
+        given = (chosen, groups, number_of)
+        got = permute_triton.order(*(t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given))
+        for ours, plain in zip(got, order_reference(*given)):
+            assert torch.equal(ours.cpu(), plain)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")

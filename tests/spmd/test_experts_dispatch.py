@@ -1,6 +1,7 @@
 """Dispatchers alone: ranks without tokens, one expert for all, a capacity; and what is refused."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -112,7 +113,7 @@ def test_a_token_leaves_its_node_once_for_each_other_node(rank):
 
         def counting(rows, sent, received, to, *more):
             if rows.shape[-1] == CHANNELS and to.size() == 2:
-                crossed.append(sent[1 - (rank.rank // 2)])
+                crossed.append(sent[0][1 - (rank.rank // 2)])
             return send(rows, sent, received, to, *more)
 
         patch.setattr(levels_module, "exchange", counting)
@@ -171,10 +172,12 @@ def test_a_shared_expert_is_computed_while_rows_travel(rank):
             return super().dispatch(tokens, chosen)
 
     results = []
-    for overlap, shared_first in ((False, False), (True, False), (True, True), (OfTheUser, False)):
+    ways = ((False, False), (True, False), (True, True), (OfTheUser, False), ("each expert's", False))
+    for overlap, shared_first in ways:
         layer = Layer(shared_first).to(DEVICE)
-        own = {"dispatcher": OfTheUser} if overlap is OfTheUser else {"overlap": overlap}
-        expert_parallel(layer, rank.mesh(), **own)
+        one_exchange = functools.partial(AllToAll, most_exchanges=0)
+        own = {} if overlap == "each expert's" else {"dispatcher": one_exchange, "overlap": overlap}
+        expert_parallel(layer, rank.mesh(), **({"dispatcher": OfTheUser} if overlap is OfTheUser else own))
         inner = layer.shared_experts
         inner.register_full_backward_hook(lambda *_: said.append("shared backward"))
         with pytest.MonkeyPatch.context() as patch:
@@ -189,7 +192,7 @@ def test_a_shared_expert_is_computed_while_rows_travel(rank):
                 if overlap is True and not shared_first:
                     assert said[:3] == ["left", "shared", "arrived"] and said.count("shared") == 1
                     assert said[3] == "left" and said[-1] == "arrived", said
-                else:
+                elif overlap != "each expert's":
                     assert "left" not in said[1:] or step == 0, said
         results.append((*out, inner.weight.grad))
     for got in results[1:]:

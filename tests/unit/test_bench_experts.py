@@ -61,10 +61,16 @@ def test_it_runs_and_writes_every_way(tmp_path):
         "8",
     ]
     done = subprocess.run(
-        [*command, "--ep", "4", "--out", str(out)], cwd=ROOT, capture_output=True, text=True, timeout=150
+        [*command, "--ep", "4", "16", "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(out.read_text())["rows"]
-    assert [r["way"] for r in rows] == ["FSDP alone", "ours", "capacity", "torchtitan", "transformers"]
-    assert all(r["layer_ms"] >= r["fsdp_wire_ms"] for r in rows)
+    ways = [r["way"] for r in rows if r["ep"] == 16]
+    two = ["two levels", "two levels, capacity"]
+    assert ways == ["ours", "grouped here", "capacity", *two, "torchtitan", "transformers"]
+    assert rows[0]["way"] == "FSDP alone" and all(r["layer_ms"] >= r["fsdp_wire_ms"] for r in rows)
     assert layer.wire_ms("all_to_all", 1e9, range(8)) == pytest.approx(1e9 * 7 / 8 / 400e9 * 1e3, rel=0.05)

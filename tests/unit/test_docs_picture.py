@@ -20,14 +20,15 @@ def test_the_picture_of_experts_is_that_of_the_code():
     """Rows are ordered as the dispatcher orders them, and none is lost or on a rank without its expert."""
     import torch
 
-    from ragged_fsdp.experts.permute import by_expert
+    from ragged_fsdp.experts.permute import order
 
     module = picture_script("experts_picture")
     assert (PICTURES / "experts.svg").read_text() == module.draw(), "run docs/pictures/experts_picture.py"
     for rank, chosen in enumerate(module.CHOSEN):
-        order, _ = by_expert(torch.tensor(chosen), module.SPLIT.experts)
-        assert [module.slots(rank)[slot] for slot in order.tolist()] == module.ordered(rank)
+        numbers = [[module.number(expert) for expert in both] for both in chosen]
+        row_of, _ = order(torch.tensor(numbers), 6)
+        assert [module.slots(rank)[slot] for slot in row_of.argsort().tolist()] == module.ordered(rank)
         held = range(module.SPLIT.first[rank], module.SPLIT.first[rank] + module.SPLIT.held[rank])
-        assert {slot.expert for slot in module.grouped(rank)} <= set(held)
-    everywhere = [slot for rank in range(3) for slot in module.grouped(rank)]
+        assert {slot.expert for slot in module.arrived(rank)} <= set(held)
+    everywhere = [slot for rank in range(3) for slot in module.arrived(rank)]
     assert len(everywhere) == len(set(everywhere)) == sum(len(module.slots(rank)) for rank in range(3))

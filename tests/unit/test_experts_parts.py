@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ragged_fsdp.experts import ExpertSplit, Here, expert_modules
 from ragged_fsdp.experts.layers import _one_by_one, grouped_linear, in_one_kernel
-from ragged_fsdp.experts.permute import by_expert, combine, inverted, take
+from ragged_fsdp.experts.permute import combine, order, place, take
 from ragged_fsdp.models import MoEConfig, MoETransformer
 
 
@@ -57,19 +57,28 @@ def test_rows_and_their_gradients_are_those_of_indexing():
     torch.manual_seed(0)
     tokens, experts, per_token = 7, 4, 3
     chosen = torch.randint(experts, (tokens, per_token))
-    order, counts = by_expert(chosen, experts)
+    placed, counts = order(chosen, experts)
     assert counts.tolist() == [int((chosen == e).sum()) for e in range(experts)]
-    assert (chosen.flatten()[order].diff() >= 0).all()
-    slot_of = torch.cat((order[:5], torch.tensor([-1, -1]), order[9:]))  # four are missing, two are padding
-    row_of = inverted(slot_of, chosen.numel())
+    sorted_ = placed.argsort()
+    assert (chosen.flatten()[sorted_].diff() >= 0).all()
+    slot_of = torch.cat((sorted_[:5], torch.tensor([-1, -1]), sorted_[9:]))  # four missing, two of padding
+    row_of = place(torch.arange(len(slot_of)), slot_of, chosen.numel(), -1)  # it is its own inverse
+    # numbered otherwise, and without those of the last expert
+    number_of = torch.tensor([2, 0, 1, 3])
+    placed, counts = order(chosen, 3, number_of)
+    numbers = number_of[chosen.flatten()]
+    assert counts.tolist() == [int((numbers == n).sum()) for n in range(3)]
+    assert ((placed < 0) == (numbers == 3)).all()
+    kept = placed[placed >= 0].argsort()
+    assert placed.max() + 1 == len(kept) and (numbers[placed >= 0][kept].diff() >= 0).all()
     x = torch.randn(tokens, 6, dtype=torch.float64, requires_grad=True)
     y = torch.randn(len(slot_of), 6, dtype=torch.float64)
     y[5:7] = float("nan")
     y.requires_grad_()
     w = torch.randn(tokens, per_token, dtype=torch.float64, requires_grad=True)
-    rows = take(x, slot_of, row_of)
+    rows = take(x, row_of, len(slot_of), padded=True)
     assert torch.equal(rows[:5], x[slot_of[:5] // per_token]) and not rows[5:7].any()
-    out = combine(y, w, slot_of, row_of)
+    out = combine(y, w, row_of, tokens)
     expected = torch.zeros_like(x)
     for row, slot in enumerate(slot_of.tolist()):
         if slot >= 0:
@@ -92,7 +101,7 @@ def test_rows_and_their_gradients_are_those_of_indexing():
         for got, want in zip(grads, wanted):
             assert torch.allclose(got, want.nan_to_num(0.0)) and not got.isnan().any()
     small = x.detach().clone().requires_grad_()
-    assert torch.autograd.gradgradcheck(lambda t: take(t, slot_of, row_of), small)
+    assert torch.autograd.gradgradcheck(lambda t: take(t, row_of, len(slot_of)), small)
 
 
 def test_products_in_one_kernel_are_those_one_by_one():

@@ -24,6 +24,7 @@ from ragged_fsdp.agreement import compare
 from ragged_fsdp.experts.again import cut_again
 from ragged_fsdp.experts.dispatch import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
+from ragged_fsdp.experts.levels import TwoLevel
 from ragged_fsdp.experts.parallel import SplitExperts, split_experts_of, split_placement
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.optim.base import ExactStateOptimizer
@@ -113,7 +114,7 @@ def fit_capacity(
     found = {}
     for name, experts in split_experts_of(model).items():
         dispatcher = getattr(experts.dispatcher, "inner", experts.dispatcher)
-        if isinstance(dispatcher, AllToAll) and dispatcher.needed is not None:
+        if isinstance(dispatcher, AllToAll | TwoLevel) and dispatcher.needed is not None:
             found[name] = dispatcher
     if not found:
         return {}

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -38,8 +38,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.collectives import Comm
-from ragged_fsdp.experts.permute import by_expert, combine, inverted, take
+from ragged_fsdp.experts.permute import combine, order, take
 from ragged_fsdp.experts.split import ExpertSplit
+from ragged_fsdp.torch_internals import joined_launch
 
 __all__ = ["AllGather", "AllToAll", "Dispatcher", "Here", "Route", "SharedTokens", "SlicedTokens"]
 
@@ -50,10 +51,8 @@ _COMM = Comm()
 class Route:
     """Where the rows of one layer came from; made by ``dispatch`` and taken by ``combine``."""
 
-    slot_of: Tensor
-    """The slot (token * K + k) of each row, -1 for padding."""
     row_of: Tensor
-    """The row of each slot, -1 where it is not among the rows."""
+    """The row of each slot (token * K + k), -1 where it is not among the rows."""
     load: Tensor
     """Slots of this rank's tokens that were sent to each expert, dropped ones included."""
     dropped: Tensor | None = None
@@ -98,22 +97,29 @@ class Here:
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows ordered by expert."""
         _call(meanwhile)
-        slot_of, counts = by_expert(chosen, self._experts)
-        route = Route(slot_of, inverted(slot_of, chosen.numel()), counts)
-        return take(tokens, route.slot_of, route.row_of), counts, route
+        row_of, counts = order(chosen, self._experts)
+        route = Route(row_of, counts, extra={"dtype": tokens.dtype})
+        return take(tokens, row_of, len(row_of)), counts, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The weighted sums."""
-        return combine(outputs, weights, route.slot_of, route.row_of)
+        return combine(outputs, weights, route.row_of, len(weights), dtype=route.extra["dtype"])
 
 
 class AllToAll:
-    """Rows are sent to their experts, and outputs back::
+    """Rows are sent to their experts, and outputs back.
 
-        rank 0   a0 a1 b0 c0 c1 d0      grouped by expert; experts a, b are on rank 0, c, d on rank 1
-        rank 1   a2 b1 b2 d1
+    An exchange for each place in a rank's list of experts lets rows arrive grouped. The sender orders its
+    rows by that place, and by rank within it, so each of these exchanges sends and receives what lies
+    together, and nobody moves a row a second time::
 
-        rank 0 receives  a0 a1 b0 | a2 b1 b2     and groups them   a0 a1 a2 b0 b1 b2
+        rank 0   a0 a1 c0 c1 | b0 d0       experts a, b are on rank 0, c, d on rank 1
+        rank 1   a2          | b1 b2 d1
+
+        rank 0 receives   a0 a1 a2 | b0 b1 b2        rank 1   c0 c1 | d0 d1
+
+    NCCL launches them as one. Where a rank holds many experts, or with a capacity, all rows come in one
+    exchange, ordered by sender and then by expert, and are grouped here: one more pass over them.
 
     Args:
         mesh: the ranks that experts are spread over, a 1-D mesh or a process group.
@@ -123,121 +129,133 @@ class AllToAll:
             It fixes every shape, so nothing waits for the device; what does not fit is dropped. All ranks
             must then have as many tokens; the first call with a number of them compares. In evaluation mode
             everything is sent.
+        most_exchanges: rows come in an exchange per expert if no rank holds more experts than this.
+        partial: slots may be of no expert, numbered one past the last; they are not sent.
     """
 
     def __init__(
-        self, mesh: DeviceMesh | dist.ProcessGroup, split: ExpertSplit, *, capacity: float | None = None
+        self,
+        mesh: DeviceMesh | dist.ProcessGroup,
+        split: ExpertSplit,
+        *,
+        capacity: float | None = None,
+        most_exchanges: int = 32,
+        partial: bool = False,
     ) -> None:
         if isinstance(mesh, DeviceMesh):
             _check_group(type(self).__name__, mesh, split)
         if capacity is not None and not capacity > 0:
             raise ValueError(f"AllToAll: capacity must be None or positive, got {capacity!r}.")
         self._group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
-        self._ranks = self._group.size()
+        self._ranks, self._most = self._group.size(), max(split.held)
         self._split, self._held = split, split.held[self._group.rank()]
+        self._partial, self._by_expert = partial, capacity is None and self._most <= most_exchanges
         self.capacity = capacity
-        self.for_evaluation = self if capacity is None else AllToAll(mesh, split)
+        self.for_evaluation = self
+        if capacity is not None:
+            self.for_evaluation = AllToAll(mesh, split, most_exchanges=most_exchanges, partial=partial)
         self.needed: Tensor | None = None
         """The capacity that would have dropped nothing since it was last taken; counted if there is one."""
         self._agreed: set[int] = set()
-        self._constants: dict[torch.device, tuple[Tensor, Tensor, Tensor]] = {}
+        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
-        """Rows of all ranks' tokens for the experts of this rank.
-
-        Without a capacity slots may be numbered as no expert: one past the last. They are not sent.
-        """
-        order, load = by_expert(chosen, self._split.experts)
+        """Rows of all ranks' tokens for the experts of this rank."""
         if self.capacity is not None:
-            return self._dispatch_fixed(tokens, chosen, order, load, meanwhile)
-        received = self._exchange_counts(load)
-        numbers = torch.cat((load, received.flatten())).tolist()  # the one wait for the device
-        there = _sums(numbers[: len(load)], self._split.held)
-        here = _sums(numbers[len(load) :], (self._held,) * self._ranks)
-        order = order[: sum(there)]
-        route = Route(order, inverted(order, chosen.numel()), load)
-        rows = self._send(take(tokens, route.slot_of, route.row_of), there, here, meanwhile)
-        expert = torch.arange(self._held, device=tokens.device).repeat(self._ranks)
-        grouping = expert.repeat_interleave(received.flatten(), output_size=len(rows)).argsort(stable=True)
-        route.extra.update(grouping=grouping, arrival=inverted(grouping, len(rows)), there=there, here=here)
-        return take(rows, grouping, route.extra["arrival"]), received.sum(0), route
+            return self.dispatch_fixed(tokens, chosen, chosen.numel(), meanwhile)
+        row_of, counts, load = self._order(chosen)
+        received = self._exchange_counts(counts)
+        asked = Asked(torch.stack((counts, received)))
+        rows = None if self._partial else take(tokens, row_of, len(row_of))  # while the answer is on its way
+        sent_to, received_from = asked.answer()  # the one wait for the device; both (rank, place in its list)
+        if self._by_expert:
+            there, here = ([list(column) for column in zip(*each)] for each in (sent_to, received_from))
+        else:
+            there, here = ([[sum(row) for row in each]] for each in (sent_to, received_from))
+        if rows is None:
+            rows = take(tokens, row_of, sum(map(sum, there)))
+        arrived = exchange(rows, there, here, self._group, meanwhile)
+        route = Route(row_of, load, extra={"dtype": tokens.dtype, "there": there, "here": here})
+        if self._by_expert:
+            return arrived, received.sum(0)[: self._held], route
+        place = torch.arange(self._most, device=tokens.device).repeat(self._ranks)
+        place = place.repeat_interleave(received.flatten(), output_size=len(arrived))
+        return self._grouped(arrived, place, received, route)
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The weighted sums of outputs that came back."""
         way = route.extra
-        arrived = take(outputs, way["arrival"], way["grouping"])
-        back = self._send(arrived, way["here"], way["there"])
-        return combine(back, weights, route.slot_of, route.row_of)
+        if "arrival" in way:
+            outputs = combine(outputs, None, way["arrival"], len(way["arrival"]), padded=True)
+        back = exchange(outputs, way["here"], way["there"], self._group)
+        return combine(back, weights, route.row_of, len(weights), dtype=way["dtype"])
 
     def rows_per_rank(self, slots: int) -> int:
         """Rows that a rank with so many slots sends each rank under the capacity."""
         assert self.capacity is not None
         return min(slots, math.ceil(self.capacity * slots / self._ranks))
 
-    def _dispatch_fixed(
-        self, tokens: Tensor, chosen: Tensor, order: Tensor, load: Tensor, meanwhile: Meanwhile
-    ) -> Dispatched:
-        """Send every rank as many rows; no shape depends on where tokens go."""
-        slots, device = chosen.numel(), tokens.device
-        if slots not in self._agreed:
-            differs = compare(f"{len(tokens)} tokens", [self._group], device)
-            if differs is not None:
-                raise ValueError(
-                    f"AllToAll: with a capacity ranks must have as many tokens; {differs.difference}."
-                )
-            self._agreed.add(slots)
+    def dispatch_fixed(self, tokens: Tensor, chosen: Tensor, slots: int, meanwhile: Meanwhile) -> Dispatched:
+        """Send every rank as many rows, from the capacity for ``slots``; no shape depends on the routes."""
+        agree_on_tokens(len(tokens), self._agreed, self._group, tokens.device)
+        row_of, counts, load = self._order(chosen)
         room = self.rows_per_rank(slots)
-        first, stop, owner = self._on(device)
-        ends = torch.cat((load.new_zeros(1), load.cumsum(0)))
-        start = ends[first]  # where the slots of each rank's experts begin in the order
-        count = ends[stop] - start
-        needed = count.max() * (self._ranks / max(1, slots))
-        self.needed = needed if self.needed is None else torch.maximum(self.needed, needed)
-        position = torch.arange(room, device=device)
-        fits = position < count.clamp(max=room).unsqueeze(1)  # (rank, position)
-        at = (start.unsqueeze(1) + position).clamp(max=max(0, slots - 1))
-        slot_of = torch.where(fits, order[at] if slots else at - 1, -1).flatten()
+        to_rank = counts.sum(1)
+        self.needed = most_needed(self.needed, to_rank.max() * (self._ranks / max(1, slots)))
+        owner = self._on(tokens.device)[0].div(self._most, rounding_mode="floor")[chosen.flatten()]
+        row_of = in_rooms(row_of, owner, to_rank, room)
         # of each expert's slots those that come before the room of its rank ends
-        before = ends[:-1] - start[owner]
-        kept = torch.minimum((room - before).clamp(min=0), load)
-        received = self._exchange_counts(kept)  # (rank, expert here)
-        route = Route(slot_of, inverted(slot_of, slots), load, load.sum() - kept.sum())
-        equal = [room] * self._ranks
-        rows = self._send(take(tokens, route.slot_of, route.row_of), equal, equal, meanwhile)
-        last = received.cumsum(1)
-        expert = (position.view(1, -1, 1) >= last.unsqueeze(1)).sum(-1)  # (rank, position); held: padding
-        grouping = expert.flatten().argsort(stable=True)
-        # padding is last: it is taken as well, since the shape is fixed, but its gradient reaches nothing
-        valid = torch.arange(len(grouping), device=device) < received.sum()
-        grouping = torch.where(valid, grouping, -1)
-        route.extra.update(
-            grouping=grouping, arrival=inverted(grouping, len(grouping)), there=equal, here=equal
-        )
-        return take(rows, grouping, route.extra["arrival"]), received.sum(0), route
+        kept = torch.minimum((room - counts.cumsum(1) + counts).clamp(min=0), counts)
+        received = self._exchange_counts(kept)
+        equal = [[room] * self._ranks]
+        rows = exchange(take(tokens, row_of, room * self._ranks), equal, equal, self._group, meanwhile)
+        position = torch.arange(room, device=tokens.device).expand(self._ranks, room).contiguous()
+        place = torch.searchsorted(received.cumsum(1), position, right=True)  # one past the last for padding
+        route = Route(row_of, load, counts.sum() - kept.sum())
+        route.extra.update(dtype=tokens.dtype, there=equal, here=equal)
+        return self._grouped(rows, place, received, route)
 
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """The first expert of each rank, one past its last, and the rank of each expert; copied once."""
+    def _grouped(self, rows: Tensor, place: Tensor, received: Tensor, route: Route) -> Dispatched:
+        """Rows that came ordered by sender, in the order of their experts, whose places are given."""
+        arrival, _ = order(place, self._most)
+        route.extra["arrival"] = arrival
+        # padding is last, and zeros: what experts make of it must not spoil gradients of what they share
+        grouped = take(rows, arrival, len(arrival), padded=self.capacity is not None)
+        return grouped, received.sum(0)[: self._held], route
+
+    def _order(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The row of each slot, how many go to each (rank, place in its list), and to each expert."""
+        by_rank, by_place = self._on(chosen.device)
+        groups = self._ranks * self._most
+        row_of, counts = order(chosen, groups, by_place if self._by_expert else by_rank)
+        if self._by_expert:
+            counts = counts.view(self._most, self._ranks).t().contiguous()
+        return row_of, counts.view(self._ranks, self._most), counts.view(-1)[by_rank[:-1]]
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Each expert's number, by rank and then place there, and the other way round; copied once.
+
+        There is an entry for no expert too: one past the last number.
+        """
         if device not in self._constants:
-            split = self._split
-            stop = [first + held for first, held in zip(split.first, split.held)]
-            owner = [rank for rank, held in enumerate(split.held) for _ in range(held)]
-            first, last, ranks = (
-                torch.tensor(values, device=device) for values in (split.first, stop, owner)
-            )
-            self._constants[device] = (first, last, ranks)
+            places = [(rank, i) for rank, held in enumerate(self._split.held) for i in range(held)]
+            none = self._ranks * self._most
+            by_rank = [rank * self._most + place for rank, place in places]
+            by_place = [place * self._ranks + rank for rank, place in places]
+            first, second = (torch.tensor([*numbers, none], device=device) for numbers in (by_rank, by_place))
+            self._constants[device] = (first, second)
         return self._constants[device]
 
     def _exchange_counts(self, counts: Tensor) -> Tensor:
-        """How many rows each rank has for each expert of this one, (rank, expert here)."""
-        received = counts.new_empty(self._ranks * self._held)
-        held = [self._held] * self._ranks
-        dist.all_to_all_single(received, counts.contiguous(), held, list(self._split.held), group=self._group)
-        return received.view(self._ranks, self._held)
+        """How many rows each rank has for each expert of this one, (rank, place)."""
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self._group)
+        return received
 
-    def _send(
-        self, rows: Tensor, sent: list[int], received: list[int], meanwhile: Meanwhile = None
-    ) -> Tensor:
-        return exchange(rows, sent, received, self._group, meanwhile)
+
+def all_to_all(mesh: DeviceMesh, split: ExpertSplit, *, capacity: float | None = None) -> Dispatcher:
+    """:class:`AllToAll`, or :class:`Here` where one rank holds everything."""
+    return Here(split.experts) if mesh.size() == 1 else AllToAll(mesh, split, capacity=capacity)
 
 
 class AllGather:
@@ -263,16 +281,15 @@ class AllGather:
         everyone = self._gather(tokens, longest)
         # a token that only fills up is sent to no expert
         experts = self._gather(chosen + 1, longest) - 1
-        slot_of, counts = _mine(experts, self._split, self._rank)
-        load = by_expert(chosen, self._split.experts)[1]
-        route = Route(slot_of, inverted(slot_of, experts.numel()), load)
+        row_of, counts = _mine(experts, self._split, self._rank)
+        route = Route(row_of, order(chosen, self._split.experts)[1])
         route.extra.update(longest=longest, tokens=len(tokens))
-        return take(everyone, route.slot_of, route.row_of), counts, route
+        return take(everyone, row_of, int(counts.sum())), counts, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The sums over ranks of what their experts add to this rank's tokens."""
         every = self._gather(weights, route.extra["longest"])
-        parts = combine(outputs, every, route.slot_of, route.row_of)
+        parts = combine(outputs, every, route.row_of, len(every))
         summed: Tensor = _ReduceScatter.apply(parts, self._group)
         return summed[: route.extra["tokens"]]
 
@@ -292,14 +309,13 @@ class SharedTokens:
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows of the common tokens for the experts of this rank."""
         _call(meanwhile)
-        slot_of, counts = _mine(chosen, self._split, self._mesh.get_local_rank())
-        load = by_expert(chosen, self._split.experts)[1]
-        route = Route(slot_of, inverted(slot_of, chosen.numel()), load)
-        return take(self._shared(tokens), route.slot_of, route.row_of), counts, route
+        row_of, counts = _mine(chosen, self._split, self._mesh.get_local_rank())
+        route = Route(row_of, order(chosen, self._split.experts)[1])
+        return take(self._shared(tokens), row_of, int(counts.sum())), counts, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The sum over ranks of what their experts add."""
-        part = combine(outputs, self._shared(weights), route.slot_of, route.row_of)
+        part = combine(outputs, self._shared(weights), route.row_of, len(weights))
         return DTensor.from_local(part, self._mesh, [Partial()], run_check=False).full_tensor()
 
     def _shared(self, tensor: Tensor) -> Tensor:
@@ -350,17 +366,48 @@ def _check_group(name: str, mesh: DeviceMesh, split: ExpertSplit) -> None:
         )
 
 
-def _sums(numbers: list[int], lengths: Sequence[int]) -> list[int]:
-    """The sums of runs of these lengths."""
-    return [sum(numbers[end - length : end]) for end, length in zip(accumulate(lengths), lengths)]
-
-
 def _mine(chosen: Tensor, split: ExpertSplit, rank: int) -> tuple[Tensor, Tensor]:
-    """The slots of this rank's experts, ordered by expert, and how many each of them has."""
+    """The rows of slots of this rank's experts, ordered by expert, and how many each of them has."""
     first, held = split.first[rank], split.held[rank]
     own = chosen - first
-    slots, counts = by_expert(torch.where((own >= 0) & (own < held), own, held), held)
-    return slots[: int(counts.sum())], counts
+    return order(torch.where((own >= 0) & (own < held), own, held), held)
+
+
+def agree_on_tokens(tokens: int, agreed: set[int], group: Any, device: torch.device) -> None:
+    """Refuse other numbers of tokens than on other ranks, which would wait for ever; compared once each."""
+    if tokens in agreed:
+        return
+    differs = compare(f"{tokens} tokens", [group], device)
+    if differs is not None:
+        raise ValueError(f"AllToAll: with a capacity ranks must have as many tokens; {differs.difference}.")
+    agreed.add(tokens)
+
+
+def in_rooms(row_of: Tensor, destination: Tensor, counts: Tensor, room: int) -> Tensor:
+    """Rows that are ordered by destination, each of which gets ``room`` of them; -1 for what does not fit."""
+    place = row_of - (counts.cumsum(0) - counts)[destination.clamp(max=len(counts) - 1)]
+    return torch.where((row_of >= 0) & (place < room), destination * room + place, -1)
+
+
+def most_needed(before: Tensor | None, now: Tensor) -> Tensor:
+    """The larger of two capacities."""
+    return now if before is None else torch.maximum(before, now)
+
+
+class Asked:
+    """Numbers on their way to the host, so that the device can be given work before they are read."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._host, self._event = numbers.to("cpu", non_blocking=True), None
+        if numbers.is_cuda:
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def answer(self) -> Any:
+        """The numbers as lists; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.tolist()
 
 
 def _call(meanwhile: Meanwhile) -> None:
@@ -368,14 +415,20 @@ def _call(meanwhile: Meanwhile) -> None:
         meanwhile()
 
 
-def exchange(
-    rows: Tensor, sent: list[int], received: list[int], group: Any, meanwhile: Meanwhile = None
-) -> Tensor:
+Pieces = Sequence[list[int]]
+"""Of each exchange how many rows go to, or come from, each rank of the group."""
+
+
+def exchange(rows: Tensor, sent: Pieces, received: Pieces, group: Any, meanwhile: Meanwhile = None) -> Tensor:
     """Rows cut by ``sent`` to the ranks of a group, and the rows that they send here, in their order.
 
-    ``meanwhile`` is called while they are on their way. What it puts into the graph lies between the start
-    and the end of the exchange, so backward computes it while the gradients are on theirs.
+    With several pieces one exchange after the other, all in one launch if the backend can. ``meanwhile`` is
+    called while rows are on their way. What it puts into the graph lies between the start and the end of the
+    exchange, so backward computes it while the gradients are on theirs.
     """
+    if group.size() == 1:
+        _call(meanwhile)
+        return rows
     if meanwhile is None:
         together: Tensor = _Exchange.apply(rows, sent, received, group)
         return together
@@ -386,15 +439,25 @@ def exchange(
     return arrived
 
 
+def _start(
+    rows: Tensor, sent: Pieces, received: Pieces, group: Any, async_op: bool
+) -> tuple[Tensor, list[Any]]:
+    """Send; where rows will be, and what to wait for."""
+    result = rows.new_empty((sum(map(sum, received)), *rows.shape[1:]))
+    parts = zip(result.split([sum(n) for n in received]), rows.split([sum(n) for n in sent]), received, sent)
+    with joined_launch(group, rows.device, async_op) if len(sent) > 1 else nullcontext([]) as works:
+        for into, given, here, there in parts:
+            works.append(dist.all_to_all_single(into, given, here, there, group=group, async_op=async_op))
+    return result, works
+
+
 class _Exchange(torch.autograd.Function):
     """An exchange that is waited for where it is made."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sent: Pieces, received: Pieces, group: Any) -> Tensor:
         ctx.back = (received, sent, group)
-        result = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(result, rows.contiguous(), received, sent, group=group)
-        return result
+        return _start(rows.contiguous(), sent, received, group, False)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -404,24 +467,24 @@ class _Exchange(torch.autograd.Function):
 class _Trip:
     """One exchange and the one of its gradients: sizes, and what is on its way."""
 
-    def __init__(self, sent: list[int], received: list[int], group: Any) -> None:
+    def __init__(self, sent: Pieces, received: Pieces, group: Any) -> None:
         self.sent, self.received, self.group = sent, received, group
-        self._under_way: tuple[Any, Tensor, Tensor] | None = None
+        self._under_way: tuple[list[Any], Tensor, Tensor] | None = None
 
-    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def start(self, rows: Tensor, sent: Pieces, received: Pieces) -> Tensor:
         """Send; the result may not be touched before :meth:`wait`."""
         given = rows.contiguous()
-        result = rows.new_empty((sum(received), *rows.shape[1:]))
-        work = dist.all_to_all_single(result, given, received, sent, group=self.group, async_op=True)
-        self._under_way = (work, given, result)  # memory that is still read or written must not go back
+        result, works = _start(given, sent, received, self.group, True)
+        self._under_way = (works, given, result)  # memory that is still read or written must not go back
         return result
 
     def wait(self) -> Tensor:
         """What has arrived, once the current stream may use it."""
         assert self._under_way is not None
-        (work, _, result), self._under_way = self._under_way, None
-        if work is not None:
-            work.wait()
+        (works, _, result), self._under_way = self._under_way, None
+        for work in works:
+            if work is not None:
+                work.wait()
         return result
 
 

@@ -8,11 +8,13 @@ up on that node, weighted, and one row comes back::
     rank 1   token t  ------------->  rank 5   t  ---->  ranks 4, 6, 6   its three experts there
              sum      <-------------           sum  <--  their outputs
 
-Both levels are exchanges of rows with a host wait each. Sums of a node travel back in the dtype of the rows.
+Both levels are exchanges of rows with a host wait each, or with a capacity of fixed numbers of rows and none.
+Sums of a node travel back in the dtype of the rows.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,77 +23,145 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_fsdp.dbuffer.checks import device_of
-from ragged_fsdp.experts.dispatch import AllToAll, Dispatched, Dispatcher, Meanwhile, Route, exchange
-from ragged_fsdp.experts.permute import add_up, by_expert, inverted, take
+from ragged_fsdp.experts.dispatch import (
+    AllToAll,
+    Asked,
+    Dispatched,
+    Dispatcher,
+    Meanwhile,
+    Route,
+    agree_on_tokens,
+    all_to_all,
+    exchange,
+    in_rooms,
+    most_needed,
+)
+from ragged_fsdp.experts.permute import combine, order, place, take
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.topology import Levels, find_levels, given_ranks_per_node, level_groups
 
 __all__ = ["TwoLevel", "two_level"]
 
 
-def two_level(mesh: DeviceMesh, split: ExpertSplit, *, ranks_per_node: int | None = None) -> Dispatcher:
-    """The dispatcher for a mesh over several nodes, or :class:`AllToAll` where there is nothing to gain:
+def two_level(
+    mesh: DeviceMesh, split: ExpertSplit, *, ranks_per_node: int | None = None, capacity: float | None = None
+) -> Dispatcher:
+    """The dispatcher for a mesh over several nodes, or :func:`all_to_all` where there is nothing to gain:
 
     on one node, with one rank on each, or where a node has no experts. Nodes are found by the ranks,
     or given here or as ``RAGGED_FSDP_RANKS_PER_NODE``. All ranks call it.
     """
     levels = find_levels(mesh.get_group(), device_of(mesh), given_ranks_per_node(ranks_per_node))
     if levels.has_two and all(sum(split.held[rank] for rank in node) for node in levels.nodes):
-        return TwoLevel(mesh, split, levels)
-    return AllToAll(mesh, split)
+        return TwoLevel(mesh, split, levels, capacity=capacity)
+    return all_to_all(mesh, split, capacity=capacity)
 
 
 class TwoLevel:
-    """Rows go between nodes, then inside them, and back the same way; made by :func:`two_level`."""
+    """Rows go between nodes, then inside them, and back the same way; made by :func:`two_level`.
 
-    def __init__(self, mesh: DeviceMesh, split: ExpertSplit, levels: Levels) -> None:
+    A ``capacity`` is that of :class:`AllToAll` on both levels: the rows that each rank sends each node, and
+    then each rank of its own, as a multiple of those it would send if tokens went everywhere alike.
+    """
+
+    def __init__(
+        self, mesh: DeviceMesh, split: ExpertSplit, levels: Levels, *, capacity: float | None = None
+    ) -> None:
         groups = level_groups(mesh.get_group(), levels, device_of(mesh))
         assert groups.rail is not None
-        self._rail, self._split = groups.rail, split
+        self._group, self._rail, self._split = mesh.get_group(), groups.rail, split
         nodes = [levels.nodes[levels.find(rank)[0]] for rank in levels.rails[groups.place]]
         self._nodes = len(nodes)
         own = ExpertSplit(tuple(split.held[rank] for rank in levels.nodes[groups.node]))
-        self._here, self._inside = own.experts, AllToAll(groups.local, own)
+        self._here = own.experts
+        self._inside = AllToAll(groups.local, own, capacity=capacity, partial=True)
+        self.for_evaluation = self if capacity is None else TwoLevel(mesh, split, levels)
+        self._needed: Tensor | None = None
+        self._agreed: set[int] = set()
         self._places: dict[int, tuple[int, int]] = {}
         """By expert: the place of its node on the rail, and its number among the experts there."""
-        for place, ranks in enumerate(nodes):
+        for node, ranks in enumerate(nodes):
             experts = [split.first[rank] + i for rank in ranks for i in range(split.held[rank])]
-            self._places.update((expert, (place, number)) for number, expert in enumerate(experts))
+            self._places.update((expert, (node, number)) for number, expert in enumerate(experts))
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def capacity(self) -> float | None:
+        """Room on both levels, of an even share; None sends what there is."""
+        return self._inside.capacity
+
+    @capacity.setter
+    def capacity(self, capacity: float | None) -> None:
+        self._inside.capacity = capacity
+
+    @property
+    def needed(self) -> Tensor | None:
+        """The capacity that would have dropped nothing since it was last taken."""
+        inside = self._inside.needed
+        return inside if self._needed is None or inside is None else most_needed(self._needed, inside)
+
+    @needed.setter
+    def needed(self, needed: Tensor | None) -> None:
+        self._needed = self._inside.needed = needed
 
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows of all ranks' tokens for the experts of this rank."""
         node_of, local_of = self._on(tokens.device)
-        nodes = self._nodes
-        of_slot = node_of[chosen]  # (N, K), by place on the rail
+        number = torch.arange(self._nodes, device=tokens.device)
+        # (N, node, K): of each token's experts those of each node
+        theirs = node_of[chosen].unsqueeze(1) == number.unsqueeze(-1)
         # a token's slots are now the nodes it goes to; the others are numbered as none
-        goes = (of_slot.unsqueeze(-1) == torch.arange(nodes, device=tokens.device)).any(1)
-        wanted = torch.where(goes, torch.arange(nodes, device=tokens.device), nodes)
-        order, counts = by_expert(wanted, nodes)
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._rail)
-        numbers = torch.cat((counts, received)).tolist()
-        there, here = numbers[:nodes], numbers[nodes:]
-        slot_of = order[: sum(there)]
-        row_of = inverted(slot_of, wanted.numel())
-        arrived = exchange(take(tokens, slot_of, row_of), there, here, self._rail, meanwhile)
-        token, node = slot_of.div(nodes, rounding_mode="floor"), slot_of % nodes
-        # of each row's experts those of the node it goes to, by their number there
-        numbered = torch.where(of_slot[token] == node.unsqueeze(-1), local_of[chosen[token]], -1)
-        asked = exchange(numbered, there, here, self._rail)
-        rows, held, inside = self._inside.dispatch(arrived, torch.where(asked < 0, self._here, asked))
-        route = Route(slot_of, row_of, by_expert(chosen, self._split.experts)[1])
+        wanted = torch.where(theirs.any(-1), number, self._nodes)
+        row_of, counts = order(wanted, self._nodes)
+        route = Route(row_of, order(chosen, self._split.experts)[1])
+        if self.capacity is None:
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts, group=self._rail)
+            there, here = ([sizes] for sizes in Asked(torch.stack((counts, received))).answer())
+        else:
+            there = here = [[self._fix_rows(route, counts, theirs, chosen)] * self._nodes]
+        sent = sum(there[0])
+        arrived = exchange(take(tokens, route.row_of, sent), there, here, self._rail, meanwhile)
+        # of each row's experts those of the node it goes to, by their number there; none of padding
+        numbered = torch.where(theirs, local_of[chosen].unsqueeze(1), self._none).flatten(0, 1)
+        asked = exchange(place(numbered, route.row_of, sent, self._none), there, here, self._rail)
+        asked = torch.where(asked == self._none, self._here, asked)
+        if self.capacity is None:
+            rows, held, inside = self._inside.dispatch(arrived, asked)
+        else:
+            rows, held, inside = self._inside.dispatch_fixed(arrived, asked, chosen.numel(), None)
+            assert route.dropped is not None and inside.dropped is not None
+            route.dropped = route.dropped + inside.dropped
         route.extra.update(inside=inside, there=there, here=here)
         return rows, held, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The sums of what the nodes made of each token."""
         way: dict[str, Any] = route.extra
-        sent = take(weights, route.slot_of, route.row_of)
+        sent = take(weights, route.row_of, sum(way["there"][0]))
         theirs = exchange(sent, way["there"], way["here"], self._rail)
         sums = self._inside.combine(outputs, theirs, way["inside"]).to(outputs.dtype)
         back = exchange(sums, way["here"], way["there"], self._rail)
-        return add_up(back, route.slot_of, route.row_of, len(weights))
+        return combine(back, None, route.row_of, len(weights))
+
+    def _fix_rows(self, route: Route, counts: Tensor, theirs: Tensor, chosen: Tensor) -> int:
+        """Rows that each node gets under the capacity; the route forgets and counts what does not fit."""
+        tokens, per_token = chosen.shape
+        agree_on_tokens(tokens, self._agreed, self._group, chosen.device)
+        assert self.capacity is not None
+        even = tokens * (1 - (1 - 1 / self._nodes) ** per_token)  # tokens with an expert of a node
+        room = min(tokens, math.ceil(self.capacity * even))
+        self._needed = most_needed(self._needed, counts.max() / max(1.0, even))
+        node = torch.arange(self._nodes, device=chosen.device).repeat(tokens)
+        before, route.row_of = route.row_of, in_rooms(route.row_of, node, counts, room)
+        lost = (before >= 0) & (route.row_of < 0)
+        route.dropped = (theirs.sum(-1).flatten() * lost).sum()
+        return room
+
+    @property
+    def _none(self) -> int:
+        """No expert of any node: past the last number of each."""
+        return self._split.experts
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The node of each expert, by its place on the rail, and its number there; copied once."""

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
 from ragged_fsdp.experts.beside import SharedBeside
-from ragged_fsdp.experts.dispatch import AllGather, AllToAll, Dispatcher, Meanwhile, Route, SlicedTokens
+from ragged_fsdp.experts.dispatch import AllGather, Dispatcher, Meanwhile, Route, SlicedTokens, all_to_all
 from ragged_fsdp.experts.layers import apply_experts, expert_count, expert_modules, expert_parameters
 from ragged_fsdp.experts.levels import two_level
 from ragged_fsdp.experts.split import ExpertSplit
@@ -41,7 +41,7 @@ __all__ = [
 MakeDispatcher = Callable[[DeviceMesh, ExpertSplit], Dispatcher]
 
 _BACKENDS: dict[str, MakeDispatcher] = {
-    "all_to_all": AllToAll,
+    "all_to_all": all_to_all,
     "all_gather": AllGather,
     "two_level": two_level,
 }

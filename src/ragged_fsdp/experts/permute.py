@@ -2,9 +2,9 @@
 
 A *slot* is one of the K experts that a token was sent to; token n has the slots n*K to n*K + K - 1. Rows are
 slots in another order, some of which may be missing here (they went elsewhere, or were dropped) and some of
-which may hold nothing (padding)::
+which may hold nothing (padding). One tensor says it all, the row of each slot::
 
-    take       row r is the token of slot ``slot_of[r]``; padding (-1) is zeros
+    take       the token of a slot goes to row ``row_of[slot]``, nowhere if that is -1
     combine    token n is the sum over its slots of weight * row ``row_of[slot]``; a missing one (-1) adds 0
 
 Each is the other's backward up to the weights, so neither needs an atomic addition, and results have the same
@@ -19,58 +19,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_up", "by_expert", "combine", "inverted", "take", "take_reference", "weighted_reference"]
+__all__ = ["combine", "order", "order_reference", "place", "take", "take_reference", "weighted_reference"]
 
 
-def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The slots (N*K,) ordered by expert; and how many each expert has.
+def order(chosen: Tensor, groups: int, number_of: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The rows (N*K,) of slots that are ordered by group, stable; and how many each group has.
 
-    Slots of what is no expert of ``range(experts)`` are to be numbered ``experts``; they come last.
+    What was chosen is the number of a group, or ``number_of`` it; slots numbered ``groups`` are in no row.
+    Asks the device nothing.
     """
-    slots = chosen.flatten()
-    counts = (slots.unsqueeze(-1) == torch.arange(experts, device=slots.device)).sum(0)
-    return slots.argsort(stable=True), counts  # bincount would wait for the device
+    if chosen.is_cuda:
+        from ragged_fsdp.experts import permute_triton
+
+        return permute_triton.order(chosen, groups, number_of)
+    return order_reference(chosen, groups, number_of)
 
 
-def inverted(slot_of: Tensor, slots: int) -> Tensor:
-    """The row of each slot, -1 for those that are in no row."""
-    row_of = slot_of.new_full((slots + 1,), -1)
-    rows = torch.arange(len(slot_of), device=slot_of.device)
-    row_of[torch.where(slot_of < 0, slots, slot_of)] = rows  # padding writes into the entry that is cut off
-    return row_of[:slots]
+def order_reference(chosen: Tensor, groups: int, number_of: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What :func:`order` gives, by sorting."""
+    slots = (chosen if number_of is None else number_of[chosen]).flatten()
+    counts = (slots.unsqueeze(-1) == torch.arange(groups, device=slots.device)).sum(0)
+    row_of = torch.empty_like(slots)
+    row_of[slots.argsort(stable=True)] = torch.arange(len(slots), device=slots.device)
+    return torch.where(slots == groups, -1, row_of), counts
 
 
-def take(tokens: Tensor, slot_of: Tensor, row_of: Tensor) -> Tensor:
-    """Tokens (N, D) to rows (R, D); ``row_of`` (N*K,) is the inverse of ``slot_of`` (R,)."""
-    rows: Tensor = _Take.apply(tokens, slot_of, row_of)
-    return rows
+def place(values: Tensor, row_of: Tensor, rows: int, fill: float) -> Tensor:
+    """Values of the slots (N*K, ...) in their rows, ``fill`` in the others; not differentiable on a GPU."""
+    placed = values.new_full((rows + 1, *values.shape[1:]), fill)
+    placed[torch.where(row_of < 0, rows, row_of)] = values  # missing ones go where it is cut off
+    return placed[:rows]
 
 
-def combine(rows: Tensor, weights: Tensor, slot_of: Tensor, row_of: Tensor) -> Tensor:
-    """Outputs of rows (R, D) to tokens (N, D), weighted (N, K), in the wider dtype of the two."""
-    tokens: Tensor = _Combine.apply(rows, weights, slot_of, row_of)
-    return tokens
+def take(tokens: Tensor, row_of: Tensor, rows: int, *, padded: bool = False) -> Tensor:
+    """Tokens (N, D) to rows (R, D), given the row of each slot (N*K,).
+
+    Only with ``padded`` rows that belong to no slot are zeros; else they hold anything at all.
+    """
+    taken: Tensor = _Take.apply(tokens, row_of, rows, padded)
+    return taken
 
 
-def add_up(rows: Tensor, slot_of: Tensor, row_of: Tensor, tokens: int) -> Tensor:
-    """Rows (R, D) to the sums of those of each token (N, D), without weights."""
-    sums: Tensor = _Sum.apply(rows, slot_of, row_of, tokens)
-    return sums
+def combine(
+    rows: Tensor,
+    weights: Tensor | None,
+    row_of: Tensor,
+    tokens: int,
+    *,
+    dtype: torch.dtype | None = None,
+    padded: bool = False,
+) -> Tensor:
+    """Outputs of rows (R, D) to tokens (N, D): sums, weighted (N, K) or not.
+
+    The result has ``dtype``, or the wider dtype of the two. Gradients of rows without a slot are as in
+    :func:`take`.
+    """
+    if weights is None:
+        sums: Tensor = _Sum.apply(rows, row_of, tokens, padded)
+        return sums
+    dtype = dtype or torch.promote_types(rows.dtype, weights.dtype)
+    mixed: Tensor = _Combine.apply(rows, weights, row_of, dtype)
+    return mixed
 
 
-def take_reference(source: Tensor, index: Tensor) -> Tensor:
-    """Rows of ``source``; zeros where the index is -1."""
-    if not len(source):
-        return source.new_zeros(len(index), *source.shape[1:])
-    found = source.index_select(0, index.clamp(min=0))
-    return found.masked_fill((index < 0).unsqueeze(-1), 0)  # not a product: padding may hold NaN
+def take_reference(source: Tensor, row_of: Tensor, rows: int) -> Tensor:
+    """Each of ``source`` in the rows of its slots; zeros where there is none."""
+    per_token = len(row_of) // max(1, len(source))
+    return place(source.repeat_interleave(per_token, 0), row_of, rows, 0)
 
 
 def weighted_reference(rows: Tensor, weights: Tensor | None, row_of: Tensor, tokens: int) -> Tensor:
     """The sum over the slots of each token, weighted or not."""
     per_token = len(row_of) // max(1, tokens) if weights is None else weights.shape[1]
-    slots = take_reference(rows, row_of).view(tokens, per_token, rows.shape[-1])
+    slots = _slots(rows, row_of, tokens, per_token)
     return (slots if weights is None else slots * weights.unsqueeze(-1)).sum(1)
+
+
+def _slots(rows: Tensor, row_of: Tensor, tokens: int, per_token: int) -> Tensor:
+    """Rows by slot, (N, K, D); zeros for those that are missing."""
+    shape = (tokens, per_token, rows.shape[-1])
+    if not len(rows):
+        return rows.new_zeros(shape)
+    found = rows.index_select(0, row_of.clamp(min=0))
+    return found.masked_fill((row_of < 0).unsqueeze(-1), 0).view(shape)  # not a product: padding may be NaN
 
 
 def _kernels(tensor: Tensor) -> Any:
@@ -86,57 +117,54 @@ class _Take(torch.autograd.Function):
     """Rows from tokens; backward adds up what came to the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, slot_of: Tensor, row_of: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_of, row_of)
-        ctx.tokens = len(tokens)
-        per_token = len(row_of) // max(1, len(tokens))
+    def forward(ctx: Any, tokens: Tensor, row_of: Tensor, rows: int, padded: bool) -> Tensor:
+        ctx.save_for_backward(row_of)
+        ctx.back = (len(tokens), padded)
         kernels = _kernels(tokens)
         if kernels is not None:
-            return kernels.take(tokens, slot_of, per_token)
-        return take_reference(tokens, slot_of.div(max(1, per_token), rounding_mode="floor"))
+            return kernels.take(tokens, row_of, rows, padded)
+        return take_reference(tokens, row_of, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        slot_of, row_of = ctx.saved_tensors
-        return _Sum.apply(grads[0], slot_of, row_of, ctx.tokens), None, None
+        return _Sum.apply(grads[0], *ctx.saved_tensors, *ctx.back), None, None, None
 
 
 class _Sum(torch.autograd.Function):
-    """The backward of :class:`_Take`, which is its own inverse."""
+    """The backward of :class:`_Take`, which is its own."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, slot_of: Tensor, row_of: Tensor, tokens: int) -> Tensor:
-        ctx.save_for_backward(slot_of, row_of)
+    def forward(ctx: Any, rows: Tensor, row_of: Tensor, tokens: int, padded: bool) -> Tensor:
+        ctx.save_for_backward(row_of)
+        ctx.back = (len(rows), padded)
         kernels = _kernels(rows)
         if kernels is not None:
-            return kernels.weighted_sum(rows, None, row_of, tokens)
+            return kernels.weighted_sum(rows, None, row_of, tokens, rows.dtype)
         return weighted_reference(rows, None, row_of, tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Take.apply(grads[0], *ctx.saved_tensors), None, None, None
+        return _Take.apply(grads[0], *ctx.saved_tensors, *ctx.back), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     """Tokens from rows; backward sends each row its token's gradient, and each weight a product."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, slot_of: Tensor, row_of: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights, slot_of, row_of)
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, row_of: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(rows, weights, row_of)
         kernels = _kernels(rows)
         if kernels is not None:
-            return kernels.weighted_sum(rows, weights, row_of, len(weights))
-        return weighted_reference(rows, weights, row_of, len(weights))
+            return kernels.weighted_sum(rows, weights, row_of, len(weights), dtype)
+        return weighted_reference(rows, weights, row_of, len(weights)).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        rows, weights, slot_of, row_of = ctx.saved_tensors
+        rows, weights, row_of = ctx.saved_tensors
         kernels = None if torch.is_grad_enabled() else _kernels(rows)
         if kernels is not None:
-            return *kernels.combine_backward(grads[0], rows, weights, slot_of, row_of), None, None
-        per_token = weights.shape[1]
-        each = take_reference(weights.reshape(-1, 1), slot_of)
-        grad_rows = take_reference(grads[0], slot_of.div(per_token, rounding_mode="floor")) * each
-        slots = take_reference(rows, row_of).view(*weights.shape, rows.shape[-1])
-        grad_weights = (slots * grads[0].unsqueeze(1)).sum(-1)
+            return *kernels.combine_backward(grads[0], rows, weights, row_of), None, None
+        of_slots = grads[0].unsqueeze(1) * weights.unsqueeze(-1)
+        grad_rows = place(of_slots.view(-1, rows.shape[-1]), row_of, len(rows), 0)
+        grad_weights = (_slots(rows, row_of, *weights.shape) * grads[0].unsqueeze(1)).sum(-1)
         return grad_rows.to(rows.dtype), grad_weights.to(weights.dtype), None, None

@@ -78,8 +78,10 @@ def _check_experts(config: ShardingConfig, source: ModelSource) -> None:
             )
     if config.ep == 1:
         return
-    if config.dispatch != "all_to_all" and config.expert_capacity:
-        raise ConfigError(f"expert_capacity = {config.expert_capacity} needs dispatch = all_to_all")
+    if config.dispatch == "all_gather" and config.expert_capacity:
+        raise ConfigError(
+            f"expert_capacity = {config.expert_capacity} needs dispatch = all_to_all or two_level"
+        )
     if config.rebalance and config.sharding != "ragged":
         raise ConfigError(f"rebalance = {config.rebalance} needs sharding = ragged, not {config.sharding}")
     counts = {expert_count(module) for module in expert_modules(source.build()).values()}

@@ -192,11 +192,12 @@ def _split_parts(module: nn.Module, mesh: DeviceMesh, skip: nn.Module) -> list[n
 
 def dispatcher_for(config: ShardingConfig) -> Callable[[DeviceMesh, ExpertSplit], Dispatcher]:
     """How tokens travel under expert parallelism."""
+    capacity = config.expert_capacity or None
     if config.dispatch == "all_gather":
         return AllGather
     if config.dispatch == "two_level":
-        return functools.partial(two_level, ranks_per_node=config.ranks_per_node or None)
-    return functools.partial(AllToAll, capacity=config.expert_capacity or None)
+        return functools.partial(two_level, ranks_per_node=config.ranks_per_node or None, capacity=capacity)
+    return functools.partial(AllToAll, capacity=capacity)
 
 
 def resolved_precision(config: ShardingConfig, device: torch.device) -> str:
