@@ -104,9 +104,10 @@ GROUPS = {  # those that take longest first
         ("-k", f"not ({_RESUMES} or {_CURVES} or {_ENDS_RANKS})"),
     ),
     "splits": Group("the trainer: tensor and expert parallelism, 4 NCCL ranks", _spmd("train", "parallel")),
-    "experts": Group(
-        "expert parallelism: parity, moves, dispatch, models of transformers; 1 to 4 NCCL ranks",
-        (*_spmd("experts"), *_spmd("train", "huggingface")),
+    **_by_ranks("experts", "expert parallelism: parity, moves, dispatch", _spmd("experts")),
+    "library": Group(
+        "the trainer: models of transformers, 2 and 4 NCCL ranks",
+        _spmd("train", "huggingface"),
         ("-k", "not equals_the_library_s"),  # that one computes on the host
     ),
     "device": Group(

@@ -127,6 +127,48 @@ def test_a_token_leaves_its_node_once_for_each_other_node(rank):
     assert group.size() == 4
 
 
+@spmd(4)
+def test_two_levels_with_a_capacity(rank):
+    """Results of all-to-all where all fits; what does not is dropped on either level, and counted once."""
+    mesh, split = rank.mesh(), ExpertSplit((1, 1, 1, 1))
+    levels, tokens = Levels(((0, 1), (2, 3)), 2), 8
+    made = TwoLevel(mesh, split, levels, capacity=4.0)
+    for module in (True, False):
+        results = []
+        for dispatcher in (AllToAll(mesh, split), made if module else made.for_evaluation):
+            spread(x := SplitExperts("x", Squares().to(DEVICE), mesh, split, lambda *_, m=dispatcher: m))
+            results.append((*_run(x.module, _inputs(tokens, rank.rank)), held_part(x.module.weight.grad)))
+        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*results))
+    # All go to both experts of node 0. Of 8 tokens 6 fit between nodes. Then each rank there gets 8 rows of
+    # each sender: the six of its own node's, and two of the other's.
+    layer = nn.ModuleDict({"experts": Squares().to(DEVICE)})
+    expert_parallel(layer, mesh, dispatcher=lambda m, s: TwoLevel(m, s, levels, capacity=1.0))
+    x, _, w = _inputs(tokens, rank.rank)
+    chosen = torch.tensor([0, 1], device=DEVICE).expand(tokens, 2)
+    keep = (torch.arange(tokens, device=DEVICE) < (6 if rank.rank < 2 else 2)).double().unsqueeze(-1)
+    expected = _run(Squares().to(DEVICE), (x, chosen, (w * keep).detach().requires_grad_()))
+    x.grad = None
+    out, grad_x, grad_w = _run(layer["experts"], (x, chosen, w))
+    assert torch.allclose(out, expected[0]) and torch.allclose(grad_x, expected[1])
+    assert torch.allclose(grad_w, expected[2] * keep) and int(load_of(layer).dropped) == 32
+    for wanted in (1.5, 2.0):  # what the second level would need is known once the first has room
+        assert fit_capacity(layer, margin=1.0)["experts"] == pytest.approx(wanted)
+        _run(layer["experts"], (x, chosen, w))
+    assert int(load_of(layer).dropped) == 16  # of the first of the two runs
+    with pytest.raises(ValueError, match="ranks must have as many tokens"):
+        layer["experts"](*_inputs(5 + (rank.rank == 3), 0))
+    if DEVICE == "cuda":
+        x, _, w = (t.detach().float().requires_grad_() for t in (x, x, w))
+        for fixed in (AllToAll(mesh, split, capacity=1.0), TwoLevel(mesh, split, levels, capacity=1.0)):
+            for mode in ("default", "error"):  # the first call compares the numbers of tokens
+                torch.cuda.set_sync_debug_mode(mode)
+                try:
+                    rows, _, route = fixed.dispatch(x, chosen)
+                    fixed.combine(rows * 2, w, route).sum().backward()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+
+
 class Layer(nn.Module):
     """Experts and a shared one, in the order in which models call them."""
 

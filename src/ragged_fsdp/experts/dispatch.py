@@ -12,13 +12,13 @@
 =================  =============================================  ==========================================
 
 ``AllToAll`` moves K rows per token, of which those for other ranks leave it; ``AllGather`` moves each token
-to every rank, which is less where K is larger than the group, and needs no second ordering. A dispatcher has
-no parameters. DeepEP, or a library's own exchange, is a class with the two methods of :class:`Dispatcher`:
+to every rank, which is less where K is larger than the group. A dispatcher has no parameters. DeepEP, or a
+library's own exchange, is a class with the two methods of :class:`Dispatcher`:
 :func:`ragged_fsdp.experts.expert_parallel` takes a function that makes one.
 
-Exact ways ask the device once per layer how many rows there are: the host must know to allocate. With a
-``capacity`` :class:`AllToAll` does not: each rank sends each other one a fixed number of rows, and what does
-not fit is dropped and counted.
+Exact ways ask the device how many rows there are: the host must know to allocate. With a ``capacity``
+:class:`AllToAll` does not: each rank sends each other one a fixed number of rows, and what does not fit is
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def all_to_all(mesh: DeviceMesh, split: ExpertSplit, *, capacity: float | None =
 class AllGather:
     """Every rank gets the tokens of all, applies its experts, and the results are summed where they belong.
 
-    For small groups: two collectives that every backend does well, and one ordering instead of two.
+    For small groups: two collectives that every backend does well.
 
     Args:
         mesh: the ranks that experts are spread over, a 1-D mesh.
