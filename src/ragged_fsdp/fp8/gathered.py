@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.gather import block_codes
 from ragged_fsdp.fsdp.gather.block_codes import band_shape
 from ragged_fsdp.fsdp.gather.codes import MessageLayout, code_kernels
-from ragged_fsdp.fsdp.gather.transport import InPlace
+from ragged_fsdp.fsdp.gather.transport import InPlace, Message
 from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE, Members
 from ragged_fsdp.policy import BlockCodes
 
@@ -53,9 +53,8 @@ class KeptCodes(InPlace):
         super().__init__(members)
         self._codes = tuple(codes)
         self._tiles = MessageLayout(members.plan, self._codes)
-        self._parts: Tensor | None = None
-        """Scales as they are gathered, a row per rank; from the allocation until the computation waited."""
-        self._work: Any = None
+        self._parts = Message(members)
+        """Scales as they are gathered."""
         self._scales: FlatStorage | None = None
         """All scales, in the order of the parameters."""
 
@@ -72,21 +71,14 @@ class KeptCodes(InPlace):
         """Bring the memory of the codes back and take that of the scales under way."""
         super().allocate()
         if not self.is_parked:
-            members = self.members
-            shape = (members.mesh.shard_size, self._part_numel)
-            self._parts = members.settings.gather_comm.allocate(
-                shape, dtype=torch.float32, device=members.device
-            )
+            self._parts.allocate(self._part_numel, torch.float32)
 
     def own_part(self, out: DBuffer) -> DBuffer:
         """This rank's codes, encoded into their slot; their scales are on their way afterwards."""
-        members, parts, group = self.members, self._parts, self.members.mesh.shard_group
+        members, parts, start = self.members, self._parts.rows, 0
         assert parts is not None
-        own, encode = (
-            parts[members.mesh.shard_rank],
-            (code_kernels(members.device.type) or block_codes).encode,
-        )
-        start = 0
+        own = parts[members.mesh.shard_rank]
+        encode = (code_kernels(members.device.type) or block_codes).encode
         for piece, slot, codes, shape in zip(
             members.main.pieces, out.slot_tensors, self._codes, members.plan.shapes
         ):
@@ -97,18 +89,13 @@ class KeptCodes(InPlace):
                 scales = own.narrow(0, start, len(bands) * tiles).view(-1, tiles)
                 encode(bands, codes, (slot.view(bands.shape), scales))
                 start += scales.numel()
-        if group.size() > 1:
-            comm = members.settings.gather_comm
-            self._work = members.launch(
-                "all-gather", group, comm.gather, parts.view(-1), own, group, async_op=True
-            )
+        self._parts.send(async_op=True)
         return out.slot_buffer
 
     def finish(self) -> None:
         """Wait for codes and scales; put the scales in the order of the tiles."""
         super().finish()
-        self.wait_for(self._work)
-        parts, self._parts, self._work = self._parts, None, None
+        parts = self._parts.take()
         if parts is not None:
             assert self._scales is not None
             # a tensor of its own: autograd would see a write to the scales that it holds

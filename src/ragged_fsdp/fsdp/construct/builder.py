@@ -38,7 +38,7 @@ from ragged_fsdp.fsdp.parts.plan import (
     split_frozen,
 )
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
-from ragged_fsdp.placement import block_numel
+from ragged_fsdp.placement import block_numel, legal_granularity
 from ragged_fsdp.policy import BlockCodes, Elements, Granularity, Rows, Tiles, Whole
 
 __all__ = ["Draft", "GroupBuilder"]
@@ -541,7 +541,5 @@ def _beside_outer_shards(param: torch.Tensor, shapes: Sequence[tuple[int, ...]],
     """
     if not isinstance(param, DTensor) or len(set(shapes)) > 1:
         return block
-    for outer in param.placements:
-        if isinstance(outer, Shard) and outer.dim % param.ndim:
-            block = math.lcm(block, max(1, math.prod(shapes[0][outer.dim % param.ndim :])))
-    return min(block, max(1, math.prod(shapes[0])))
+    cuts = [outer for outer in param.placements if isinstance(outer, Shard) and outer.dim % param.ndim]
+    return min(legal_granularity(shapes[0], Elements(block), cuts), max(1, math.prod(shapes[0])))

@@ -29,14 +29,14 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ragged_fsdp.fsdp.gather import block_codes
 from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
-from ragged_fsdp.fsdp.gather.transport import InPlace
+from ragged_fsdp.fsdp.gather.transport import InPlace, Message
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.plan import GroupPlan
 from ragged_fsdp.policy import BlockCodes, TileKind, Tiles
@@ -193,14 +193,14 @@ class MessageLayout:
 class Codes(InPlace):
     """Gathers codes and decodes them into the buffer that the parameters view; see the module's docstring."""
 
+    gathers_weight = False
+
     def __init__(self, members: Members, codes: Sequence[BlockCodes]) -> None:
         super().__init__(members)
         self.message_layout = MessageLayout(members.plan, tuple(codes))
         if any(spec.tile for spec in members.plan.layout.specs):
             self.layout = members.plan.layout.recut(members.plan.layout.ranks)
-        self._message: Tensor | None = None
-        """One row of bytes per rank, from the allocation until the computation has waited for it."""
-        self._work: Any = None
+        self._message = Message(members)
         self._decoder: Decoder | None = None
         """The kernel's view of the layout, from the first decoding on; None where the reference decodes."""
 
@@ -215,36 +215,20 @@ class Codes(InPlace):
             )
         super().prepare()
 
-    def _stage(self, weight: Any) -> None:
-        if self.is_parked:  # what is kept was decoded before and is gathered as it is
-            super()._stage(weight)
-
     def allocate(self) -> None:
         """Take the memory of the message of codes; that of the gathered buffer when they are decoded."""
-        members = self.members
-        if self.is_parked:
+        if self.is_parked:  # what is kept was decoded before and is gathered as it is
             super().allocate()
-            return
-        shape = (members.mesh.shard_size, self.message_layout.part_bytes)
-        self._message = members.settings.gather_comm.allocate(shape, dtype=torch.uint8, device=members.device)
+        else:
+            self._message.allocate(self.message_layout.part_bytes)
 
     def begin(self, async_op: bool) -> None:
         """Encode the shard and gather the codes."""
-        message, members, group = self._message, self.members, self.members.mesh.shard_group
-        if message is None:
+        if self._message.rows is None:
             super().begin(async_op)
-            return
-        self._encode(message)
-        if group.size() > 1:
-            self._work = members.launch(
-                "all-gather",
-                group,
-                members.settings.gather_comm.gather,
-                message.view(-1),
-                message[group.rank()],
-                group,
-                async_op=async_op,
-            )
+        else:
+            self._encode(self._message.rows)
+            self._message.send(async_op)
 
     @cached_property
     def _own_runs(self) -> tuple[RankRun, ...]:
@@ -280,8 +264,7 @@ class Codes(InPlace):
     def finish(self) -> None:
         """Wait for the codes and decode them into the gathered buffer, on the compute stream."""
         super().finish()
-        self.wait_for(self._work)
-        message, self._message, self._work = self._message, None, None
+        message = self._message.take()
         if message is not None:
             super().allocate()
             self._decode(message)

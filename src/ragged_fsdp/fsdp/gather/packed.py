@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.collectives import explain_failure, wait_all
 from ragged_fsdp.dtensor.geometry import contiguous_stride
-from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, note_shards
+from ragged_fsdp.fsdp.gather.transport import InPlace, Message, Parking, note_shards
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, rank_major
 from ragged_fsdp.torch_internals import (
@@ -86,11 +85,7 @@ class _Packed:
         self.members = members
         self.parking: Parking | None = None
         self.gathered = [Gathered() for _ in members.params]
-        self._message: torch.Tensor | None = None
-        """From the allocation until the parameters are copied out of it."""
-        self._slot: torch.Tensor | None = None
-        """This rank's part of the message, filled."""
-        self._work: Any = None
+        self._message = Message(members)
 
     @property
     def plan(self) -> ChunkPlan:
@@ -105,37 +100,24 @@ class _Packed:
         return sum(p.inner_shape.numel() * d.itemsize for p, d in zip(self.members.params, dtypes))
 
     def _new_message(self, nbytes: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Allocate a message for inputs of so many bytes per parameter; this rank's slot of it."""
+        """Allocate a message for inputs of so many bytes per parameter; this rank's row of it."""
         end = 0
         for state, sizes in zip(self.gathered, nbytes):
             state.offsets = []
             for size in sizes:
                 state.offsets.append(end)
                 end += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
-        group, comm = self.members.mesh.shard_group, self.members.settings.gather_comm
-        shape = (group.size() * end,)
-        self._message = comm.allocate(shape, dtype=torch.uint8, device=self.members.device)
-        self._slot = self._message.narrow(0, group.rank() * end, end)
-        return self._slot
+        return self._message.allocate(end)
 
     def begin(self, async_op: bool) -> None:
         """Gather all inputs with one collective, on the stream of gathers."""
-        members, group = self.members, self.members.mesh.shard_group
-        if group.size() > 1:
-            gather = members.settings.gather_comm.gather
-            self._work = members.launch(
-                "all-gather", group, gather, self._message, self._slot, group, async_op=async_op
-            )
+        self._message.send(async_op)
 
     def finish(self) -> None:
         """Make the parameters from the message; data that the forward kept needs none."""
-        if self._work is not None:
-            with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
-                wait_all(self._work)
-        message, self._message, self._slot, self._work = self._message, None, None, None
-        if message is None:
+        parts = self._message.take()
+        if parts is None:
             return
-        parts = message.view(self.members.mesh.shard_size, -1)
         for index, state in enumerate(self.gathered):
             state.materialize()
             with unsafe_preserve_version_counter(tuple(state.outputs)):
@@ -147,7 +129,6 @@ class _Packed:
 
     def release(self) -> None:
         """Free the parameters' storages."""
-        self._message = self._slot = None
         for state in self.gathered:
             state.release()
 
@@ -181,15 +162,15 @@ class Pieces(_Packed):
         return max(plan.local_range(index, rank).numel for rank in ranks)
 
     def allocate(self) -> None:
-        """Cast the pieces into this rank's slot of a new message."""
+        """Cast the pieces into this rank's row of a new message."""
         members, outputs = self.members, [state.outputs[0] for state in self.gathered]
-        slot = self._new_message([[self._room(i) * out.dtype.itemsize] for i, out in enumerate(outputs)])
+        row = self._new_message([[self._room(i) * out.dtype.itemsize] for i, out in enumerate(outputs)])
         targets, sources = [], []
         for index, (param, out) in enumerate(zip(members.params, outputs)):
             local = local_of(param.sharded)
             if not local.numel():
                 continue
-            at = slot.narrow(0, self.gathered[index].offsets[0], local.numel() * out.dtype.itemsize)
+            at = row.narrow(0, self.gathered[index].offsets[0], local.numel() * out.dtype.itemsize)
             targets.append(at.view(out.dtype).view(local.shape))
             sources.append(local.to(members.device, non_blocking=members.pin_memory))
         if targets:
@@ -255,9 +236,9 @@ class Extensions(_Packed):
         note_shards(self.members)
 
     def allocate(self) -> None:
-        """Pack the extensions' inputs into this rank's slot of a new message."""
+        """Pack the extensions' inputs into this rank's row of a new message."""
         inputs = [self._inputs(index, param) for index, param in enumerate(self.members.params)]
-        slot = self._new_message([[t.nbytes for t in tensors] for tensors in inputs])
+        row = self._new_message([[t.nbytes for t in tensors] for tensors in inputs])
         ranks, device = self.members.mesh.shard_size, self.members.device
         for state, tensors in zip(self.gathered, inputs):
             state.shapes = [tensor.shape for tensor in tensors]
@@ -268,7 +249,7 @@ class Extensions(_Packed):
                 ]
             for offset, tensor in zip(state.offsets, tensors):
                 as_bytes = tensor.contiguous().view(-1).view(torch.uint8)
-                slot.narrow(0, offset, as_bytes.numel()).copy_(as_bytes)
+                row.narrow(0, offset, as_bytes.numel()).copy_(as_bytes)
 
     def _inputs(self, index: int, param: ManagedParam) -> list[torch.Tensor]:
         members, local = self.members, local_of(param.sharded)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from ragged_fsdp.dbuffer import DBuffer, FlatStorage
+from ragged_fsdp.dbuffer import DBuffer
 from ragged_fsdp.fsdp.gather.transport import InPlace
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.tiling import kind_views
@@ -43,6 +43,8 @@ def untile_group(stored: DBuffer, weight: DBuffer) -> None:
 class Tiled(InPlace):
     """Gathers tiles and untiles them into the buffer that the parameters view; see the module's docstring."""
 
+    gathers_weight = False
+
     def __init__(self, members: Members) -> None:
         super().__init__(members)
         self.layout = members.plan.layout.recut(members.plan.layout.ranks)
@@ -68,22 +70,17 @@ class Tiled(InPlace):
         """Whether the shard is all there is, and lies on the device: nothing is gathered."""
         return self.members.mesh.shard_size == 1 and not self.members.offload
 
-    def _stage(self, weight: DBuffer) -> None:
-        if self.is_parked:  # what is kept was untiled before and is gathered as it is
-            super()._stage(weight)
-
     def allocate(self) -> None:
         """Take the memory of the gathered tiles; that of the parameters when they are untiled."""
         members, comm, tiles = self.members, self.members.settings.gather_comm, self._tiles
-        if self.is_parked:
+        if self.is_parked:  # what is kept was untiled before and is gathered as it is
             super().allocate()
             return
         assert tiles is not None
         if self._is_alone:
             return
         if comm.allocates and members.mesh.shard_size > 1:
-            given = comm.allocate(tiles.flat.shape, dtype=tiles.dtype, device=members.device).view(-1)
-            self._staged = tiles.with_placements(tiles.placements, storage=FlatStorage.over(given))
+            self.stage(tiles)
             return
         with comm.memory(members.device):
             tiles.materialize()

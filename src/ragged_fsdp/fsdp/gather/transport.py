@@ -26,6 +26,7 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +39,7 @@ from ragged_fsdp.fsdp.parts.members import MainShard, Members
 from ragged_fsdp.layout import GroupLayout
 from ragged_fsdp.torch_internals import local_of, spec_of
 
-__all__ = ["InPlace", "Parking", "Transport", "note_shards", "parking_mesh"]
+__all__ = ["InPlace", "Message", "Parking", "Transport", "note_shards", "parking_mesh"]
 
 
 class Transport(Protocol):
@@ -71,6 +72,8 @@ class InPlace:
 
     fills_slot = False
     """Whether what it sends is never the main shard as it lies."""
+    gathers_weight = True
+    """Whether the buffer that the parameters view is what is gathered; a parked one always is."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
@@ -118,12 +121,6 @@ class InPlace:
         """Whether the next gather brings back what was kept after forward."""
         return self.parking is not None and self.parking.kept is not None
 
-    def wait_for(self, work: Any) -> None:
-        """Wait for a gather beside that of the buffer, if there is one."""
-        if work is not None:
-            with explain_failure("all-gather", self.members.label, self.members.mesh.shard_group):
-                wait_all(work)
-
     def allocate(self) -> None:
         """Bring the buffer's memory back, on the compute stream."""
         members, weight, settings = self.members, self.weight, self.members.settings
@@ -138,8 +135,9 @@ class InPlace:
                     weight.materialize()
             else:
                 weight.materialize()
-        if settings.gather_comm.allocates and members.mesh.shard_size > 1:
-            self._stage(weight)
+        stages = settings.gather_comm.allocates and members.mesh.shard_size > 1
+        if stages and (self.gathers_weight or self.is_parked):
+            self.stage(weight)
         if members.params[0].unsharded is None:
             self.make_unsharded()
 
@@ -149,11 +147,11 @@ class InPlace:
         for param, view in zip(self.members.params, self.weight.tensors):
             param.make_unsharded(view)
 
-    def _stage(self, weight: DBuffer) -> None:
-        """Let the comm allocate what it writes."""
+    def stage(self, buffer: DBuffer) -> None:
+        """Gather into a buffer like this one, in memory that the comm allocates."""
         members, comm = self.members, self.members.settings.gather_comm
-        given = comm.allocate(weight.flat.shape, dtype=weight.dtype, device=members.device).view(-1)
-        self._staged = weight.with_placements(weight.placements, storage=FlatStorage.over(given))
+        given = comm.allocate(buffer.flat.shape, dtype=buffer.dtype, device=members.device).view(-1)
+        self._staged = buffer.with_placements(buffer.placements, storage=FlatStorage.over(given))
 
     def begin(self, async_op: bool) -> None:
         """Cast the shard into its slot and gather in place, on the stream of gathers."""
@@ -241,6 +239,41 @@ class InPlace:
         for param, piece, local in zip(members.params, made.pieces, locals_):
             piece.copy_(local.reshape(-1))
             param.point_at(piece)
+
+
+class Message:
+    """Memory of one gather that is not the parameters' own, a row per rank: it is there from the allocation
+    until it has arrived."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        self.rows: torch.Tensor | None = None
+        self._work: Any = None
+
+    def allocate(self, width: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        """Take the memory, on the compute stream; this rank's row of it."""
+        members, mesh = self._members, self._members.mesh
+        comm, size = members.settings.gather_comm, (mesh.shard_size * width,)
+        self.rows = comm.allocate(size, dtype=dtype, device=members.device).view(mesh.shard_size, width)
+        return self.rows[mesh.shard_rank]
+
+    def send(self, async_op: bool) -> None:
+        """Gather the rows, of which this rank's is filled."""
+        members, group, rows = self._members, self._members.mesh.shard_group, self.rows
+        if group.size() > 1:
+            assert rows is not None
+            gather, own = members.settings.gather_comm.gather, rows[group.rank()]
+            self._work = members.launch(
+                "all-gather", group, gather, rows.view(-1), own, group, async_op=async_op
+            )
+
+    def take(self) -> torch.Tensor | None:
+        """Wait for a work that is not on the stream; the rows, if a gather of them is under way."""
+        rows, work, self.rows, self._work = self.rows, self._work, None, None
+        if work is not None:
+            with explain_failure("all-gather", self._members.label, self._members.mesh.shard_group):
+                wait_all(work)
+        return rows
 
 
 # By process group, which lives until it is destroyed. An entry of a mesh would go when a rank's garbage is
