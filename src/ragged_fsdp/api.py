@@ -189,9 +189,8 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())   # after sharding: parameters are DTensors now
     """
-    own_mesh = parallel_mesh(
-        mesh, dp_mesh_dims
-    )  # an error here is this rank's alone: there is nobody to tell
+    # an error here is this rank's alone: there is nobody to tell
+    own_mesh = parallel_mesh(mesh, dp_mesh_dims)
     with Agreement(own_mesh, device_of(own_mesh.mesh)) as agreement:
         options = Options(
             reshard_after_forward=reshard_after_forward,
@@ -256,18 +255,8 @@ def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement
     device = agreement.device
     managed = collect(modules, options.ignored)
     builder, groups = _make_groups(modules, managed, options, agreement)
-    _APPLY.state(modules[0]).init(
-        modules,
-        groups,
-        device,
-        options.mp_policy,
-        auto_reshard=options.reshard_after_forward in (None, "auto"),
-        gathered_budget_bytes=options.gathered_budget_bytes or 0,
-        gathers_first=builder.gathers_first,
-        conditional=options.conditional,
-        ignored=options.ignored,
-        call=(options, agreement.mesh),
-    )
+    call = (options, agreement.mesh)
+    _APPLY.state(modules[0]).init(modules, groups, device, call, gathers_first=builder.gathers_first)
     _mark(managed)
     for module in modules:
         register_stage(module, _APPLY.state(modules[0]))

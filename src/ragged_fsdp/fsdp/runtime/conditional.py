@@ -96,7 +96,7 @@ class Conditional:
         """Reduce with the other ranks; then nobody needs the weights."""
         for group in reversed(self.groups):
             group.hand_over()  # autograd lets this stream wait for those of the backward
-            group.reduce_with_zeros(release=is_last)
+            group.post_backward(release=is_last, zeros=True)
         # some rank may have more to come, and this one cannot know
         self.owed = not is_last or not all(group.settings.reduce_grads for group in self.groups)
         self.pending &= not is_last

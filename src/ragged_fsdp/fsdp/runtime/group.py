@@ -345,34 +345,29 @@ class ParamGroup(Members):
     # -- backward --------------------------------------------------------------------------------
 
     @on_parameters
-    def post_backward(self) -> None:
-        """Reshard and reduce; safe to call for a group that took no part in the backward."""
-        self.collect()
-        self.reduce()
+    def post_backward(self, *, release: bool | None = None, zeros: bool = False) -> None:
+        """Reshard and reduce; safe to call for a group that took no part in the backward.
 
-    def collect(self) -> None:
+        ``release`` takes the place of the setting. With ``zeros`` parameters without a gradient take part: on
+        ranks that did not run the module.
+        """
+        self.collect(release)
+        self.reduce(zeros)
+
+    def collect(self, release: bool | None = None) -> None:
         """Take over the gradients and reshard; with ``reduce``, by a caller that is ``on_parameters``."""
         grads = self._take_gradients()
-        if self.settings.reshard_after_backward and self.residence is not Residence.SHARDED:
+        if release is None:
+            release = self.settings.reshard_after_backward
+        if release and self.residence is not Residence.SHARDED:
             self._release()  # before the gradient buffer is allocated: it may take the same memory
         if grads:
             self.reducer.store_many(grads)
 
-    def reduce(self) -> None:
+    def reduce(self, zeros: bool = False) -> None:
         """Reduce what was collected, unless gradients are not synchronised now."""
         if self.settings.reduce_grads:
-            self.reducer.reduce()
-
-    @on_parameters
-    def reduce_with_zeros(self, *, release: bool) -> None:
-        """At the end of a backward of a module that some ranks ran: those that did not reduce zeros."""
-        grads = self._take_gradients()
-        if release and self.residence is not Residence.SHARDED:
-            self._release()
-        if grads:
-            self.reducer.store_many(grads)
-        if self.settings.reduce_grads:
-            self.reducer.reduce(zeros=True)
+            self.reducer.reduce(zeros=zeros)
 
     def _take_gradients(self) -> list[tuple[int, torch.Tensor]]:
         """The gradients autograd left, by parameter; they are this list's alone."""

@@ -22,6 +22,7 @@ from ragged_fsdp.fsdp.autograd import (
     map_tensors,
     outside_compile,
 )
+from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.runtime.conditional import Conditional, Conditionals
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.fsdp.runtime.schedule import IN_BACKWARD, Schedule, Turn
@@ -47,8 +48,6 @@ class ModuleState(Turn, State):
         self.mp_policy = MixedPrecisionPolicy()
         self.call: Any = None
         """Options and mesh of the call, should parameters be attached later or be cut again."""
-        self.conditional = False
-        """Whether ranks may run it or not, each as its data needs."""
         self.schedule = Schedule(self)
         self._lists: list[ModuleState] = []
         """The states below the root that were given a list of modules, which may run in parts."""
@@ -59,26 +58,16 @@ class ModuleState(Turn, State):
         modules: Sequence[nn.Module],
         groups: Sequence[ParamGroup],
         device: torch.device,
-        mp_policy: MixedPrecisionPolicy,
+        call: tuple[Any, ParallelMesh],
         *,
-        auto_reshard: bool,
-        gathered_budget_bytes: int,
         gathers_first: bool,
-        conditional: bool,
-        ignored: set[nn.Parameter],
-        call: Any,
     ) -> None:
-        """Attach to ``modules``."""
-        self.modules = tuple(modules)
-        self.device = device
-        self.mp_policy = mp_policy
-        self.groups = list(groups)
-        self.auto_reshard = auto_reshard
-        self.gathered_budget_bytes = gathered_budget_bytes
-        self.gathers_first = gathers_first
-        self.conditional = conditional
-        self.ignored = ignored
-        self.call = call
+        """Attach to ``modules``, with the options and the mesh of the call."""
+        self.modules, self.groups, self.device, self.call = tuple(modules), list(groups), device, call
+        self.gathers_first, options = gathers_first, call[0]
+        self.mp_policy, self.ignored = options.mp_policy, options.ignored
+        self.auto_reshard = options.reshard_after_forward in (None, "auto")
+        self.gathered_budget_bytes = options.gathered_budget_bytes or 0
         for module in self.modules:
             module.__dict__[_STATE_ATTRIBUTE] = self
             pre = self.pre_forward if len(self.modules) == 1 else self._list_pre_forward
@@ -120,7 +109,7 @@ class ModuleState(Turn, State):
         for state in states:
             state.under = None
         for state in states:
-            if not state.conditional or state is self or state.under is not None:
+            if not state.call[0].conditional or state is self or state.under is not None:
                 continue
             name = ", ".join(names[module] for module in state.modules)
             inside = {module for top in state.modules for module in top.modules()}
