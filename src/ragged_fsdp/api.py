@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -63,50 +63,33 @@ if TYPE_CHECKING:
         """What ``fully_shard`` returns: the module it was given, which has FSDPModule's methods now."""
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | Literal["auto"] | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = ...,
-    reduction: Reduction = ...,
-    gathered_budget_bytes: int | None = ...,
-    max_buffers: int = ...,
-    gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None = ...,
-    gather: Gather = ...,
-    ranks_per_node: int | None = ...,
-    internode_dtype: torch.dtype | None = ...,
-    conditional: bool = ...,
-) -> ShardedModule: ...
+class Arguments(TypedDict, total=False):
+    """What ``fully_shard`` takes beside the module."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | Literal["auto"] | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None
+    reduction: Reduction
+    gathered_budget_bytes: int | None
+    max_buffers: int
+    gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None
+    gather: Gather
+    ranks_per_node: int | None
+    internode_dtype: torch.dtype | None
+    conditional: bool
 
 
 @overload
-def fully_shard(
-    module: list[nn.Module],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | Literal["auto"] | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = ...,
-    reduction: Reduction = ...,
-    gathered_budget_bytes: int | None = ...,
-    max_buffers: int = ...,
-    gather_policy: Callable[[str, nn.Parameter], BlockCodes | None] | None = ...,
-    gather: Gather = ...,
-    ranks_per_node: int | None = ...,
-    internode_dtype: torch.dtype | None = ...,
-    conditional: bool = ...,
-) -> list[ShardedModule]: ...
+def fully_shard(module: nn.Module, **arguments: Unpack[Arguments]) -> ShardedModule: ...
+
+
+@overload
+def fully_shard(module: list[nn.Module], **arguments: Unpack[Arguments]) -> list[ShardedModule]: ...
 
 
 def fully_shard(
