@@ -23,9 +23,16 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-__all__ = ["INT64_MAX", "GroupLayout", "LocalRange", "TensorSpec", "as_integer"]
+__all__ = ["ALIGN_BYTES", "INT64_MAX", "GroupLayout", "LocalRange", "TensorSpec", "align_up", "as_integer"]
 
 INT64_MAX = 2**63 - 1
+ALIGN_BYTES = 16
+"""What begins in a buffer or a message begins at a multiple of it: kernels and NCCL move 16 bytes at once."""
+
+
+def align_up(value: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is not below ``value``."""
+    return -(-value // multiple) * multiple
 
 
 def as_integer(what: str, value: object) -> int:

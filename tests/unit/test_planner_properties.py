@@ -6,11 +6,11 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragged_fsdp.layout import TensorSpec
+from ragged_fsdp.layout import TensorSpec, align_up
 from ragged_fsdp.planner import ORDERS, bound_group, plan, plan_group
 from ragged_fsdp.planner.bounds import class_floor, lcm_classes, two_shard_size
 from ragged_fsdp.planner.group import _plan_kinds
-from ragged_fsdp.planner.problem import Problem, align_up, earliest_start, place_in_order
+from ragged_fsdp.planner.problem import Problem, earliest_start, place_in_order
 
 tensors = st.tuples(st.integers(1, 40), st.integers(0, 12)).map(lambda t: (t[0] * t[1], t[0]))
 groups = st.lists(tensors, max_size=12)

@@ -49,7 +49,7 @@ from ragged_fsdp.dbuffer.checks import (
 from ragged_fsdp.dbuffer.redistribute import Move, plan_move
 from ragged_fsdp.dbuffer.storage import FlatStorage, debug_enabled
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
-from ragged_fsdp.layout import GroupLayout, TensorSpec
+from ragged_fsdp.layout import ALIGN_BYTES, GroupLayout, TensorSpec
 from ragged_fsdp.placement import block_numel, placement_from_layout
 from ragged_fsdp.planner import plan_group
 from ragged_fsdp.policy import Elements, Granularity, Tiles
@@ -58,7 +58,6 @@ from ragged_fsdp.torch_internals import local_of, storage_id
 
 __all__ = ["DBuffer"]
 
-_ALIGN_BYTES = 16
 _MOVES_KEPT = 8
 _KIND = (
     "layout",
@@ -181,7 +180,7 @@ class DBuffer:
             TensorSpec(name, tensor.numel(), block_numel(tensor.shape, kinds[name]), tiles.get(name))
             for name, tensor in tensors.items()
         )
-        align = max(1, _ALIGN_BYTES // dtype.itemsize)
+        align = max(1, ALIGN_BYTES // dtype.itemsize)
         layout = plan_group(specs, mesh.size(mesh.ndim - 1), unit=unit, align=align)
         buffer = cls(layout, [t.shape for t in tensors.values()], mesh, dtype=dtype)
         buffer.zero_()

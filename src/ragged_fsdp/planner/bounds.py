@@ -19,7 +19,8 @@ Three necessary conditions, each per class, so that a violation at one member ru
 import math
 from collections.abc import Iterator
 
-from ragged_fsdp.planner.problem import Kind, Problem, align_up
+from ragged_fsdp.layout import align_up
+from ragged_fsdp.planner.problem import Kind, Problem
 
 __all__ = ["class_floor", "class_floors", "dominant_quantum", "ladder", "lcm_classes", "two_shard_size"]
 

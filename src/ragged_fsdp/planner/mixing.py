@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ragged_fsdp.planner.problem import Kind, Problem, align_up
+from ragged_fsdp.layout import align_up
+from ragged_fsdp.planner.problem import Kind, Problem
 
 __all__ = ["Link", "Mix", "best_mix", "full_mixes", "joined_links", "relaxed_mix"]
 

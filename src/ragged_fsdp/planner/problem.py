@@ -20,12 +20,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ragged_fsdp.layout import align_up
+
 __all__ = [
     "ORDERS",
     "Kind",
     "Order",
     "Problem",
-    "align_up",
     "by_block",
     "by_numel",
     "cheap_orders",
@@ -40,11 +41,6 @@ Kind = tuple[int, int]
 """``(numel, block_numel)``: tensors of one kind can be swapped without changing a layout's quality."""
 Order = Callable[[Sequence[Kind]], Sequence[int]]
 """Takes the ``(numel, block_numel)`` of the tensors, returns their indices in buffer order."""
-
-
-def align_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is not below ``value``."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

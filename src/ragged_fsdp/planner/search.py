@@ -23,9 +23,10 @@ shard:
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ragged_fsdp.layout import align_up
 from ragged_fsdp.planner.bounds import class_floor, class_floors, dominant_quantum, ladder
 from ragged_fsdp.planner.mixing import Mix, best_mix, full_mixes, relaxed_mix
-from ragged_fsdp.planner.problem import Kind, Problem, align_up, cheap_orders, place_in_order
+from ragged_fsdp.planner.problem import Kind, Problem, cheap_orders, place_in_order
 
 __all__ = ["EFFORT", "Outcome", "best_layout", "order_layout", "quick_bound", "settle"]
 

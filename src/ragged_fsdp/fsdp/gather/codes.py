@@ -39,6 +39,7 @@ from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
 from ragged_fsdp.fsdp.gather.transport import InPlace, Message
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.plan import GroupPlan
+from ragged_fsdp.layout import ALIGN_BYTES, align_up
 from ragged_fsdp.policy import BlockCodes, TileKind, Tiles
 from ragged_fsdp.tiling import kind_views
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 __all__ = ["Codes", "MessageLayout", "code_kernels"]
 
 logger = logging.getLogger("ragged_fsdp")
-_ALIGN_BYTES = 16
 _SCALE_BYTES = 4
 
 
@@ -104,14 +104,14 @@ class MessageLayout:
     @cached_property
     def scale_offset(self) -> int:
         """Bytes before the first scale."""
-        return _aligned(self.plan.layout.shard_numel)
+        return align_up(self.plan.layout.shard_numel, ALIGN_BYTES)
 
     @cached_property
     def part_bytes(self) -> int:
         """Bytes of a rank's part."""
         members = range(len(self.codes))
         scales = [sum(self.scales_on(i, rank) for i in members) for rank in range(self.plan.layout.ranks)]
-        return self.scale_offset + _aligned(max(scales) * _SCALE_BYTES)
+        return self.scale_offset + align_up(max(scales) * _SCALE_BYTES, ALIGN_BYTES)
 
     def run_on(self, index: int, rank: int) -> RankRun:
         """A parameter's part on one rank; scales are in the order of the parameters."""
@@ -283,7 +283,3 @@ def code_kernels(device_type: str) -> ModuleType | None:
     from ragged_fsdp.fsdp.gather import codes_triton
 
     return codes_triton
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -30,6 +30,7 @@ from ragged_fsdp.dtensor.geometry import contiguous_stride
 from ragged_fsdp.fsdp.gather.transport import InPlace, Message, Parking, note_shards
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, rank_major
+from ragged_fsdp.layout import ALIGN_BYTES, align_up
 from ragged_fsdp.torch_internals import (
     is_traceable_wrapper_subclass,
     local_of,
@@ -38,7 +39,6 @@ from ragged_fsdp.torch_internals import (
 
 __all__ = ["Chunks", "Extensions", "Pieces", "is_extended"]
 
-_ALIGN_BYTES = 16
 _SIGNATURE = (
     "fsdp_pre_all_gather(self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: tuple[int, ...], "
     "module: nn.Module, mp_policy: MixedPrecisionPolicy)"
@@ -106,7 +106,7 @@ class _Packed:
             state.offsets = []
             for size in sizes:
                 state.offsets.append(end)
-                end += -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
+                end += align_up(size, ALIGN_BYTES)
         return self._message.allocate(end)
 
     def begin(self, async_op: bool) -> None:

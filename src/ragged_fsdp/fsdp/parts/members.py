@@ -42,6 +42,7 @@ from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.parts.packing import mark, packing_of
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, GroupPlan, gathered_dtype, inner_of
 from ragged_fsdp.fsdp.streams import CommContext
+from ragged_fsdp.layout import ALIGN_BYTES, align_up
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
     TensorMeta,
@@ -65,7 +66,6 @@ __all__ = [
     "pins_memory",
 ]
 
-_ALIGN_BYTES = 16
 _TORCH = Comm()
 PRODUCT_ATTRIBUTE = "_ragged_fsdp_fp8"
 """On a parameter, in each of its forms: the FP8 product that computes with it (:mod:`ragged_fsdp.fp8`)."""
@@ -297,7 +297,7 @@ class MainShard:
         for index, dtype in enumerate(self.dtypes):
             starts.append(position)
             nbytes = self.plan.local_range(index, self.rank).numel * dtype.itemsize
-            position += -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            position += align_up(nbytes, ALIGN_BYTES)
         return starts, position
 
     def holds(self, index: int, local: torch.Tensor) -> bool:

@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, placement_from_layout
 from ragged_fsdp.dtensor.geometry import shard_box
-from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
+from ragged_fsdp.layout import ALIGN_BYTES, GroupLayout, LocalRange, TensorSpec
 from ragged_fsdp.placement import ragged_dims
 from ragged_fsdp.planner import plan_buffers, plan_group, split_trainable
 from ragged_fsdp.policy import Tiles
@@ -59,7 +59,6 @@ __all__ = [
 PlacementRule = Callable[[Sequence[Placement]], Any]
 """From the placements that stand after it to the placement of a parameter over the sharding mesh dim."""
 
-_ALIGN_BYTES = 16
 _UNIT_CELLS = 128
 _SMALL_SHARD_UNITS = 8  # below this many units per shard, padding to 128 cells would show
 _SMALL_PART_UNITS = 32  # of a buffer that was split off to be even, it would show sooner
@@ -170,7 +169,7 @@ class GroupTensors:
         """What shard sizes and what offsets must be multiples of: 16 bytes in every dtype there may be."""
         mixed = len(set(self.item_bytes)) > 1
         smallest = self.cell_bytes if mixed else min([self.cell_bytes, *(d.itemsize for d in self.dtypes)])
-        align = max(1, _ALIGN_BYTES // smallest)
+        align = max(1, ALIGN_BYTES // smallest)
         least = _SMALL_PART_UNITS if self.split_off else _SMALL_SHARD_UNITS
         large = sum(spec.numel for spec in self.specs) >= ranks * _UNIT_CELLS * least
         return max(_UNIT_CELLS if large else 1, align), align

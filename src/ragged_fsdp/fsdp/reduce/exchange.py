@@ -53,6 +53,7 @@ from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
 from ragged_fsdp.fsdp.reduce.transport import make_buffer, scattered
+from ragged_fsdp.layout import align_up
 from ragged_fsdp.routes import Shared, shared_boxes
 from ragged_fsdp.tiling import tiled
 from ragged_fsdp.topology import LevelGroups, Levels
@@ -92,7 +93,7 @@ def packs_all(device: torch.device, shard_numel: int) -> bool:
 
 def rounds_of(numel: int, rounds: int) -> list[int]:
     """``numel`` elements in ``rounds`` parts that start at aligned places; the last ones may be empty."""
-    part = -(-numel // (rounds * _ALIGN_NUMEL)) * _ALIGN_NUMEL
+    part = align_up(-(-numel // rounds), _ALIGN_NUMEL)
     return [max(0, min(part, numel - i * part)) for i in range(rounds)]
 
 
@@ -202,11 +203,7 @@ class _Plan:
         rail = [math.prod(shape) * self.between.itemsize for shape in (self.sums, self.arrivals)]
         by_place = packed if rail[0] else 0
         sizes = (packed, by_place, math.prod(self.rows) * self.wire.itemsize, *rail)
-        return tuple(accumulate((_aligned(size) for size in sizes), initial=0))
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        return tuple(accumulate((align_up(size, _ALIGN_BYTES) for size in sizes), initial=0))
 
 
 class _Memory(NamedTuple):
@@ -305,7 +302,7 @@ class Exchange:
         sends = plan_sends(layout, mesh.shard_size, rounds=self._rounds(shard_numel))
         steps = tuple(plan_steps(sends, levels, mesh.shard_rank))
         numel = max(step.numel for step in steps)
-        rows = (min(2, len(steps)), places, -(-numel // _ALIGN_NUMEL) * _ALIGN_NUMEL)
+        rows = (min(2, len(steps)), places, align_up(numel, _ALIGN_NUMEL))
         extent = sends.extents[mesh.shard_rank]
         if nodes == 1:
             return _Plan(layout, *dtypes, sends, extent, rows, steps=steps)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from ragged_fsdp.fsdp.parts.plan import GroupPlan
-from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec
+from ragged_fsdp.layout import GroupLayout, LocalRange, TensorSpec, align_up
 from ragged_fsdp.tiling import kind_views, tiled
 
 __all__ = ["GradLayout", "GradRun", "Scaling", "grad_layout", "scaling"]
@@ -103,10 +103,9 @@ def _packed_layout(plan: GroupPlan, members: Sequence[int]) -> GradLayout:
         parts = [(i, plan.local_range(i, rank)) for i in order]
         chunks.append([(i, part.tensor_start, part.numel) for i, part in parts if part.numel])
 
-    def room(numel: int) -> int:
-        return -(-numel // _ALIGN_ELEMENTS) * _ALIGN_ELEMENTS
-
-    shard = max((sum(room(numel) for _, _, numel in chunk) for chunk in chunks), default=0)
+    shard = max(
+        (sum(align_up(numel, _ALIGN_ELEMENTS) for _, _, numel in chunk) for chunk in chunks), default=0
+    )
     placed: dict[int, list[tuple[int, int, int]]] = {i: [] for i in order}  # (tensor_start, offset, numel)
     for rank, chunk in enumerate(chunks):
         position = rank * shard
@@ -115,7 +114,7 @@ def _packed_layout(plan: GroupPlan, members: Sequence[int]) -> GradLayout:
             last = at == len(chunk) - 1
             offset = (rank + 1) * shard - numel if continues and last else position
             placed[i].append((tensor_start, offset, numel))
-            position += room(numel)
+            position += align_up(numel, _ALIGN_ELEMENTS)
     return _in_runs(plan, placed, shard)
 
 
