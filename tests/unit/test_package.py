@@ -95,8 +95,12 @@ def test_what_a_type_checker_sees_is_what_runs():
     from fsdp_inside import GATHERS, REDUCTIONS
     from ragged_fsdp import api
 
-    runs = list(inspect.signature(api.fully_shard).parameters)
-    assert [list(inspect.signature(o).parameters) for o in get_overloads(api.fully_shard)] == [runs, runs]
+    runs = inspect.signature(api.fully_shard).parameters
+    listed = {name: hint.__forward_arg__ for name, hint in api.Arguments.__annotations__.items()}
+    assert listed == {name: runs[name].annotation for name in list(runs)[1:]}
+    assert [list(inspect.signature(o).parameters) for o in get_overloads(api.fully_shard)] == [
+        ["module", "arguments"]
+    ] * 2
     assert set(get_args(api.Reduction)) == set(REDUCTIONS) and set(get_args(api.Gather)) == set(GATHERS)
     for name in ragged_fsdp.optim.__all__:
         kinds = {p.kind for p in inspect.signature(getattr(ragged_fsdp.optim, name)).parameters.values()}
