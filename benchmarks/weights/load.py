@@ -3,12 +3,14 @@
     python -m benchmarks.weights.load --mib 512 --processes 1 2 4 8 --out benchmarks/weights/results/load.json
 
 Every rank loads the same folder twice, in a process of its own: with ``weights.load``, and as a loader does
-that reads every parameter whole and keeps its part. The page cache is emptied of the files before each load
-(``posix_fadvise``). Bytes are those of ``/proc/self/io`` (``rchar``, which does not count what safetensors
-maps); memory is the growth of the largest resident set (``VmHWM``) during the load, less the shard.
+that reads every parameter whole and keeps its part: what this package did before it had ``weights.load``. The
+page cache is emptied of the files before each load (``posix_fadvise``), and asked how much of them it still
+holds. Bytes are those of ``/proc/self/io`` (``rchar``, which does not count what safetensors maps); memory is
+the growth of the largest resident set (``VmHWM``) during the load, less the shard.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -31,6 +33,7 @@ from ragged_fsdp import fully_shard, weights
 
 _LAYERS, _COLUMNS = 8, 2048
 _FILES = 4
+_LOOK_BYTES = 4 << 20
 
 
 def build(rows: int) -> nn.Sequential:
@@ -59,12 +62,32 @@ def load_whole(model: nn.Module, folder: Path) -> None:
     """The anchor: every rank reads every parameter, and keeps its part."""
     model.to_empty(device="cpu")
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    for name, parameter in model.named_parameters():
-        with safe_open(folder / index[name], framework="pt") as opened:
-            full = opened.get_tensor(name)
-        part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        with torch.no_grad():
-            parameter.to_local().copy_(part.to_local())
+    with contextlib.ExitStack() as stack:
+        opened = {
+            file: stack.enter_context(safe_open(folder / file, framework="pt"))
+            for file in set(index.values())
+        }
+        for name, parameter in model.named_parameters():
+            full = torch.empty(parameter.shape, dtype=parameter.dtype)
+            full.copy_(opened[index[name]].get_tensor(name))  # what it returns is mapped: this reads it
+            part = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            with torch.no_grad():
+                parameter.to_local().copy_(part.to_local())
+
+
+def forget(folder: Path) -> float:
+    """Empty the page cache of the folder's files; returns which part of them it holds all the same."""
+    held = looked = 0
+    for file in folder.glob("*.safetensors"):
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        for at in range(0, file.stat().st_size, _LOOK_BYTES):
+            looked += 1
+            with contextlib.suppress(BlockingIOError):  # it would have to be read
+                held += os.preadv(handle, [bytearray(1)], at, os.RWF_NOWAIT)
+        os.close(handle)
+    return held / looked
 
 
 def _read_so_far() -> int:
@@ -85,12 +108,7 @@ def _rank(rank: int, size: int, port: int, folder: str, rows: int, how: str, out
     mesh = init_device_mesh("cpu", (size,))
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    if rank == 0:
-        for file in Path(folder).glob("*.safetensors"):
-            handle = os.open(file, os.O_RDONLY)
-            os.fsync(handle)
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(handle)
+    cached = forget(Path(folder)) if rank == 0 else 0.0
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the largest resident set counts from here
     read, before, began = _read_so_far(), _resident_bytes("VmRSS"), time.perf_counter()
@@ -105,6 +123,7 @@ def _rank(rank: int, size: int, port: int, folder: str, rows: int, how: str, out
         "peak_growth": _resident_bytes("VmHWM") - before,
         "shard": sum(p.to_local().nbytes for p in model.parameters()),
         "seconds": seconds,
+        "cached": cached,
         "check": float(sum(p.detach().to_local().double().sum() for p in model.parameters())),
     }
     Path(out, f"{rank}.json").write_text(json.dumps(row))
@@ -125,6 +144,7 @@ def measure(folder: Path, rows: int, size: int, how: str) -> dict[str, Any]:
         "read_bytes_all": sum(row["rchar"] for row in found),
         "seconds": max(row["seconds"] for row in found),
         "beyond_shard_bytes": max(row["peak_growth"] - row["shard"] for row in found),
+        "cached_before": max(row["cached"] for row in found),
         "check": sum(row["check"] for row in found),
     }
 
@@ -151,7 +171,8 @@ def main() -> None:
                 f"{size} processes: load reads {pair[0]['read_bytes_all'] / total:.4f} of the files, holds "
                 f"{pair[0]['beyond_shard_bytes'] / 2**20:.0f} MiB beyond the shard (whole reads: "
                 f"{pair[1]['beyond_shard_bytes'] / 2**20:.0f}), takes {pair[0]['seconds']:.2f} s; "
-                f"whole reads take {pair[1]['seconds']:.2f} s, {ratio:.2f} times as long",
+                f"whole reads take {pair[1]['seconds']:.2f} s, {ratio:.2f} times as long; of the files "
+                f"{pair[0]['cached_before']:.3f} and {pair[1]['cached_before']:.3f} were in memory before",
                 flush=True,
             )
             if args.out is not None:

@@ -6,9 +6,10 @@
 ``sender`` is rank 0 of N under torch's fake process group, whose collectives take no time: what is left of a
 pass over layers of Qwen3-30B-A3B is the sender's own work. The gathers are priced by their bytes at
 ``--gather-gbs``. ``hand-over`` has real ranks (several may share a GPU) and one more process that copies
-every tensor into its own: over CUDA IPC, or shared memory on the CPU; what it has then must be what the ranks
-hold, bit by bit. Ours gathers to the one rank that hands over. The peer is FSDP2: ``full_tensor()`` of each
-parameter and ``torch.cat`` of a layer's, in the same run; both send bf16.
+every tensor into its own: over CUDA IPC, or files on the CPU; what it has then must be what the ranks hold,
+bit by bit. ``ragged_fsdp`` is ``hand_over``, where the receiver joins the ranks' shards;
+``ragged_fsdp, gathered`` is ``stream(to=0)`` and ``share``. The peer is FSDP2: ``full_tensor()`` of each
+parameter and ``torch.cat`` of a layer's, in the same run; all send bf16.
 """
 
 import argparse
@@ -16,7 +17,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -75,38 +77,30 @@ def build(size: str, layers: int, device: str, mesh: Any, ours: bool) -> nn.Modu
     return model
 
 
-Records = list[tuple[str, tuple[int, ...], int]]
-Pass = Callable[[], Iterator[tuple[Records, Tensor]]]
-
-
-def ragged_pass(model: nn.ModuleList, to: int | None = None) -> Pass:
+def ragged_pass(model: nn.ModuleList) -> Callable[[], Iterator[Tensor]]:
     """A pass of the stream, which is made once."""
-    stream = weights.stream(model, dtype=torch.bfloat16, to=to)
-
-    def buckets() -> Iterator[tuple[Records, Tensor]]:
-        for bucket in stream:
-            yield [(r.name, r.shape, r.offset) for r in bucket.records], bucket.data
-
-    return buckets
+    stream = weights.stream(model, dtype=torch.bfloat16)
+    return lambda: (bucket.data for bucket in stream)
 
 
-def fsdp2_pass(model: nn.ModuleList, to: int | None = None) -> Pass:
+def fsdp2_buckets(model: nn.ModuleList) -> Iterator[weights.Bucket]:
     """The peer: every parameter gathered by itself, and a layer's put into one flat tensor; on all ranks."""
-
-    def buckets() -> Iterator[tuple[Records, Tensor]]:
-        for index, layer in enumerate(model):
-            records, parts, end = [], [], 0
-            for name, parameter in layer.named_parameters():
-                full = parameter.detach().to(torch.bfloat16).full_tensor()
-                records.append((f"{index}.{name}", tuple(full.shape), end))
-                parts.append(full.reshape(-1).view(torch.uint8))
-                end += parts[-1].numel()
-            yield records, torch.cat(parts)
-
-    return buckets
+    for index, layer in enumerate(model):
+        records, parts, end = [], [], 0
+        for name, parameter in layer.named_parameters():
+            full = parameter.detach().to(torch.bfloat16).full_tensor()
+            records.append(weights.Record(f"{index}.{name}", full.dtype, tuple(full.shape), end))
+            parts.append(full.reshape(-1).view(torch.uint8))
+            end += parts[-1].numel()
+        yield weights.Bucket(str(index), torch.cat(parts), records)
 
 
-PASSES: dict[str, Callable[..., Pass]] = {"ragged_fsdp": ragged_pass, "fsdp2": fsdp2_pass}
+def fsdp2_pass(model: nn.ModuleList) -> Callable[[], Iterator[Tensor]]:
+    """A pass of the peer."""
+    return lambda: (bucket.data for bucket in fsdp2_buckets(model))
+
+
+PASSES = {"ragged_fsdp": ragged_pass, "fsdp2": fsdp2_pass}
 
 
 def digest(tensor: Tensor) -> int:
@@ -141,7 +135,7 @@ def sender(args: argparse.Namespace) -> dict[str, Any]:
                 before = torch.cuda.memory_allocated()
             _wait(args.device)
             began, moved = time.perf_counter(), 0
-            for _records, data in buckets():
+            for data in buckets():
                 moved += data.numel()
                 del data  # a loop that keeps it while it asks for the next has three in memory
             _wait(args.device)
@@ -169,32 +163,56 @@ def data_bytes(model: nn.ModuleList) -> int:
     return max(sum(p.numel() * 2 for p in layer.parameters()) for layer in model)
 
 
-def _receiver(inbox: mp.Queue, outbox: mp.Queue, device: str) -> None:
-    """Copy what comes into tensors of its own; says that it is done, and at the end what it has."""
+def _receiver(connection: Connection, device: str) -> None:
+    """Copy what comes into tensors of its own; says after each pass what it has."""
     own: dict[str, Tensor] = {}
-    while True:
-        message = inbox.get(timeout=_WAIT_S)
-        if message is None:
+    while (how := connection.recv()) is not None:
+        for bucket in (
+            weights.take_over(connection, device=device) if how == "ragged_fsdp" else _opened(connection)
+        ):
+            for record in bucket.records:
+                if record.name not in own:
+                    own[record.name] = torch.empty(record.shape, dtype=record.dtype, device=device)
+            bucket.apply(own)
             _wait(device)
-            outbox.put({name: digest(value) for name, value in own.items()})
-            own = {}
-            continue
-        if message == "end":
-            return
-        records, handle = message
-        data = handle[0](*handle[1]) if isinstance(handle, tuple) else handle
-        for name, shape, offset in records:
-            numel = torch.Size(shape).numel()
-            part = data[offset : offset + 2 * numel].view(torch.bfloat16).view(shape)
-            own.setdefault(name, torch.empty(shape, dtype=torch.bfloat16, device=device)).copy_(part)
-        _wait(device)
-        del data, part
-        outbox.put("taken")
+            del bucket
+        connection.send("whole")
+        connection.send({name: digest(value) for name, value in own.items()})
+        for value in own.values():
+            value.zero_()
 
 
-def _trainer(rank: int, args: argparse.Namespace, port: int, inbox: Any, outbox: Any, out: str) -> None:
-    from torch.multiprocessing.reductions import reduce_tensor
+def _opened(connection: Connection) -> Iterator[weights.Bucket]:
+    """Buckets that lie in the memory of rank 0, until the caller has used them."""
+    while (message := connection.recv()) is not None:
+        yield weights.open_shared(message) if isinstance(message, dict) else weights.Bucket(*message)
+        connection.send("taken")
 
+
+def _share_each(buckets: Iterable[weights.Bucket], connection: Connection | None) -> None:
+    """Show each bucket to the receiver, and wait until it has copied it."""
+    for bucket in buckets:
+        if connection is not None:
+            in_host = (bucket.label, bucket.data, bucket.records)
+            connection.send(weights.share(bucket) if bucket.data.is_cuda else in_host)
+            assert connection.recv() == "taken"
+        del bucket
+    if connection is not None:
+        connection.send(None)
+
+
+def _ways(model: nn.ModuleList, how: str, connection: Connection | None) -> Callable[[], None]:
+    """One pass, by the name of how it is done."""
+    if how == "fsdp2":
+        return lambda: _share_each(fsdp2_buckets(model), connection)
+    if how == "ragged_fsdp, gathered":
+        gathered = weights.stream(model, dtype=torch.bfloat16, to=0)
+        return lambda: _share_each(gathered, connection)
+    stream = weights.stream(model, dtype=torch.bfloat16)
+    return lambda: weights.hand_over(stream, connection, timeout_s=_WAIT_S)
+
+
+def _trainer(rank: int, args: argparse.Namespace, port: int, connection: Connection, out: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NCCL_HOSTID=f"rank{rank}")
     torch.set_num_threads(1)
     if args.device == "cuda":
@@ -203,33 +221,33 @@ def _trainer(rank: int, args: argparse.Namespace, port: int, inbox: Any, outbox:
     dist.init_process_group(backend, rank=rank, world_size=args.processes)
     mesh = init_device_mesh(args.device, (args.processes,))
     result: dict[str, Any] = {}
-    for how, pass_of in PASSES.items():
-        model = build(args.size, args.layers, args.device, mesh, how == "ragged_fsdp")
+    for how in ("ragged_fsdp", "ragged_fsdp, gathered", "fsdp2"):
+        model = build(args.size, args.layers, args.device, mesh, how != "fsdp2")
         expected = {
             name: digest(p.detach().to(torch.bfloat16).full_tensor()) for name, p in model.named_parameters()
         }
-        buckets = pass_of(model, to=0)
+        one_pass = _ways(model, how, connection if rank == 0 else None)
         times = []
         for _ in range(_ROUNDS + 1):
+            if rank == 0:
+                connection.send(how)
             dist.barrier()
             _wait(args.device)
             began = time.perf_counter()
-            for records, data in buckets():
-                if rank == 0:
-                    _wait(args.device)
-                    inbox.put((records, reduce_tensor(data) if args.device == "cuda" else data))
-                    assert outbox.get(timeout=_WAIT_S) == "taken"
+            one_pass()
+            if rank == 0:
+                assert connection.recv() == "whole"
             dist.barrier()
             times.append(time.perf_counter() - began)
             if rank == 0:
-                inbox.put(None)
-                received = outbox.get(timeout=_WAIT_S)
-                assert received == expected, "the receiver has other weights"
-        result[how] = {"seconds": median(times[1:])}
-        del model
+                assert connection.recv() == expected, "the receiver has other weights"
+        result[how] = {"seconds": median(times[1:]), "all": times}
+        if rank == 0:
+            print(how, times, flush=True)
+        del model, one_pass
     result["times_faster"] = result["fsdp2"]["seconds"] / result["ragged_fsdp"]["seconds"]
     if rank == 0:
-        inbox.put("end")
+        connection.send(None)
         Path(out).write_text(json.dumps(result))
     dist.destroy_process_group()
 
@@ -240,14 +258,14 @@ def hand_over(args: argparse.Namespace) -> dict[str, Any]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = mp.get_context("spawn")
-    inbox, outbox = context.Queue(), context.Queue()
-    receiver = context.Process(target=_receiver, args=(inbox, outbox, args.device), daemon=True)
+    ours, theirs = context.Pipe()
+    receiver = context.Process(target=_receiver, args=(theirs, args.device), daemon=True)
     out = Path(f".weights-{port}.json")
     with shared_device() as service:
         os.environ.update(service)  # before a process uses the device
         receiver.start()
         try:
-            mp.spawn(_trainer, (args, port, inbox, outbox, str(out)), nprocs=args.processes)
+            mp.spawn(_trainer, (args, port, ours, str(out)), nprocs=args.processes)
             return json.loads(out.read_text())
         finally:
             out.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ from ragged_fsdp.weights.buckets import Bucket, Delta, Record
 from ragged_fsdp.weights.codes import block_fp8
 from ragged_fsdp.weights.loading import LoadReport, load
 from ragged_fsdp.weights.names import Stored
+from ragged_fsdp.weights.pieces import hand_over, take_over
 from ragged_fsdp.weights.receivers import (
     open_shared,
     receive,
@@ -23,6 +24,7 @@ __all__ = [
     "Stored",
     "Stream",
     "block_fp8",
+    "hand_over",
     "load",
     "open_shared",
     "receive",
@@ -31,5 +33,6 @@ __all__ = [
     "sglang_bucket",
     "share",
     "stream",
+    "take_over",
     "vllm_source",
 ]

@@ -237,7 +237,12 @@ class GroupSource:
     @property
     def nbytes(self) -> int:
         """Bytes of the gathered buffer."""
-        return self.layout.ranks * self.shard_numel * self.dtype.itemsize
+        return self.layout.ranks * self.shard_bytes
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of a rank's part of the gathered buffer."""
+        return self.shard_numel * self.dtype.itemsize
 
     def empty_shard(self) -> Tensor:
         """Memory of one rank's part of the buffer."""

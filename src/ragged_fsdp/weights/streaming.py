@@ -10,6 +10,7 @@ raises on one rank ends the pass on all of them::
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,6 +205,16 @@ class Stream:
         return self._device
 
     @property
+    def to(self) -> int | None:
+        """The one rank that gets the weights; None if all do."""
+        return self._to
+
+    @property
+    def gathers(self) -> int:
+        """How many gathers a pass has."""
+        return len(self._sources)
+
+    @property
     def largest_bytes(self) -> int:
         """Bytes of the largest bucket that is gathered; a pass holds two of them at most."""
         return max((source.nbytes for source in self._sources), default=0)
@@ -220,16 +231,58 @@ class Stream:
 
     def __iter__(self) -> _Pass:
         """A pass: buckets, or with ``delta`` from the second pass on changes of them."""
+        self.begin()
+        return _Pass(self)
+
+    def begin(self) -> None:
+        """Let no other pass begin until this one has :meth:`ended`."""
         if self._running:
             raise RuntimeError("the stream is being iterated; its gathers cannot be those of two passes")
         self._running = True
-        return _Pass(self)
 
     def ended(self, *, complete: bool) -> None:
         """A pass is over; of one that was not complete the receiver has some: the next sends everything."""
         self._running = False
+        if self._side is not None:  # the weights may change from here on
+            torch.get_device_module(self._device).current_stream(self._device).wait_stream(self._side)
         if self._changes is not None and not complete:
             self._changes.forget()
+
+    def agree(self, *, going_on: bool) -> bool:
+        """Whether all ranks go on with a pass: one small all-reduce per process group."""
+        return _tell(self._flag_groups, _GO if going_on else _STOP, self._device) == _GO
+
+    def in_shards(self, index: int) -> GroupSource | None:
+        """The source of a bucket that is the ranks' shards, one behind the other; None of any other."""
+        source = self._sources[index]
+        if not isinstance(source, GroupSource) or source.copied or self._is_coded is not None:
+            return None
+        return source
+
+    def group(self, used: dist.ProcessGroup) -> dist.ProcessGroup:
+        """The process group over which the stream gathers what the model gathers over ``used``."""
+        return self._own[used]
+
+    def write_shard(self, index: int, slot: Tensor, written: Any) -> None:
+        """Write this rank's part of a bucket :meth:`in_shards`, beside the current stream; then an event."""
+        source = self.in_shards(index)
+        assert source is not None
+        shard = slot[: source.shard_bytes].view(source.dtype)
+        with self._beside():
+            if self._shards is not None:
+                shard.copy_(self._shards[index], non_blocking=True)
+            else:
+                source.fill(shard, self._own[source.process_group])
+            if written is not None:
+                written.record()
+
+    def _beside(self) -> contextlib.AbstractContextManager[Any]:
+        """The stream that gathers run on, behind what the current one has been given."""
+        if self._side is None:
+            return contextlib.nullcontext()
+        module = torch.get_device_module(self._device)
+        self._side.wait_stream(module.current_stream(self._device))
+        return module.stream(self._side)
 
     def prepare(self, index: int) -> Callable[[], Callable[[], list[Any]]]:
         """Take the memory of a source's gather; returns what starts it, which returns what finishes it."""
@@ -328,7 +381,7 @@ class _Pass:
             self.close()
             raise
         self._launched += 1
-        if _tell(of._flag_groups, _GO, of._device) != _GO:
+        if not of.agree(going_on=True):
             self._end(complete=False)
             raise RuntimeError(
                 f"the stream ended before bucket {index + 1} of {len(of._sources)}: "
@@ -342,7 +395,7 @@ class _Pass:
             return
         at_end = self._launched == len(self._of._sources)
         if not at_end and dist.is_initialized():
-            _tell(self._of._flag_groups, _STOP, self._of._device)
+            self._of.agree(going_on=False)
         self._end(complete=at_end and self._ahead is None and not self._ready)
 
     def _end(self, *, complete: bool) -> None:
