@@ -1,13 +1,17 @@
 """A small model with every kind of tensor, and what files hold of it."""
 
 import json
+import multiprocessing
+import threading
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-__all__ = ["Block", "Model", "cut_experts", "stored", "write"]
+from ragged_fsdp import weights
+
+__all__ = ["Block", "Model", "cut_experts", "handed_over", "stored", "write"]
 
 
 class Block(nn.Module):
@@ -69,3 +73,26 @@ def write(folder: Path, tensors, files=2):
         save_file({n: tensors[n] for n in names if placed[n] == file}, folder / file)
     index = json.dumps({"weight_map": placed})
     (folder / "model.safetensors.index.json").write_text(index)
+
+
+def handed_over(stream, receives, **options):
+    """What a receiver in a thread takes of one hand-over; None on ranks that have none."""
+    if not receives:
+        weights.hand_over(stream, None, **options)
+        return None
+    ours, theirs = multiprocessing.Pipe()
+    received, failures = {}, []
+
+    def take():
+        try:
+            for bucket in weights.take_over(theirs, device=stream.device):
+                received.update((name, value.clone()) for name, value in bucket.tensors())
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    weights.hand_over(stream, ours, **options)
+    thread.join(20)
+    assert not failures, failures
+    return received

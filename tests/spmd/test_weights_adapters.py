@@ -6,6 +6,7 @@ from torch import nn
 
 from ragged_fsdp import MixedPrecisionPolicy, fully_shard, weights
 from rank_pool import spmd
+from weights_cases import handed_over
 
 
 class Lora(nn.Module):
@@ -112,6 +113,9 @@ def test_weights_are_merged_by_the_ranks_that_hold_them(rank):
         for bucket in stream:
             got.update((name, value.clone()) for name, value in bucket.tensors())
         _close(got, expected, sent)
+        if not options.get("delta"):
+            taken = handed_over(stream, rank.rank == 0)
+            assert rank.rank or all(torch.equal(taken[name], value) for name, value in got.items())
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora" in name:

@@ -142,13 +142,11 @@ class _Giver:
         self.buckets = stream.gathers
         sources = [source for source in map(stream.in_shards, range(self.buckets)) if source is not None]
         self._groups = list(dict.fromkeys(source.process_group for source in sources))
-        nbytes = max((source.shard_bytes for source in sources), default=0)
-        self._memory = [self._new(f"slot-{number}", nbytes) for number in range(_SLOTS)] if nbytes else []
+        self._slot_bytes = max((source.shard_bytes for source in sources), default=0)
+        self._memory: list[Tensor] = []
+        self._events: list[Any] = []
         self._kept: list[list[tuple[Bucket, Any]]] = [[] for _ in range(_SLOTS)]
         """Buckets that had to be gathered, with the events behind them."""
-        self._events = [
-            torch.cuda.Event(interprocess=True) for _ in self._memory if stream.device.type == "cuda"
-        ]
         self.slots = _Slots([together(self._exported, stream.group(group)) for group in self._groups])
         for ranks in self.slots.of:
             hosts = sorted({memory.host for slots in ranks for memory in slots})
@@ -165,8 +163,12 @@ class _Giver:
         return torch.from_file(str(self._folder / name), shared=True, size=nbytes, dtype=torch.uint8)
 
     def _exported(self) -> list[_Memory]:
-        events: Sequence[Any] = self._events or [None] * _SLOTS
-        return [self._export(f"slot-{i}", memory, events[i]) for i, memory in enumerate(self._memory)]
+        """The slots, made when they are first asked for."""
+        on_device = self._stream.device.type == "cuda"
+        for number in range(len(self._memory), _SLOTS):
+            self._events.append(torch.cuda.Event(interprocess=True) if on_device else None)
+            self._memory.append(self._new(f"slot-{number}", self._slot_bytes))
+        return [self._export(f"slot-{i}", memory, self._events[i]) for i, memory in enumerate(self._memory)]
 
     def _export(self, name: str, memory: Tensor, event: Any) -> _Memory:
         handle: Any = str(self._folder / name)
@@ -180,8 +182,7 @@ class _Giver:
         slot = index % _SLOTS
         self._kept[slot] = []
         if self._stream.in_shards(index) is not None:
-            event = self._events[slot] if self._events else None
-            return partial(self._stream.write_shard, index, self._memory[slot], event)
+            return partial(self._stream.write_shard, index, self._memory[slot], self._events[slot])
         start = self._stream.prepare(index)
 
         def gather() -> None:
@@ -255,7 +256,9 @@ def take_over(
     """
     device = torch.device(device)
     slots: list[list[list[_Opened]]] = []
-    answer: str | None = "it has stopped"  # what the trainer hears of an end that is not the trainer's
+    answer: str | None = (
+        "its loop ended before the last bucket"  # what the trainer hears of an end that is not the trainer's
+    )
     try:
         while True:
             message = _heard(connection, timeout_s, "the trainer")
