@@ -9,10 +9,15 @@ of ``B`` and all of ``A``, so whoever holds rows of a weight can compute them::
     ...q_proj.lora_B.default.weight  (out, r)    ->   (nothing)
 
 Modules that PEFT trains as copies (``modules_to_save``) are sent in place of what they were copied from.
+
+A folder of the plain model is loaded into ``base_layer`` and into copies as well as originals; a folder that
+PEFT wrote of an adapter has ``base_model.model....q_proj.lora_A.weight``, without the adapter's name.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +28,9 @@ from torch import Tensor, nn
 from ragged_fsdp.fsdp.parts.packing import value_meta
 from ragged_fsdp.weights.names import plain_name
 
-__all__ = ["Adapters", "Addition", "added"]
+__all__ = ["Adapters", "Addition", "added", "fresh"]
+
+_PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,15 +74,20 @@ def added(base: Tensor, whole: Sequence[tuple[Addition, Sequence[Tensor]]], star
 
 
 class Adapters:
-    """The adapters of a model: names without them, and what is added to which tensor."""
+    """The adapters of a model: names without them, and what is added to which tensor.
 
-    def __init__(self, model: nn.Module) -> None:
+    ``merging=False`` looks at names alone, and takes adapters of any kind.
+    """
+
+    def __init__(self, model: nn.Module, *, merging: bool = True) -> None:
+        self._merging = merging
         self.of: dict[int, tuple[Addition, ...]] = {}
         """By id of the model's tensor."""
         self.base: nn.Module = model
         """The model whose names are used outside."""
         self._prefix = ""
-        self._layers: list[str] = []
+        self._layers: dict[str, list[str]] = {}
+        """Layers with adapters: their names, and the adapters that are active."""
         self._copies: dict[str, str | None] = {}
         if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
             self.base = model.get_base_model()  # type: ignore[operator]
@@ -95,6 +107,30 @@ class Adapters:
                 if not name.startswith(inside):
                     return None
                 name = f"{path}.{name.removeprefix(inside)}"
+        return self._without_layers(name)
+
+    def loaded(self, name: str) -> str | None:
+        """The name under which a folder of the model without adapters has a tensor; copies have it too."""
+        for path in self._copies:
+            if name.startswith(f"{path}."):
+                kind, _, rest = name.removeprefix(f"{path}.").partition(".")
+                name = f"{path}.{rest if kind == 'original_module' else rest.partition('.')[2]}"
+        return self._without_layers(name)
+
+    def in_adapter(self, name: str) -> str | None:
+        """The name under which a folder of the active adapter has a tensor; None for the model's own."""
+        for path, kept in self._copies.items():
+            inside = f"{path}.modules_to_save.{kept}."
+            if name.startswith(inside):
+                return f"{_PEFT_PREFIX}{path.removeprefix(self._prefix)}.{name.removeprefix(inside)}"
+        for path, active in self._layers.items():
+            kind, adapter, *rest = [*name.removeprefix(f"{path}.").split("."), ""]
+            if name.startswith(f"{path}.") and kind != "base_layer" and adapter in active:
+                own = ".".join([path.removeprefix(self._prefix), kind, *rest[:-1]])
+                return f"{_PEFT_PREFIX}{own}"
+        return None
+
+    def _without_layers(self, name: str) -> str | None:
         for path in self._layers:  # outer ones first: a layer may lie in another's base_layer
             if name.startswith(f"{path}."):
                 inside = f"{path}.base_layer."
@@ -112,13 +148,16 @@ class Adapters:
             return
         is_lora = all(hasattr(module, own) for own in ("base_layer", "lora_A", "lora_B", "scaling"))
         if not is_lora:
-            if any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__):
+            if not any(cls.__name__ == "BaseTunerLayer" for cls in type(module).__mro__):
+                return
+            if self._merging:
                 raise ValueError(
                     f"{name}: adapters of {type(module).__name__} cannot be merged into a stream; only LoRA "
                     "of linear layers and embeddings can"
                 )
+        self._layers[name] = _active(module)
+        if not self._merging:
             return
-        self._layers.append(name)
         merged = set(getattr(module, "merged_adapters", ()))
         for adapter in _active(module):
             if adapter not in merged:
@@ -166,3 +205,20 @@ def _active(module: Any) -> list[str]:
         return []
     active = module.active_adapters
     return [active] if isinstance(active, str) else list(active)
+
+
+def fresh(name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """The first values of an adapter's tensor, as PEFT's own are made; None for one that is not LoRA's.
+
+    Drawn from the name: the same on every rank, and on any number of them.
+    """
+    kind = next((part for part in name.split(".") if part.startswith("lora_")), "")
+    if kind in ("lora_B", "lora_embedding_A"):  # one of the two is zero: an adapter begins with no effect
+        return torch.zeros(shape)
+    if kind not in ("lora_A", "lora_embedding_B"):
+        return None
+    generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
+    if kind == "lora_embedding_B":
+        return torch.randn(shape, generator=generator)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from ragged_fsdp.agreement import compare, together
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.weights import dcp_folder
+from ragged_fsdp.weights.adapters import Adapters, fresh
 from ragged_fsdp.weights.files import Entry, read_header, safetensors_files
 from ragged_fsdp.weights.names import Naming, Part, View, default_naming, ignored_unexpected, parts_of
 from ragged_fsdp.weights.reading import CHUNK_BYTES, read_jobs
@@ -77,6 +78,7 @@ def load(
     """Give ``model`` the weights in ``folder``: safetensors, or a checkpoint of ``torch.distributed``.
 
     All ranks of ``group`` call it with the same model, sharded in any way: each reads only what it holds.
+    A model with PEFT's adapters takes folders of the plain model, and those that PEFT writes of an adapter.
     Elements are cast to the dtype of the parameter. Tied parameters are read once, under whichever of their
     names is stored. A model on the meta device gets memory first.
 
@@ -103,22 +105,28 @@ def load(
     for module in model.modules():
         if isinstance(module, TorchFSDPModule):
             module.reshard()  # what is gathered would keep the old values
-    targets = targets_of(model)
-    init = init or getattr(model, "_init_weights", None)
-    is_dcp = ranks.first(lambda: (folder / ".metadata").exists())
+    adapters = Adapters(model, merging=False)
+    init = init or getattr(adapters.base, "_init_weights", None)
+    kind = ranks.first(lambda: _kind(folder))
+    targets, naming = _wanted(model, adapters, kind, names)
     plan: _Plan | dcp_folder.DcpPlan
-    if is_dcp:
-        rename = default_naming(model, names) if names is not None else (lambda name, tensor: name)
+    if kind == "dcp":
         stored = ranks.first(lambda: dcp_folder.read(folder))
-        plan = ranks.agreed(lambda: dcp_folder.DcpPlan(folder, stored, targets, rename))
+        plan = ranks.agreed(lambda: dcp_folder.DcpPlan(folder, stored, targets, naming))
     else:
         entries = _headers(folder, ranks)
-        naming = default_naming(model, names)
         plan = ranks.agreed(lambda: _Plan(folder, entries, targets, naming, broadcast))
-    unexpected = tuple(name for name in plan.unexpected if not ignored_unexpected(model)(name))
-    ranks.refuse(_complaint(folder, plan, unexpected, strict, model, init))
+    ignored = (
+        ignored_unexpected(adapters.base) if kind != "adapter" else (lambda name: ".base_layer." in name)
+    )
+    unexpected = tuple(name for name in plan.unexpected if not ignored(name))
+    drawn = _drawn(model, targets) if kind == "plain" else {}
+    ranks.refuse(_complaint(folder, plan, unexpected, strict, model, init, drawn))
     materialize_meta(model, device, init)
-    tensors = [target.tensor for target in targets_of(model)]
+    held = {target.name: target.tensor for target in targets_of(model)}
+    for name, value in drawn.items():
+        _keep_part(name, held[name], value)
+    tensors = [held[target.name] for target in targets]
     show = _bar(progress, ranks.rank)
     if isinstance(plan, dcp_folder.DcpPlan):
         read = plan.run(tensors, ranks.group)
@@ -126,6 +134,48 @@ def load(
         read = ranks.all_done(lambda: plan.read(tensors, threads, show))
         plan.share(tensors)
     return LoadReport(plan.found, read, time.perf_counter() - began, tuple(plan.missing), unexpected)
+
+
+def _kind(folder: Path) -> str:
+    """What a folder holds: a distributed checkpoint, an adapter that PEFT wrote, or plain weights."""
+    if (folder / ".metadata").exists():
+        return "dcp"
+    return "adapter" if (folder / "adapter_config.json").exists() else "plain"
+
+
+def _wanted(
+    model: nn.Module, adapters: Adapters, kind: str, names: Naming | Mapping[str, str] | None
+) -> tuple[list[Target], Naming]:
+    """The tensors that such a folder has, and their names there."""
+    targets = targets_of(model)
+    if kind == "dcp":
+        return targets, (lambda name, tensor: name) if names is None else default_naming(model, names)
+    if kind == "adapter":
+        held = [target for target in targets if adapters.in_adapter(target.name) is not None]
+        return held or targets, lambda name, tensor: adapters.in_adapter(name) or name
+    naming = default_naming(adapters.base, names)
+    held = [target for target in targets if adapters.loaded(target.name) is not None]
+    return held, lambda name, tensor: naming(adapters.loaded(name) or name, tensor)
+
+
+def _drawn(model: nn.Module, loaded: Sequence[Target]) -> dict[str, Tensor]:
+    """First values of adapters on the meta device, which a folder of the plain model does not have."""
+    configs = getattr(model, "peft_config", {}).values()
+    if any(getattr(config, "init_lora_weights", None) is not True for config in configs):
+        return {}  # made from the weights
+    names = {target.name for target in loaded}
+    left = [t for t in targets_of(model) if t.name not in names and t.tensor.is_meta]
+    values = {target.name: fresh(target.name, tuple(target.tensor.shape)) for target in left}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _keep_part(name: str, tensor: Tensor, full: Tensor) -> None:
+    """Write this rank's part of a whole tensor."""
+    flat, start = local_flat(name, tensor), 0
+    for offsets, sizes in region_of(name, tensor):
+        box = full.view(tensor.shape)[tuple(slice(o, o + s) for o, s in zip(offsets, sizes))]
+        flat.narrow(0, start, box.numel()).copy_(box.reshape(-1))
+        start += box.numel()
 
 
 class _Ranks:
@@ -328,10 +378,10 @@ class _Plan:
         jobs = self.jobs()
         read = read_jobs(self.folder, jobs, flat, dtypes, threads=threads, progress=progress)
         for index, (name, parts) in self._whole.items():
-            read += self._read_whole(name, tensors[index], flat[index], parts)
+            read += self._read_whole(name, tensors[index], parts)
         return read
 
-    def _read_whole(self, name: str, tensor: Tensor, flat: Tensor, parts: list[Part]) -> int:
+    def _read_whole(self, name: str, tensor: Tensor, parts: list[Part]) -> int:
         """A target that is computed from its stored parts: all of them are read, and this rank's part kept.
 
         Where each stored element belongs is what the naming makes of the numbers 0, 1, 2, ...
@@ -353,11 +403,7 @@ class _Plan:
                 progress=lambda done, total: None,
             )
             full[places[key].flatten()] = stored.view(entry.shape)[part.index].flatten().to(full.dtype)
-        start = 0
-        for offsets, sizes in region_of(name, tensor):
-            box = full.view(tensor.shape)[tuple(slice(o, o + s) for o, s in zip(offsets, sizes))]
-            flat.narrow(0, start, box.numel()).copy_(box.reshape(-1))
-            start += box.numel()
+        _keep_part(name, tensor, full)
         return read
 
     def share(self, tensors: Sequence[Tensor]) -> None:
@@ -385,6 +431,7 @@ def _complaint(
     strict: bool | str,
     model: nn.Module,
     init: Callable[[nn.Module], Any] | None,
+    drawn: Mapping[str, Tensor],
 ) -> str | None:
     """Why the model cannot take these weights, or None."""
     if strict not in (True, False, "missing"):
@@ -393,8 +440,8 @@ def _complaint(
         return f"{folder} has no tensor for {_some(plan.missing)} of the model"
     if strict is True and unexpected:
         return f"{folder} has {_some(unexpected)}, which the model does not have"
-    on_meta = {target.name for target in targets_of(model) if target.tensor.is_meta}
-    if left := [name for name in plan.missing if name in on_meta]:
+    filled = {target.name for target in plan.targets} - set(plan.missing) | drawn.keys()
+    if left := [t.name for t in targets_of(model) if t.tensor.is_meta and t.name not in filled]:
         return f"{folder} has no tensor for {_some(left)}, which would have no values: on the meta device"
     if (without := uninitialised_buffers(model)) and init is None:
         return f"no checkpoint holds the buffer {_some(list(without))} on the meta device; pass init="
