@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ragged_fsdp import MixedPrecisionPolicy, fully_shard, weights
@@ -204,3 +205,75 @@ def test_a_model_of_peft_streams_what_merge_and_unload_gives(rank):
     other = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(config), ia3)
     with pytest.raises(ValueError, match="cannot be merged into a stream"):
         weights.stream(other)
+
+
+def _peft_llama(config, **options):
+    import peft
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    lora = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"], **options
+    )
+    return peft.get_peft_model(model, lora)
+
+
+@spmd(1, 2)
+def test_folders_of_the_plain_model_and_of_an_adapter_are_loaded(rank):
+    """Also on the meta device, where adapters get the values they begin with; PEFT wrote the folders."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        vocab_size=64,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(5)
+    plain = transformers.AutoModelForCausalLM.from_config(config)
+    folder, adapter = rank.shared_dir / "plain", rank.shared_dir / "adapter"
+    if rank.rank == 0:
+        plain.save_pretrained(folder)
+    trained = peft.PeftModel(plain, _peft_llama(config).peft_config["default"])
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora" in name or "modules_to_save" in name:
+                parameter.normal_()
+    if rank.rank == 0:
+        trained.save_pretrained(adapter)
+    dist.barrier()
+    expected = trained.state_dict()
+
+    def sharded(device, **options):
+        with torch.device(device):
+            model = _peft_llama(config, **options)
+        for layer in model.base_model.model.model.layers:
+            fully_shard(layer, mesh=rank.mesh())
+        return fully_shard(model, mesh=rank.mesh())
+
+    for device in ("cpu", "meta"):
+        model = sharded(device)
+        before = {n: p.full_tensor() for n, p in model.named_parameters() if device == "cpu" and "lora" in n}
+        report = weights.load(model, folder)
+        assert not report.missing and not report.unexpected
+        values = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
+        for name, value in values.items():
+            if "modules_to_save" in name:
+                name = name.replace("modules_to_save.default", "original_module")
+            if "lora" not in name:
+                assert torch.equal(value, expected[name]), name
+            elif device == "cpu":
+                assert torch.equal(value, before[name]), name
+            else:  # without effect, and not all zero
+                zero = "lora_B" in name or "embedding_A" in name
+                assert value.isfinite().all() and (value.abs().max() == 0) == zero, name
+        weights.load(model, adapter)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter.full_tensor(), expected[name]), name
+    with pytest.raises(ValueError, match=r"no tensor for .* on the meta device"):
+        weights.load(sharded("meta"), adapter)  # before the plain weights
+    with pytest.raises(ValueError, match=r"no tensor for .*lora.* on the meta device"):
+        weights.load(sharded("meta", init_lora_weights="pissa"), folder)

@@ -51,6 +51,8 @@ def read_jobs(
         for name in sorted({job.file for job in jobs}):
             files[name] = os.open(folder / name, os.O_RDONLY)
             stack.callback(os.close, files[name])
+            if hasattr(os, "posix_fadvise"):  # a guess of what comes next would read what other ranks hold
+                os.posix_fadvise(files[name], 0, 0, os.POSIX_FADV_RANDOM)
         worker = _Worker(files, targets, dtypes, pinned)
         pool = stack.enter_context(ThreadPoolExecutor(max(1, min(threads, len(jobs))), "weights"))
         futures = {pool.submit(worker.run, job): job for job in jobs}

@@ -12,7 +12,7 @@ What adapters add to a weight is added by the ranks that hold it, before the gat
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,12 +26,11 @@ from ragged_fsdp.fsdp.parts.members import MainShard
 from ragged_fsdp.fsdp.parts.packing import value_meta, values_of
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
-from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.torch_internals import local_of, storage_id
 from ragged_fsdp.weights.adapters import Addition, added
 from ragged_fsdp.weights.buckets import Bucket, Record
 from ragged_fsdp.weights.names import Naming, Part, parts_of
-from ragged_fsdp.weights.targets import Target
+from ragged_fsdp.weights.targets import Target, groups_of
 
 __all__ = [
     "Gathered",
@@ -124,7 +123,7 @@ def sources_of(
     made: list[tuple[int, GroupSource | LooseSource]] = []
     taken: set[int] = set()
     owners: dict[int, Owner] = {}
-    for group in _groups(model):
+    for group in groups_of(model):
         group.reset_sharded_params()  # take over what a user replaced
         if _is_flat(group):
             owners.update((id(param.sharded), (group, i)) for i, param in enumerate(group.params))
@@ -154,15 +153,6 @@ def sources_of(
 
 def _value_bytes(member: Member) -> int:
     return member.shape.numel() * member.dtype.itemsize
-
-
-def _groups(model: nn.Module) -> Iterator[ParamGroup]:
-    seen: set[int] = set()
-    for module in model.modules():
-        state = state_of(module)
-        if state is not None and id(state) not in seen:
-            seen.add(id(state))
-            yield from state.groups
 
 
 def _is_flat(group: ParamGroup) -> bool:

@@ -13,11 +13,22 @@ from torch.distributed.tensor import DTensor, Replicate
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.dtensor import ragged_layout
 from ragged_fsdp.dtensor.geometry import is_ragged, shard_box
+from ragged_fsdp.fsdp.runtime.group import ParamGroup
+from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.routes import Region
 from ragged_fsdp.torch_internals import local_of
 from ragged_fsdp.weights.names import plain_name
 
-__all__ = ["Target", "local_flat", "materialize_meta", "region_of", "retie", "targets_of", "tied_names"]
+__all__ = [
+    "Target",
+    "groups_of",
+    "local_flat",
+    "materialize_meta",
+    "region_of",
+    "retie",
+    "targets_of",
+    "tied_names",
+]
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,16 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if plain_name(name) in persistent or name in persistent:
             yield name, buffer
+
+
+def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
+    """The groups of parameters that ``fully_shard`` of this package made."""
+    seen: set[int] = set()
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
+            yield from state.groups
 
 
 def region_of(name: str, tensor: Tensor) -> Region:
@@ -126,7 +147,14 @@ def materialize_meta(
         device = device_of(mesh) if mesh is not None else torch.device("cpu")
     present = {name: tensor.detach() for name, tensor in tensors if not tensor.is_meta}
     tied = tied_names(model)
-    model.to_empty(device=torch.device(device))
+    empty = [group for group in groups_of(model) if all(param.sharded.is_meta for param in group.params)]
+    for group in empty:
+        group.without_values = True
+    try:
+        model.to_empty(device=torch.device(device))
+    finally:
+        for group in empty:
+            group.without_values = False
     retie(model, tied)
     now = dict([*model.named_parameters(), *model.named_buffers()])
     with torch.no_grad():

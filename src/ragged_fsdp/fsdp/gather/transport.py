@@ -237,7 +237,8 @@ class InPlace:
             pin_memory=members.pin_memory and device.type == "cpu",
         )
         for param, piece, local in zip(members.params, made.pieces, locals_):
-            piece.copy_(local.reshape(-1))
+            if not members.without_values:
+                piece.copy_(local.reshape(-1))
             param.point_at(piece)
 
 

@@ -269,7 +269,6 @@ class MainShard:
                 device=device,
                 pin_memory=pin_memory,
             )
-            self.buffer.zero_()  # padding must not gather garbage
             self.storage = self.buffer.storage
             starts = [
                 plan.layout.local_range(i, self.rank).shard_start * self.buffer.cell_bytes
@@ -278,7 +277,6 @@ class MainShard:
         else:
             starts, nbytes = self._packed_starts()
             self.storage = FlatStorage(nbytes, device, pin_memory=pin_memory)
-            self.storage.tensor(0, (nbytes,), torch.uint8).zero_()
         numels = [plan.local_range(i, self.rank).numel for i in range(len(self.dtypes))]
         # views of one tensor, not tensors over one storage: the compiler can only trace the former
         whole = self.storage.tensor(0, (self.storage.nbytes,), torch.uint8)
@@ -286,6 +284,11 @@ class MainShard:
             whole.narrow(0, start, numel * dtype.itemsize).view(dtype)
             for start, numel, dtype in zip(starts, numels, self.dtypes)
         )
+        end = 0
+        for start, piece in sorted(zip(starts, self.pieces), key=lambda placed: placed[0]):
+            whole[end:start].zero_()  # padding must not gather garbage; pieces are not touched before use
+            end = max(end, start + piece.nbytes)
+        whole[end:].zero_()
 
     @property
     def nbytes(self) -> int:
@@ -394,6 +397,8 @@ class Members:
         self.fqn: str | None = None
         self.label_suffix = ""
         """Which of the groups of its call this one is, if there are several."""
+        self.without_values = False
+        """Whether shards that replace others hold nothing yet, so that copying them would be in vain."""
         self.reduce_dtype: torch.dtype | None = None
         """In which gradients are summed, if not in the dtype that autograd produces."""
 
