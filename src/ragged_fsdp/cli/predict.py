@@ -65,6 +65,7 @@ ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 4096 --hardware h200 
 @click.option("--ep", type=_FROM_ONE, default=1, help="expert parallelism: GPUs that share the experts.")
 @click.option("--tp", type=_FROM_ONE, default=1, help="tensor parallelism: GPUs that share their tokens.")
 @click.option("--offload", is_flag=True, help="weights, gradients and optimizer are in the host's memory.")
+@click.option("--offload-optimizer", is_flag=True, help="optimizer state alone is in the host's memory.")
 @click.option("--accumulate", type=_FROM_ONE, default=1, help="micro-batches of a step.")
 @click.option("--reduction", default="auto", help="auto, reduce_scatter, all_to_all or two_level.")
 @click.option("--reduce-dtype", default="fp32", help="fp32 or bf16: of the sums of gradients.")
@@ -224,6 +225,7 @@ def _setup(gpus: int, options: dict[str, Any]) -> Setup | None:
         ep=options["ep"],
         tp=options["tp"],
         offload=options["offload"],
+        offload_optimizer=options["offload_optimizer"],
         reduction=options["reduction"],
         reduce_dtype=options["reduce_dtype"],
         reshard_after_forward=options["reshard_after_forward"],

@@ -7,6 +7,7 @@
     shampoo      Shampoo, on blocks that stay on their rank
     muon         Muon, on whole matrices
     clip         clip_grad_norm_ for any mix of gradients
+    offload      offload_state: the state of any optimizer in the host's memory
 
     exchange     each matrix to one rank and back: for Muon, or a matrix optimizer of your own
     blocks       which blocks a parameter has and where they lie, state per block: for adam8bit and shampoo
@@ -31,6 +32,7 @@ if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES
     from ragged_fsdp.optim.fused import FusedAdamW as FusedAdamW
     from ragged_fsdp.optim.fused import FusedSGD as FusedSGD
     from ragged_fsdp.optim.muon import Muon as Muon
+    from ragged_fsdp.optim.offload import offload_state as offload_state
     from ragged_fsdp.optim.shampoo import Shampoo as Shampoo
 
 _HOMES = {
@@ -45,6 +47,7 @@ _HOMES = {
     "FusedAdamW": "ragged_fsdp.optim.fused",
     "FusedSGD": "ragged_fsdp.optim.fused",
     "clip_grad_norm_": "ragged_fsdp.optim.clip",
+    "offload_state": "ragged_fsdp.optim.offload",
 }
 
 __all__ = list(_HOMES)

@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -286,6 +287,9 @@ class ExactStateOptimizer(torch.optim.Optimizer):
 
     _planned: list[list[Tensor]]
     """The parameters of each group when it was planned."""
+
+    _places: Mapping[Tensor, int] = MappingProxyType({})
+    """Where parameters stand in the optimizer that this one is a part of, if it is (see ``offload``)."""
 
     _noted: list[Any] | None = None
     """All state when a step last noted where it lies; None if it is read anew anyway."""

@@ -15,7 +15,7 @@ fused ones, so the numbers are those of ``torch.optim.AdamW(fused=True)``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -110,8 +110,8 @@ class _Update:
 class _GroupChains:
     """The parameters of one group: chains, step counts, and tensors of spans that were updated before."""
 
-    def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        self.chains = list(_find_chains(named))
+    def __init__(self, named: Sequence[tuple[str, Tensor]], started: Container[Tensor]) -> None:
+        self.chains = list(_find_chains(named, started))
         self.counters = StepCounters([param for _, param in named])
         self.gradients = Gradients(named)
         self.places = {member.position: (chain, member) for chain in self.chains for member in chain.members}
@@ -203,8 +203,11 @@ class _GroupChains:
         return self._tensors[key]
 
 
-def _find_chains(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Chain]:
-    """Parameters in order of their addresses, joined where one ends and the next begins."""
+def _find_chains(named: Iterable[tuple[str, Tensor]], started: Container[Tensor]) -> Iterator[_Chain]:
+    """Parameters in order of their addresses, joined where one ends and the next begins.
+
+    Those with state and those without are apart, so that state that lies flat can stay where it is.
+    """
     every = [(position, name, param) for position, (name, param) in enumerate(named)]
     members: list[_Member] = []
     stop = 0
@@ -215,7 +218,10 @@ def _find_chains(named: Iterable[tuple[str, Tensor]]) -> Iterator[_Chain]:
         if not local.numel():  # a rank that holds nothing still has state to save
             yield _Chain([_Member(name, param, position, 0, 0)], local.detach())
             continue
-        if members and not _are_neighbours(local_part(members[-1].param), local):
+        last = members[-1].param if members else param
+        if members and not (
+            _are_neighbours(local_part(last), local) and (last in started) == (param in started)
+        ):
             yield _chain_of(members, stop)
             members, stop = [], 0
         members.append(_Member(name, param, position, stop, local.numel()))
@@ -298,7 +304,9 @@ class _FlatOptimizer(ExactStateOptimizer):
         known = self._members
         if known is not None and not any(chain.has_moved() for members in known for chain in members.chains):
             return known
-        found = [_GroupChains(list(self.named_group_params(i))) for i in range(len(self.param_groups))]
+        started = {param for param, state in self.state.items() if state}
+        named = [list(self.named_group_params(i)) for i in range(len(self.param_groups))]
+        found = [_GroupChains(of_group, started) for of_group in named]
         for group, members in zip(self.param_groups, found):
             loaded = [i for i, param in enumerate(group["params"]) if self.state.get(param)]
             self._start(group, members, loaded)
@@ -317,11 +325,31 @@ class _FlatOptimizer(ExactStateOptimizer):
             members.counters.adopt(member.param, state, missing=1.0 if state else 0.0)
             for key in self._state_keys(group):
                 if key not in chain.state:
-                    chain.state[key] = torch.zeros_like(chain.weights)
+                    flat = self._flat_state(chain, key)
+                    chain.state[key] = torch.zeros_like(chain.weights) if flat is None else flat
                 view = chain.state[key].view(-1)[member.start : member.start + member.numel]
                 if key in state:
-                    view.copy_(local_part(state[key]).reshape(-1))
+                    held = local_part(state[key])
+                    if held.data_ptr() == view.data_ptr() and held.dtype is view.dtype:
+                        continue  # it lies there already, or is empty
+                    view.copy_(held.reshape(-1))
                 state[key] = state_like(member.param, view.view(local_part(member.param).shape))
+
+    def _flat_state(self, chain: _Chain, key: str) -> Tensor | None:
+        """State that the parameters of a chain have, if it lies as their weights do: one after the other.
+
+        Only of a part of an optimizer: otherwise the tensors may be those of whoever called load_state_dict.
+        """
+        if not self._places:
+            return None
+        states = [self.state.get(member.param, {}).get(key) for member in chain.held]
+        if not states or any(state is None for state in states):
+            return None
+        parts = [local_part(state) for state in states if state is not None]
+        flat = all(part.is_contiguous() for part in parts) and all(map(_are_neighbours, parts, parts[1:]))
+        if not flat or (parts[0].dtype, parts[0].device) != chain.kind:
+            return None
+        return parts[0] if len(parts) == 1 else _flat_from(parts[0], chain.weights.numel())
 
 
 class FusedAdam(_FlatOptimizer):

@@ -18,7 +18,7 @@ from ragged_fsdp.predict.card import Card
 from ragged_fsdp.predict.network import Network, Place, price
 from ragged_fsdp.predict.parallel import Part
 
-__all__ = ["OPTIMIZERS", "Update", "elementwise", "muon"]
+__all__ = ["OPTIMIZERS", "Update", "elementwise", "muon", "with_state_on_host"]
 
 _BF16 = 2
 _ADAMW_BYTES = 28.0
@@ -28,6 +28,7 @@ _NEWTON_SCHULZ_STEPS = 5
 _OF_NAIVE = 0.70
 """Operations and rate of our kernels over those of plain products (docs/optimizers-muon.md)."""
 _BUCKET_NUMEL, _IN_FLIGHT = 1 << 27, 3  # of optim/muon
+_PART_NUMEL, _PARTS_AT_ONCE = 1 << 23, 3  # of optim/offload
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,20 @@ def elementwise(name: str, shard_numel: int, card: Card, offload: bool) -> Updat
     kind = _ELEMENTWISE[name]
     rate = card.host_adamw_gb_s if offload else card.adamw_gb_s
     return Update(shard_numel * kind.moved_bytes / (rate * 1e9), int(shard_numel * kind.state_bytes))
+
+
+def with_state_on_host(update: Update, shard_numel: int, card: Card, *, in_parts: bool) -> Update:
+    """An update whose state comes from the host and goes back (``optim.offload_state``).
+
+    Both ways are used at once, and the update hides behind them, except for the first part's way in and the
+    last one's way out. Without parts, as Muon has it, nothing is hidden.
+    """
+    way_s = update.state_bytes / (card.host_gb_s * 1e9)
+    if not in_parts:
+        return Update(2 * way_s + update.seconds, 0, update.peak_bytes + update.state_bytes)
+    part = min(1.0, _PART_NUMEL / max(1, shard_numel))
+    at_once = int(update.state_bytes * min(1.0, _PARTS_AT_ONCE * part))
+    return Update(max(way_s, update.seconds) + 2 * way_s * part, 0, update.peak_bytes + at_once)
 
 
 def muon(parts: Iterable[tuple[Part, int]], gpus: int, shard: int, card: Card, network: Network) -> Update:

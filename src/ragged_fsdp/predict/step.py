@@ -18,7 +18,7 @@ from ragged_fsdp.predict.card import Card
 from ragged_fsdp.predict.computation import Amount, runs_of
 from ragged_fsdp.predict.groups import Wires, fsdp2_numel, group_cost, planned_numel
 from ragged_fsdp.predict.network import Network
-from ragged_fsdp.predict.optimizers import OPTIMIZERS, Update, elementwise, muon
+from ragged_fsdp.predict.optimizers import OPTIMIZERS, Update, elementwise, muon, with_state_on_host
 from ragged_fsdp.predict.parallel import Part, Ranks, exchanged, parts_of
 from ragged_fsdp.predict.replay import Replayed, replay
 from ragged_fsdp.predict.scale import Goodput, Scale, goodput, slowest
@@ -63,6 +63,8 @@ class Setup:
     """Tensor parallelism: neighbours in rank that share their tokens and split each layer's matrices."""
     offload: bool = False
     """Whether shards, gradients and optimizer live in the host's memory (``CPUOffloadPolicy``)."""
+    offload_optimizer: bool = False
+    """Whether optimizer state alone lives there and visits the device (``optim.offload_state``)."""
     activation_checkpointing: int = 0
     compile: bool = False
     """Whether layers are compiled: operations bound by memory are fused."""
@@ -98,6 +100,8 @@ class Setup:
             raise ValueError(f"tp: not modelled beside ep, got tp = {self.tp} and ep = {self.ep}")
         if self.offload and self.optimizer == "muon":
             raise ValueError("offload: not modelled with optimizer = muon")
+        if self.offload and self.offload_optimizer:
+            raise ValueError("offload_optimizer: with offload the optimizer is on the host already")
         if self.tokens_per_gpu * self.tp % (self.seq_len * self.micro_batches):
             raise ValueError(
                 f"tokens_per_gpu: expected whole sequences of {self.seq_len} tokens in {self.micro_batches} "
@@ -269,10 +273,15 @@ def _shard_numel(workload: Workload, setup: Setup, parts: Parts) -> int:
 
 
 def _update(workload: Workload, setup: Setup, card: Card, network: Network, parts: Parts) -> Update:
+    shard_numel = _shard_numel(workload, setup, parts)
     if setup.optimizer == "muon":
         counted = [(part, kind.count) for kind in workload.kinds for part in parts[kind.signature]]
-        return muon(counted, setup.gpus, setup.shard, card, network)
-    return elementwise(setup.optimizer, _shard_numel(workload, setup, parts), card, setup.offload)
+        update = muon(counted, setup.gpus, setup.shard, card, network)
+    else:
+        update = elementwise(setup.optimizer, shard_numel, card, setup.offload)
+    if setup.offload_optimizer:
+        return with_state_on_host(update, shard_numel, card, in_parts=setup.optimizer != "muon")
+    return update
 
 
 def _step_costs(

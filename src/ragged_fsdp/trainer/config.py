@@ -113,6 +113,9 @@ class OptimizerConfig:
         "is not faster",
         choices=("auto", "bf16", "fp32"),
     )
+    offload_optimizer: bool = _option(
+        False, "keep optimizer state in the host's memory; it visits the device for each update"
+    )
     clip: float = _option(1.0, "largest gradient norm (0: no clipping)", at_least=0)
     schedule: str = _option(
         "cosine", "shape of the learning rate after warmup", choices=("cosine", "linear", "wsd", "constant")

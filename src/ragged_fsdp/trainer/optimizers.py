@@ -29,6 +29,15 @@ def granularity_for(config: OptimizerConfig) -> GranularityRule | None:
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Matrices decay, vectors do not; muon takes the matrices inside the layers and AdamW the rest."""
+    optimizer = _built(config, model)
+    if config.offload_optimizer:
+        from ragged_fsdp.optim import offload_state
+
+        offload_state(optimizer)
+    return optimizer
+
+
+def _built(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     named = [(plain_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ConfigError("model: no parameter requires a gradient, so there is nothing to train")

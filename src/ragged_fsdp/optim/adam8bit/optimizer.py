@@ -240,7 +240,7 @@ class Adam8bit(ExactStateOptimizer):
             if not is_excluded(name, group) and param.numel() >= max(1, group["min_8bit_numel"]):
                 grid = grid_of(name, param, as_tuple(group["block_shape"]), group["run"])
                 blocks = require_whole_blocks(name, param, grid)
-            plans[param] = _Plan(name, position + offset, blocks)
+            plans[param] = _Plan(name, self._places.get(param, position + offset), blocks)
         self._plans.update(plans)
         self._members.append(_Members(named))
 
