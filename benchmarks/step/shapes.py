@@ -75,6 +75,7 @@ MODELS = {
         experts=Experts(256, 8, 2048, shared_hidden=2048, separate=True),
     ),
     "llama-3-70b": LayerShape("Llama-3-70B", 8192, Attention(64, 8, 128), mlp_hidden=28672),
+    "llama-3-8b": LayerShape("Llama-3-8B", 4096, Attention(32, 8, 128), mlp_hidden=14336),
     "small-dense": LayerShape("small dense", 512, Attention(8, 8, 64), mlp_hidden=1408, sequence=128),
     "tiny-moe": LayerShape(
         "tiny MoE", 64, Attention(4, 2, 16, bias=True), experts=Experts(8, 2, 32, True), sequence=16

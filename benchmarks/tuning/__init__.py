@@ -1,0 +1,1 @@
+"""What fine-tuning costs: optimizer state on the host, adapters on a frozen base."""
