@@ -160,6 +160,10 @@ class GradReducer:
         transport.ready(self._missing() if len(self.written) < len(members.params) else set())
         if unused:
             self.written |= unused
+        if context.order_check is not None and self._process_group is not None:
+            # a rank without a gradient of its own would drop its part of the others'
+            named = ", ".join(members.params[index].name for index in sorted(self.written))
+            context.order_check.note(f"reduction of {named}", members.label, self._process_group)
         ranks = mesh.shard_size * mesh.replicate_size
         how = scaling(transport.sum_dtype, ranks, settings.divide_factor, settings.sum_only)
         main = self._make_main(members.trainable_dtype)
