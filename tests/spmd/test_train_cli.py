@@ -18,7 +18,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.checkpoint.store import CheckpointStore, open_store
 from ragged_fsdp.cli.main import main
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.metrics import losses_by_step
@@ -159,8 +159,10 @@ def test_torchrun_runs_the_same_command(tmp_path):
     assert "ragged over 2 cpu processes" in done.stdout and "step     2/2  loss" in done.stdout
 
 
-def _srun(command: list[str], job: int) -> list[subprocess.Popen[str]]:
-    """Two processes with the variables that srun gives them."""
+def _srun(
+    command: list[str], job: int, folders: tuple[Path, Path] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Two processes with the variables that srun gives them, each in its own of ``folders``."""
     common = {"SLURM_NTASKS": "2", "SLURM_JOB_ID": str(job), "SLURM_STEP_NODELIST": "localhost"}
     return [
         subprocess.Popen(
@@ -169,6 +171,7 @@ def _srun(command: list[str], job: int) -> list[subprocess.Popen[str]]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            cwd=folders[rank] if folders else None,
         )
         for rank in range(2)
     ]
@@ -181,6 +184,21 @@ def _free_job() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("localhost", 20_000 + job))
             return job
+
+
+def test_nodes_need_no_common_folder_when_checkpoints_are_in_an_object_store(tmp_path):
+    """The run's folder is another one on each rank, as on nodes with disks of their own."""
+    nodes = tmp_path / "a", tmp_path / "b"
+    for node in nodes:
+        node.mkdir()
+    url = f"file://{tmp_path}/bucket"
+    for steps in (2, 3):
+        command = _train_command(Path("run"), steps=steps, checkpoint_dir=url, checkpoint_every=1)
+        ranks = _srun(command, _free_job(), nodes)
+        said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        assert [rank.returncode for rank in ranks] == [0, 0], said
+    assert open_store(url).steps() == [2, 3] and list(losses_by_step(nodes[0] / "run")) == [1, 2, 3]
+    assert not (nodes[1] / "run").exists()
 
 
 def test_slurm_runs_the_same_command_and_its_warning_saves(tmp_path):

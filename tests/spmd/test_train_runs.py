@@ -134,6 +134,20 @@ def test_a_rank_that_fails_alone_keeps_no_other_waiting(rank, what):
     assert store.steps() == [2]
 
 
+class _SlowToGo:
+    def __del__(self) -> None:
+        time.sleep(0.5)
+
+
+@spmd(1)
+def test_a_save_that_was_waited_for_has_left_no_thread(rank):
+    """A process that ended while the thread freed its copies did so with SIGABRT, not with its status."""
+    saver = Saver(CheckpointStore(rank.shared_dir), background=True, timeout_s=30)
+    saver.save(1, {"a": torch.ones(2), "b": _SlowToGo()}, {})
+    saver.wait()
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+
+
 def _notes(path: Path) -> str:
     return "\n".join(row["text"] for row in read_metrics(path) if row["kind"] == "note")
 

@@ -269,6 +269,7 @@ def test_the_flight_recorder_writes_into_the_run_unless_the_user_has_set_it():
     ours = recorder_variables({"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, "runs/a")
     assert ours["TORCH_FR_DUMP_TEMP_FILE"].endswith("runs/a/hangs/nccl-rank-")
     assert "TORCH_FR_BUFFER_SIZE" not in ours and ours["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
+    assert ours["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] == "2500"
     assert recorder_variables({**ours, "TORCH_FR_BUFFER_SIZE": "7"}, "runs/b") == {}
 
 

@@ -35,7 +35,7 @@ class Saver:
         self._background = background
         self._staging = Staging()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        self._pending: tuple[int, Future[None]] | None = None
+        self._pending: tuple[int, threading.Thread, Future[None]] | None = None
         token = f"-{int(time.time()):08x}{secrets.token_hex(4)}"  # later attempts have later names
         store.attempt = together(lambda: token, self._group)[0]
 
@@ -52,7 +52,7 @@ class Saver:
             copied = self._staging.copy(state) if self._background else state
         except Exception as error:  # the other ranks write already: their first exchange must hear of it
             failure = error
-        self._pending = (step, _in_thread(lambda: self._write(step, copied, info, failure)))
+        self._pending = (step, *_in_thread(lambda: self._write(step, copied, info, failure)))
         if failure is not None or not self._background:
             self.wait()
 
@@ -64,8 +64,11 @@ class Saver:
         """Wait until the checkpoint that is being written, if any, is complete; raises what made it fail."""
         if self._pending is None:
             return
-        step, future = self._pending
+        step, thread, future = self._pending
         self._pending = None
+        # Its end, not its result: a process that ends while the thread still frees tensors aborts, as torch
+        # lets go of the interpreter's lock for each and does not get it back.
+        thread.join()
         error = future.exception()
         if error is None:
             return
@@ -104,7 +107,7 @@ class Saver:
         together(lambda: self._store.commit(step, files, info) if rank == 0 else None, self._group)
 
 
-def _in_thread(work: Callable[[], None]) -> Future[None]:
+def _in_thread(work: Callable[[], None]) -> tuple[threading.Thread, Future[None]]:
     future: Future[None] = Future()
 
     def run() -> None:
@@ -115,8 +118,9 @@ def _in_thread(work: Callable[[], None]) -> Future[None]:
             future.set_exception(error)
 
     # A daemon: a rank that must end at once does not wait for its disk; the half checkpoint has no name yet.
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return future
+    thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+    thread.start()
+    return thread, future
 
 
 def load(state: dict[str, Any], path: Place, group: dist.ProcessGroup | None = None) -> None:

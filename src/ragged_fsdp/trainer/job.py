@@ -198,7 +198,9 @@ class TrainingJob:
             if self._metrics is not None:
                 self._metrics.write("note", step, text=message)
         if ranks.device.type == "cuda":
-            (self._run_dir / "hangs").mkdir(exist_ok=True)  # torch's flight recorder makes no folder
+            (self._run_dir / "hangs").mkdir(
+                parents=True, exist_ok=True
+            )  # torch's flight recorder makes no folder
         keep_records(self._run_dir / "hangs" / f"step-{step:08d}{self._store.attempt}")
         self._clock.skip()
 

@@ -102,11 +102,13 @@ def allocator_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 def recorder_variables(env: Mapping[str, str], run_dir: str) -> dict[str, str]:
     """What to set before NCCL is used, unless the user has: when a collective times out torch writes the
-    last ones of each rank into the run's folder."""
+    last ones of each rank into the run's folder. It waits four times the time of a dump before it ends the
+    process, a minute if nobody says less."""
     ours = {
         "TORCH_FR_BUFFER_SIZE": "2000",
         "TORCH_FR_DUMP_TEMP_FILE": str(Path(run_dir).absolute() / "hangs" / "nccl-rank-"),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "2500",
     }
     older = {
         "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
