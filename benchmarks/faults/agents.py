@@ -4,7 +4,7 @@
     python -m benchmarks.faults.agents --work DIR # the same, kept in DIR: started again, it goes on there
 
 Each node is a network namespace of this machine with a torchrun agent that is started again when it ends
-badly, as a service manager would (``nodes.py``). Faults, at random steps and in the middle of saves:
+badly, as a service manager would (``nodes.py``). Faults at random steps, every second one amid a save:
 
     worker   SIGKILL to a worker                   agent   SIGKILL to an agent; its worker has to notice
     node     SIGKILL to an agent and its worker    host    the same on the node that holds the rendezvous
