@@ -284,6 +284,19 @@ def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int, rail_calls: int =
     patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
 
 
+def gradients_held_by_exchanges(patch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The names of the gradients that each exchange holds while it runs, beside what is packed."""
+    held: list[list[str]] = []
+    scatter = exchange.Exchange.scatter
+
+    def note(self: Any, *args: Any) -> None:
+        held.append([self.members.params[index].fqn for index in self._grads])
+        scatter(self, *args)
+
+    patch.setattr(exchange.Exchange, "scatter", note)
+    return held
+
+
 def wait_long_for_others(patch: pytest.MonkeyPatch) -> None:
     """Let a call that failed wait longer for the other ranks than it does without a word."""
     patch.setattr(call, "_PATIENCE_S", 0.0)

@@ -25,7 +25,9 @@ __all__ = ["Row", "compared"]
 
 STEP_RESULTS = Path(__file__).parents[1] / "step" / "results"
 _LEFT_OUT = ("prefetch", "communicators", "buffers", "pending", "shard1", "budget", "gather")
+_LEFT_OUT += ("kept3", "kept4", "kept8")
 """Options of the benchmark that ``predict`` does not have."""
+_NOT_ON_THE_CARD = ("small-dense", "deepseek-v3-separate")
 _SCHEDULE_SINCE = "2026-11-16 06:33"
 """When the schedule that is replayed was made: rows of ours that are older are of another one."""
 
@@ -64,11 +66,11 @@ def compared(card: Card, held_out: str | None = None) -> Iterator[Row]:
             case = result.get("case", {})
             if case.get("model") not in MODELS or case.get("payload") != "repeat" or "rows" not in result:
                 continue
-            if case["model"] == "small-dense" or (held_out is not None and case["model"] != held_out):
+            if case["model"] in _NOT_ON_THE_CARD or case.get("sequence") is not None:
                 continue
-            if (
-                case["delivery"] != "fake"
-            ):  # takes multiprocessors from the computation, which is not modelled
+            if held_out is not None and case["model"] != held_out:
+                continue
+            if case["delivery"] != "fake":  # takes multiprocessors from the computation, not modelled
                 continue
             for row in result["rows"]:
                 if earlier and row["implementation"].startswith("ours"):
@@ -90,6 +92,7 @@ def _row(file: str, case: dict[str, Any], row: dict[str, Any], card: Card) -> Ro
         gpus=case["ranks"],
         tokens_per_gpu=case["tokens"],
         seq_len=MODELS[case["model"]].sequence,
+        activation_checkpointing=int(case.get("recompute", False)),
         replicas=case.get("replicas", 1),
         sharding="fsdp2" if name.startswith("fsdp2") else "ragged",
         reduction="two_level"

@@ -498,6 +498,22 @@ def goals(folder: Path) -> None:
 
 
 @app.command()
+@click.argument("results", nargs=2, type=_PATH)
+def compose(results: tuple[Path, Path]) -> None:
+    """A whole model from stacks of two depths.
+
+    Tokens per second and MFU, composed from the two RESULTS; a table for a document.
+    """
+    from .compose import composed_table
+    from .report import load
+
+    try:
+        print(composed_table(load(results)), end="")
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@app.command()
 @click.argument("traces", nargs=-1, required=True, type=_PATH)
 @click.option(
     "--out",

@@ -22,6 +22,7 @@ from torch import nn
 
 from .case import Case
 from .layers import Layer, MixtureOfExperts, Stack
+from .shapes import layer_numel
 
 __all__ = ["IMPLEMENTATIONS", "SETTINGS", "Trainer", "build", "missing", "per_layer"]
 
@@ -39,10 +40,9 @@ class Trainer:
 
 
 def _optimizer(case: Case, parameters: Any) -> torch.optim.Optimizer:
-    fused = torch.cuda.is_available()
     if case.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=1e-5, fused=fused)
-    return torch.optim.AdamW(parameters, lr=1e-5, fused=fused)
+        return torch.optim.SGD(parameters, lr=1e-5)
+    return torch.optim.AdamW(parameters, lr=1e-5, fused=torch.cuda.is_available())
 
 
 def _plain_step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -223,7 +223,7 @@ def _fsdp1(case: Case, device: torch.device) -> Trainer:
     return _trainer(model, stack, _optimizer(case, model.parameters()))
 
 
-def _megatron(case: Case, device: torch.device) -> Trainer:
+def _megatron(case: Case, device: torch.device, **options: Any) -> Trainer:
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
     stack = _dense_stack(case, device, torch.bfloat16)
@@ -241,17 +241,23 @@ def _megatron(case: Case, device: torch.device) -> Trainer:
                 grad_comm_dtype=_DTYPES[case.reduce_dtype],
             ),
             preproc_state_dict_for_dcp_ckpt=False,
+            **options,
         )
     return _trainer(model, stack, optimizer)
 
 
-def _deepspeed(case: Case, device: torch.device) -> Trainer:
+def _deepspeed(case: Case, device: torch.device, whole_layers: bool = False) -> Trainer:
+    """``whole_layers``: it may prefetch a layer at once; by default 50 million parameters."""
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(case.ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="29400"
     )
     import deepspeed
 
     stack = _dense_stack(case, device, torch.bfloat16)
+    zero: dict[str, Any] = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
+    if whole_layers:
+        numel = layer_numel(case.shape)
+        zero |= {"stage3_prefetch_bucket_size": numel, "stage3_max_live_parameters": 3 * numel}
     engine, _, _, _ = deepspeed.initialize(
         model=stack,
         optimizer=_optimizer(case, stack.parameters()),
@@ -261,7 +267,7 @@ def _deepspeed(case: Case, device: torch.device) -> Trainer:
             "bf16": {"enabled": True},
             "communication_data_type": case.reduce_dtype,
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 3, "overlap_comm": True, "contiguous_gradients": True},
+            "zero_optimization": zero,
             "steps_per_print": 1_000_000,
         },
     )
@@ -333,13 +339,16 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     "fsdp2-reshard8-kept2": partial(_fsdp2, **_NODE_KEEPS, kept=2),
     "fsdp1": _fsdp1,
     "megatron": _megatron,
+    "megatron-double": partial(_megatron, fsdp_double_buffer=True),
     "deepspeed": _deepspeed,
+    "deepspeed-layers": partial(_deepspeed, whole_layers=True),
 }
 
 _EQUAL, _KEPT, _BF16_SUMS = "nothing kept", "2 layers kept", "bf16 sums"
 _KEPT_BF16, _NODE = f"{_KEPT}, {_BF16_SUMS}", "8 ranks keep"
 SETTINGS: dict[str, str] = {
-    **dict.fromkeys(("none", "fsdp2", "fsdp2-shard1", "fsdp1", "megatron", "deepspeed"), _EQUAL),
+    **dict.fromkeys(("none", "fsdp2", "fsdp2-shard1", "fsdp1", "megatron", "megatron-double"), _EQUAL),
+    **dict.fromkeys(("deepspeed", "deepspeed-layers"), _EQUAL),
     **dict.fromkeys(("ours-nothing-kept", "ours-all-to-all-nothing-kept"), _EQUAL),
     **dict.fromkeys((f"ours-two-level-{n}" for n in ("nothing-kept", "fp32-between", "gather")), _EQUAL),
     **dict.fromkeys(("ours-two-level-float8", "ours-two-level-gather-float8"), _EQUAL),
@@ -370,5 +379,5 @@ def build(name: str, case: Case, device: torch.device) -> Trainer:
 
 def missing(name: str) -> str | None:
     """The module this implementation needs and that is not installed, if so."""
-    module = _NEEDS.get(name)
+    module = _NEEDS.get(name.split("-")[0])
     return module if module is not None and importlib.util.find_spec(module) is None else None

@@ -18,6 +18,8 @@ _COLOURS = {
     "ours-2-buffers": "#b5651d",
     "ours-all-to-all": "#9b2335",
     "ours-all-to-all-nothing-kept": "#f0a8b0",
+    "ours-two-level-nothing-kept": "#d1495b",
+    "ours-two-level-float8": "#f0a8b0",
     "fsdp2": "#2e4057",
     "fsdp2-shard1": "#3fb0d9",
     "fsdp1": "#7d5ba6",
@@ -49,6 +51,8 @@ def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
             written.append(_growth(default[model], folder / f"{model[0]}-ranks.svg"))
     if any(row["wire"] for _, row in _rows(shown)):
         written.append(_throughput(shown, folder / "throughput.svg"))
+    if over := _over_nodes(results):
+        written.append(_nodes(over, folder / "nodes.svg"))
     return written
 
 
@@ -166,6 +170,52 @@ def _throughput(results: list[dict[str, Any]], path: Path) -> Path:
     axes[1][0].set_ylabel("peak reserved, GiB\n(hatched: allocated)")
     handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[n]) for n in names]
     figure.legend(handles, [LABELS[n] for n in names], fontsize=8, frameon=False, loc="lower center", ncols=6)
+    return _save(figure, path, bottom=0.06)
+
+
+def _over_nodes(results: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By case and implementation: rows on networks with nodes where FSDP2 was in the same run, nothing kept.
+
+    Of several runs of a case the last one.
+    """
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for result in results:
+        case = case_of(result)
+        rows = {r["implementation"]: r for _, r in _rows([result]) if isinstance(r["wire"], str)}
+        rows = {name: rows[name] for name in _ON_NODES if name in rows}
+        if len(rows) < 2 or next(iter(rows)) != "fsdp2":
+            continue
+        ranks = f"{case.replicas} x {case.shard_ranks}" if case.replicas > 1 else f"{case.ranks}"
+        more = f", sequences of {case.sequence}" if case.sequence else ", recomputed" if case.recompute else ""
+        label = f"{case.shape.name} x{case.layers}{more}\n{ranks} ranks, {case.wires[0]}"
+        found[label] = found.get(label, {}) | rows
+    return found
+
+
+_ON_NODES = ("fsdp2", "ours-two-level-nothing-kept", "ours-two-level-float8")
+
+
+def _nodes(cases: dict[str, dict[str, dict[str, Any]]], path: Path) -> Path:
+    """Time and allocated memory over FSDP2's in the same run, a line per case."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(12, 0.55 * len(cases) + 1.4), sharey=True)
+    height, labels = 0.8 / len(_ON_NODES), sorted(cases)
+    units = (("forward_backward_ms", "forward+backward", "ms"), ("peak_allocated_gib", "allocated", "GiB"))
+    for axis, (key, text, unit) in zip(axes, units):
+        for i, label in enumerate(labels):
+            for j, (name, row) in enumerate(cases[label].items()):
+                share, at = row[key] / cases[label]["fsdp2"][key], i + (j - 1) * height
+                axis.barh(at, share, height, color=_COLOURS[name])
+                axis.annotate(f" {row[key]:.0f} {unit}", (share, at), va="center", fontsize=7)
+        axis.set_yticks(range(len(labels)), labels, fontsize=8)
+        axis.set_xlim(0, 1.2)
+        axis.set_title(f"{text}, FSDP2 = 1", fontsize=10)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    handles = [plt.Rectangle((0, 0), 1, 1, color=_COLOURS[name]) for name in _ON_NODES]
+    names = [LABELS[name] for name in _ON_NODES]
+    figure.legend(handles, names, fontsize=8, frameon=False, loc="lower center", ncols=len(names))
     return _save(figure, path, bottom=0.06)
 
 

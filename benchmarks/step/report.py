@@ -76,7 +76,9 @@ LABELS = {
     "fsdp2-reshard8-kept2": "FSDP2, last two layers kept, others by 8 ranks",
     "fsdp1": "FSDP1",
     "megatron": "Megatron-FSDP",
+    "megatron-double": "Megatron-FSDP, double buffers",
     "deepspeed": "DeepSpeed ZeRO-3",
+    "deepspeed-layers": "DeepSpeed ZeRO-3, whole layers prefetched",
     "ddp": "DDP",
 }
 _COLUMNS = (

@@ -52,6 +52,8 @@ class LayerShape:
     mlp_hidden: int = 0
     experts: Experts | None = None
     sequence: int = 4096
+    layers: int = 0
+    """Of the published model; 0 where it has none."""
 
     def __post_init__(self) -> None:
         if bool(self.mlp_hidden) == (self.experts is not None):
@@ -60,22 +62,28 @@ class LayerShape:
 
 MODELS = {
     "gpt-oss-120b": LayerShape(
-        "GPT-OSS-120B", 2880, Attention(64, 8, 64, bias=True), experts=Experts(128, 4, 2880, bias=True)
+        "GPT-OSS-120B",
+        2880,
+        Attention(64, 8, 64, bias=True),
+        experts=Experts(128, 4, 2880, bias=True),
+        layers=36,
     ),
     "deepseek-v3": LayerShape(
         "DeepSeek-V3",
         7168,
         LatentAttention(128, 1536, 512, 128, 64, 128),
         experts=Experts(256, 8, 2048, shared_hidden=2048),
+        layers=61,
     ),
     "deepseek-v3-separate": LayerShape(
         "DeepSeek-V3, experts apart",
         7168,
         LatentAttention(128, 1536, 512, 128, 64, 128),
         experts=Experts(256, 8, 2048, shared_hidden=2048, separate=True),
+        layers=61,
     ),
-    "llama-3-70b": LayerShape("Llama-3-70B", 8192, Attention(64, 8, 128), mlp_hidden=28672),
-    "llama-3-8b": LayerShape("Llama-3-8B", 4096, Attention(32, 8, 128), mlp_hidden=14336),
+    "llama-3-70b": LayerShape("Llama-3-70B", 8192, Attention(64, 8, 128), mlp_hidden=28672, layers=80),
+    "llama-3-8b": LayerShape("Llama-3-8B", 4096, Attention(32, 8, 128), mlp_hidden=14336, layers=32),
     "small-dense": LayerShape("small dense", 512, Attention(8, 8, 64), mlp_hidden=1408, sequence=128),
     "tiny-moe": LayerShape(
         "tiny MoE", 64, Attention(4, 2, 16, bias=True), experts=Experts(8, 2, 32, True), sequence=16

@@ -35,13 +35,48 @@ _EXPANDABLE_GPT_OSS, _EXPANDABLE_LLAMA, _EXPANDABLE_GPT_OSS_256 = (
     replace(case, allocator="expandable") for case in (_GPT_OSS, _LLAMA, _GPT_OSS_256)
 )
 
+_NODES = Case("gpt-oss-120b", 8, 8192, 64, ("h200-400g",), warmup=2, iterations=5, allocator="expandable")
+_NODES_LLAMA = replace(_NODES, model="llama-3-70b", layers=4, tokens=4096)
+_NODES_DEEPSEEK = replace(_NODES, model="deepseek-v3", layers=2, tokens=4096, ranks=256)
+
 _OURS = ("ours-all-to-all", "ours")
 _PEERS = ("fsdp2", "fsdp1", "megatron")
 _FEW = ("none", "ours-all-to-all", *_PEERS)
 _MOST = ("none", *_OURS, *_PEERS)
 _CODES = ("none", "ours-all-to-all", "ours-all-to-all-int8", "ours-all-to-all-float8")
+_LEVELS = ("fsdp2", "ours-two-level-nothing-kept")
+_EQUAL = ("fsdp2", "ours-nothing-kept", "ours-two-level-nothing-kept")
+_KEPT_BY_NODES = ("fsdp2-reshard8", "fsdp2-reshard8-kept2")
+_KEPT_BY_NODES += ("ours-two-level-reshard8", "ours-two-level-reshard8-kept2")
+_MORE_KEPT = tuple(f"{name}-kept{n}" for n in (3, 4) for name in ("fsdp2", "ours-two-level"))
+_OTHER_PEERS = ("megatron", "megatron-double", "deepspeed", "deepspeed-layers")
 
 SUITE: dict[str, Planned] = {
+    "gpt-oss-nodes-64": Planned(
+        _NODES, (*_EQUAL, "ours-two-level-float8", "fsdp2-bf16", "fsdp2-kept2", "ours-two-level")
+    ),
+    "llama-nodes-64": Planned(_NODES_LLAMA, _EQUAL),
+    "llama-nodes-64-x8": Planned(replace(_NODES_LLAMA, layers=8), _LEVELS),
+    "llama-nodes-256": Planned(replace(_NODES_LLAMA, ranks=256), _EQUAL),
+    "deepseek-nodes-256": Planned(_NODES_DEEPSEEK, _EQUAL),
+    "deepseek-nodes-256-separate": Planned(replace(_NODES_DEEPSEEK, model="deepseek-v3-separate"), _LEVELS),
+    "gpt-oss-nodes-64-more-kept": Planned(_NODES, (*_LEVELS, "fsdp2-kept2", "ours-two-level", *_MORE_KEPT)),
+    "gpt-oss-nodes-64-kept": Planned(
+        _NODES, (*_LEVELS, "fsdp2-kept2", "ours-two-level", "ours-two-level-float8", *_KEPT_BY_NODES)
+    ),
+    "gpt-oss-nodes-64-peers": Planned(
+        replace(_NODES, layers=4), (*_LEVELS, "fsdp2-kept2", "ours-two-level", *_OTHER_PEERS)
+    ),
+    "gpt-oss-nodes-64-recompute": Planned(replace(_NODES, recompute=True), _LEVELS),
+    "gpt-oss-nodes-64-8192": Planned(replace(_NODES, sequence=8192), _LEVELS),
+    "gpt-oss-nodes-64-sgd": Planned(replace(_NODES, optimizer="sgd"), _LEVELS),
+    "gpt-oss-paper-64": Planned(replace(_NODES, layers=4, wires=("paper",)), _LEVELS),
+    "gpt-oss-nodes-256": Planned(replace(_NODES, ranks=256), _LEVELS),
+    "gpt-oss-hsdp-512": Planned(replace(_NODES, ranks=512, replicas=2), _LEVELS),
+    "gpt-oss-hsdp-1024": Planned(replace(_NODES, ranks=1024, replicas=4), _LEVELS),
+    "gpt-oss-nodes-1024": Planned(
+        replace(_NODES, ranks=1024), ("ours-two-level-nothing-kept", "fsdp2-shard1")
+    ),
     "gpt-oss-64-expandable": Planned(
         _EXPANDABLE_GPT_OSS, (*_MOST, "deepspeed", "ours-all-to-all-nothing-kept")
     ),

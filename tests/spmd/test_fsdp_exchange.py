@@ -70,6 +70,17 @@ def test_gradients_equal_those_of_the_reduce_scatter(rank: Rank, views: bool) ->
     assert found["all_to_all"]["extra.weight in step 1"] is not None
 
 
+@spmd(2)
+def test_gradients_that_are_packed_are_let_go(rank: Rank) -> None:
+    """Of the second weight nothing is sent but its share of a packed row; of the first, views."""
+    with pytest.MonkeyPatch.context() as patch:
+        fsdp_inside.exchange_in_rounds(patch, rounds=2)
+        held = fsdp_inside.gradients_held_by_exchanges(patch)
+        net, _ = _net(rank, wide=40, reduction="all_to_all")
+        net(rows(rank, 0, dim=7)).sum().backward()
+    assert held == [["first.weight"]]
+
+
 @spmd(2, 4)
 @pytest.mark.parametrize("wide", [5, 300_000])
 def test_bf16_gradients_are_summed_in_fp32(rank: Rank, wide: int) -> None:

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.step import report  # noqa: E402
+from benchmarks.step.compose import composed_table  # noqa: E402
 from benchmarks.step.goals import GOALS, goal_table  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "step" / "results"
@@ -35,6 +36,15 @@ def test_tables_are_those_of_the_committed_results(page, option, made, least):
     assert len(shown) >= least, "the page has no tables"
     strange = [table.splitlines()[0] for table in shown if table.strip() not in committed]
     assert not strange, f"not what `bench show {option}` prints of results/*.json: {strange}"
+
+
+@pytest.mark.parametrize(
+    ("shallow", "deep"),
+    [("gpt-oss-nodes-64-peers", "gpt-oss-nodes-64-more-kept"), ("llama-nodes-64", "llama-nodes-64-x8")],
+)
+def test_whole_models_are_composed_from_committed_results(shallow, deep):
+    results = report.load([RESULTS / f"{shallow}.json", RESULTS / f"{deep}.json"])
+    assert composed_table(results).strip() in HEADLINES
 
 
 def test_a_headline_has_the_equal_rows_first():

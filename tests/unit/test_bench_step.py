@@ -438,6 +438,33 @@ def test_a_timeline_has_a_lane_per_stream(tmp_path):
     ]
 
 
+def _stack_of(layers, times):
+    case = Case("llama-3-70b", layers, 4096, 64, ("h200-400g",))
+    return {"case": case.to_json(), "rows": [_row(name, "h200-400g", ms) for name, ms in times.items()]}
+
+
+def test_a_model_is_composed_from_two_depths():
+    from benchmarks.step.compose import PEAK_TFLOPS, compose, composed_table, flops_per_token
+
+    shape = MODELS["llama-3-70b"]
+    attention = 2 * 2 * 4096 * 8192 / 2 * 3  # scores and values, half of each masked, backward twice forward
+    assert flops_per_token(shape) == 6 * layer_numel(shape) + attention
+    moe = MODELS["tiny-moe"]
+    idle = 6 * (3 * 64 * 32 + 2 * 32 + 64)  # experts that a token does not visit
+    assert flops_per_token(moe) == 6 * (layer_numel(moe) - idle) + 3 * 16 * 2 * 64
+    deep, shallow = _stack_of(8, {"fsdp2": 170.0, "none": 9.0}), _stack_of(4, {"fsdp2": 90.0, "ours": 80.0})
+    (found,) = compose([deep, shallow])
+    assert found.implementation == "fsdp2" and found.step_ms == 11.0 + 80 * 20.0
+    assert found.tokens_per_s == pytest.approx(4096 / 1.611)
+    done = found.tokens_per_s * 80 * flops_per_token(shape)
+    assert found.mfu == pytest.approx(done / (PEAK_TFLOPS * 1e12))
+    assert "all 80 layers composed" in composed_table([shallow, deep])
+    with pytest.raises(ValueError, match="two depths"):
+        compose([deep, deep])
+    with pytest.raises(ValueError, match="same ranks"):
+        compose([deep, {**shallow, "case": shallow["case"] | {"ranks": 8}}])
+
+
 def test_networks_and_flat_wires_are_chosen_together():
     from benchmarks.step.app import _wires
 

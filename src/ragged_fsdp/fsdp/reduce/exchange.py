@@ -13,7 +13,8 @@ other rank its piece as autograd produced it, and the receiver adds the m pieces
 
 It is one exchange per group: one per tensor would load few ranks at a time, since a tensor lies on few
 ranks. A rank whose shard lies inside one tensor (most do, where tensors are larger than shards) is sent a
-view; only shards that several tensors share are packed. Small shards are all packed and exchanged in one
+view; only shards that several tensors share are packed, and gradients of which nothing else is sent are let
+go. Small shards are all packed and exchanged in one
 round, since a list of views costs the host more than a pass over them costs the device; so are those of
 backends that cannot send a list of views (gloo).
 
@@ -84,6 +85,11 @@ class SendPlan:
     """Per rank: its row among the packed ones; None if it is sent views or nothing."""
     extents: tuple[tuple[int, int], ...]
     """Per rank: where in its shard the elements it gets start, and how many they are."""
+
+    @cached_property
+    def viewed(self) -> frozenset[int]:
+        """The parameters of whose gradients views are sent."""
+        return frozenset(view[0] for view in self.views if view is not None)
 
 
 def packs_all(device: torch.device, shard_numel: int) -> bool:
@@ -344,6 +350,8 @@ class Exchange:
             return
         pieces = [self._cut(index, sizes) for index, sizes in enumerate(sends.cuts)]
         rows = self._pack(sends, pieces)
+        if sends.packed:  # or small parameters would be held twice until the exchange is over
+            self._grads = {index: grad for index, grad in self._grads.items() if index in sends.viewed}
         shares = [self._share(sends, rank, pieces, rows) for rank in range(self.members.mesh.shard_size)]
         self._sends = [list(sent) for sent in zip(*shares)]
 
