@@ -1,6 +1,7 @@
 """The adapter to torchft, with a lighthouse and managers that are really started."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("torchft", reason="torchft is not installed: pip install '.[
 import torch
 from benchmarks.faults.replicas import Setting, kill_replicas
 
+from ragged_fsdp.integrations import torchft as adapter
 from ragged_fsdp.integrations.torchft import _MOST_REPLICAS, Replicas, SplitError
 
 
@@ -62,6 +64,20 @@ def test_replicas_that_took_different_steps_do_not_mix(monkeypatch: pytest.Monke
         _among(_Others({0: 3}, model=8))._agree()
     with pytest.raises(ValueError, match="replica 1: two living replicas"):
         _among(_Others({1: 3}))._agree()
+
+
+@pytest.mark.parametrize("answers", [["SUCCESS", "SUCCESS"], ["SUCCESS", "COMM_ERROR"]])
+def test_over_nccl_a_broken_connection_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch, answers: list[str]
+) -> None:
+    """The device is done at the third look, or never if a peer is gone."""
+    left, aborted = list(answers), []
+    event = SimpleNamespace(query=lambda: not left)
+    backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=left.pop(0)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
+    monkeypatch.setattr(adapter, "backend_of", lambda pg, device: backend)
+    adapter._Nccl.settle(SimpleNamespace(_pg=None, abort=lambda: aborted.append(True)))
+    assert bool(aborted) == (answers[-1] != "SUCCESS")
 
 
 @pytest.mark.timeout(300)
