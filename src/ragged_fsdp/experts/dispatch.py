@@ -398,8 +398,8 @@ class Asked:
     """Numbers on their way to the host, so that the device can be given work before they are read."""
 
     def __init__(self, numbers: Tensor) -> None:
-        self._host, self._event = numbers.to("cpu", non_blocking=True), None
-        if numbers.is_cuda:
+        self._host, self._event = numbers.to("cpu", non_blocking=numbers.is_cuda), None
+        if numbers.is_cuda:  # without the event the numbers would be read before they are there
             self._event = torch.cuda.Event()
             self._event.record()
 
