@@ -61,7 +61,7 @@ def test_it_runs_and_writes_every_way(tmp_path):
         "8",
     ]
     done = subprocess.run(
-        [*command, "--ep", "4", "16", "--out", str(out)],
+        [*command, "--ep", "16", "--out", str(out)],
         cwd=ROOT,
         capture_output=True,
         text=True,
