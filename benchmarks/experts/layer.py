@@ -3,11 +3,12 @@
     PYTHONPATH=. python -m benchmarks.experts.layer --out benchmarks/experts/layer.json
 
 One process stands for rank 0 of EP ranks. Every other rank sends it what it would send itself, so rows are as
-many as with balanced routers. What an exchange would deliver is copied from memory; those copies are timed
-alone and taken off, as NCCL's would be the wire's. ``moves_ms`` is then all that is neither products nor
-wire: orders, permutations, sums, counts, and the gaps that waits for the device leave. ``floor_ms`` is what
-the bytes of the four passes over rows that no way can do without would take at the rate of a plain copy:
-tokens to rows, rows to tokens, and their gradients.
+many as with balanced routers. What an exchange would deliver is copied from memory, and the stream is then
+held for the time of the wire; both are timed alone and taken off. Exchanges that are launched as one start
+when the last has been called. ``moves_ms`` is then all that is neither products nor wire: orders,
+permutations, sums, counts, and the gaps that waits for the device leave; ``kernels_ms`` is the part of it in
+which the device computes. ``floor_ms`` is what the bytes of the four passes over rows that no way can do
+without would take at the rate of a plain copy: tokens to rows, rows to tokens, and their gradients.
 
 The wire is priced, not run: 64 ranks in nodes of eight, 400 GB/s inside, a 45 GB/s card each
 (``ragged_fsdp/predict/network.py``), everything in bf16; each exchange pays for its own step, also where
@@ -20,11 +21,11 @@ the ranks that hold the same, beside which all else runs.
     two levels      ``TwoLevel``, where there are several nodes; exact and with a capacity
     torchtitan      its standard dispatch, written with the operators it uses: gather, exchange, index,
                     grouped products, index_put, exchange, scatter_add
-    transformers    its all-reduce EP: the ranks share all tokens of the group, mask, and all-reduce; where
-                    those do not fit the device, in as many parts as it takes
+    transformers    its all-reduce EP: the ranks share all tokens of the group, mask, and all-reduce; on
+                    several nodes in as many parts, since all do not fit the device
     FSDP alone      every rank gathers all experts of the layer; gathers and reductions run beside products
 
-Times are forward and backward, the median of some runs, each behind a millisecond or so of other work, as
+Times are forward and backward, the median of some runs, each behind two milliseconds of other work, as
 inside of a model; so a launch costs something where the host has had to wait before it. ``host_waits`` counts
 waits for the device in a forward and backward (torch's sync debug mode, and events that are waited for).
 """
@@ -33,7 +34,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import json
 import platform
 import statistics
@@ -54,15 +54,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ragged_fsdp.experts import AllToAll, Dispatcher, ExpertSplit, Here, TwoLevel, grouped_linear, mix
+from ragged_fsdp.experts import (
+    AllToAll,
+    Dispatcher,
+    ExpertSplit,
+    Here,
+    TwoLevel,
+    dispatch,
+    grouped_linear,
+    mix,
+)
 from ragged_fsdp.experts.layers import apply_experts
 from ragged_fsdp.predict.network import Place, network_of, price
 from ragged_fsdp.topology import Levels
 
 NODES, NODE = "h200-400g", 8
 CAPACITY = 1.25
-RUNS = 7
-AHEAD_CYCLES = 2_000_000
+RUNS = 5
+AHEAD_NS = 2_000_000
 FSDP_RANKS = 64
 
 
@@ -100,14 +109,18 @@ class Held(nn.Module):
         return grouped_linear(nn.functional.silu(gate) * up, self.down, counts)
 
 
+Exchanged = tuple[torch.dtype, int, int, list[int]]
+"""Dtype and elements that came, bytes that were sent, and the ranks of the group."""
+
+
 class Mirror:
-    """Stands for the exchanges: counts as if all ranks routed alike, rows from memory; all are noted."""
+    """Stands for the exchanges: counts as if all ranks routed alike, rows from memory; launches are noted."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._memory: dict[torch.dtype, Tensor] = {}
-        self.noted: list[tuple[torch.dtype, int, int, list[int]]] = []
-        """Dtype and elements that came, bytes that were sent, and the ranks of the group."""
+        self._joined: list[tuple[Tensor, Exchanged]] | None = None
+        self.noted: list[list[Exchanged]] = []
 
     def __call__(self, out: Tensor, given: Tensor, *_: Any, group: Any = None, **__: Any) -> None:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -115,15 +128,47 @@ class Mirror:
             part = given.reshape(-1)[: out.numel() // len(ranks)]
             out.view(len(ranks), -1).copy_(part.expand(len(ranks), -1))
             return
-        out.view(-1).copy_(self._of(out.dtype, out.numel()))
-        self.noted.append((out.dtype, out.numel(), given.numel() * given.element_size(), ranks))
+        exchanged = (out, (out.dtype, out.numel(), given.numel() * given.element_size(), ranks))
+        if self._joined is None:
+            self._launch([exchanged])
+        else:
+            self._joined.append(exchanged)
 
-    def take(self, timed: Callable[[Callable[[], object]], float]) -> tuple[float, float]:
-        """Milliseconds of the copies since the last call, alone, and of the wire for which they stand."""
+    @contextlib.contextmanager
+    def joined(self, *_: Any) -> Iterator[list[Any]]:
+        self._joined = []
+        yield []
+        launched, self._joined = self._joined, None
+        self._launch(launched)
+
+    def take(self) -> tuple[Callable[[], object], float]:
+        """The launches since the last call, to be done alone, and the milliseconds of their wire."""
         noted, self.noted = self.noted, []
         into = {dtype: torch.empty_like(memory) for dtype, memory in self._memory.items()}
-        copies = timed(lambda: [into[t][:n].copy_(self._of(t, n)) for t, n, _, _ in noted])
-        return copies, sum(wire_ms("all_to_all", nbytes, ranks) for _, _, nbytes, ranks in noted)
+
+        def again() -> None:
+            for launch in noted:
+                for dtype, numel, _, _ in launch:
+                    into[dtype][:numel].copy_(self._of(dtype, numel))
+                self._hold(launch)
+
+        return again, sum(map(self._wire_ms, noted))
+
+    def _launch(self, launch: list[tuple[Tensor, Exchanged]]) -> None:
+        for out, (dtype, numel, _, _) in launch:
+            out.view(-1).copy_(self._of(dtype, numel))
+        self.noted.append([exchanged for _, exchanged in launch])
+        self._hold(self.noted[-1])
+
+    def _hold(self, launch: list[Exchanged]) -> None:
+        if self._device == "cuda":
+            from benchmarks.step.spin import spin_ns
+
+            spin_ns(int(self._wire_ms(launch) * 1e6))
+
+    @staticmethod
+    def _wire_ms(launch: list[Exchanged]) -> float:
+        return sum(wire_ms("all_to_all", nbytes, ranks) for _, _, nbytes, ranks in launch)
 
     def _of(self, dtype: torch.dtype, numel: int) -> Tensor:
         if dtype not in self._memory or numel > self._memory[dtype].numel():
@@ -133,12 +178,11 @@ class Mirror:
 
 @contextlib.contextmanager
 def mirrored(mirror: Mirror) -> Iterator[None]:
-    before = dist.all_to_all_single
-    dist.all_to_all_single = mirror  # type: ignore[assignment]
-    try:
+    with (
+        mock.patch.object(dist, "all_to_all_single", mirror),
+        mock.patch.object(dispatch, "joined_launch", mirror.joined),
+    ):
         yield
-    finally:
-        dist.all_to_all_single = before
 
 
 def torchtitan_style(held: Held, tokens: Tensor, chosen: Tensor, weights: Tensor, ranks: int) -> Tensor:
@@ -211,18 +255,28 @@ class Bench:
         """The median of some runs, in milliseconds, after two to warm up."""
         for _ in range(2):
             call()
-        if self.device == "cuda":
-            times = []
-            for _ in range(RUNS):
-                torch.cuda._sleep(AHEAD_CYCLES)
-                times.append(device_ms(call))
-            return statistics.median(times)
         times = []
         for _ in range(RUNS):
-            began = time.perf_counter()
-            call()
-            times.append((time.perf_counter() - began) * 1e3)
+            if self.device == "cuda":
+                from benchmarks.step.spin import spin_ns
+
+                spin_ns(AHEAD_NS)
+                times.append(device_ms(call))
+            else:
+                began = time.perf_counter()
+                call()
+                times.append((time.perf_counter() - began) * 1e3)
         return statistics.median(times)
+
+    def busy(self, call: Callable[[], object]) -> float:
+        """Milliseconds in which the device computes; 0 where there is none."""
+        if self.device != "cuda":
+            return 0.0
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            call()
+            torch.cuda.synchronize()
+        kernels = (e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        return sum(e.time_range.elapsed_us() for e in kernels) / 1e3
 
     def waits(self, call: Callable[[], object]) -> int | None:
         """How often ``call`` waits for the device; None where there is none."""
@@ -285,11 +339,12 @@ def measure(bench: Bench, name: str, shape: Shape, ranks: int) -> list[dict[str,
     def layer(dispatcher: Dispatcher) -> Callable[[], Tensor]:
         return lambda: mix(held, dispatcher, tokens, chosen, weights)[0]
 
+    leaves = [tokens, weights, *held.parameters()]
+    grad = torch.ones_like(tokens)
     with mirrored(mirror):
         arrived, counts, _ = AllToAll(mesh, split).dispatch(tokens, chosen)
-        given = torch.randn_like(arrived).requires_grad_()
-        products = bench.timed(lambda given=given: _backward(apply_experts(held, given, counts)))
-        del arrived, given
+        products = products_of(bench, held, arrived.detach(), counts)
+        del arrived
         ways: dict[str, Callable[[], Tensor]] = {
             "ours": layer(AllToAll(mesh, split)),
             "grouped here": layer(AllToAll(mesh, split, most_exchanges=0)),
@@ -297,42 +352,57 @@ def measure(bench: Bench, name: str, shape: Shape, ranks: int) -> list[dict[str,
         }
         if ranks > NODE:
             nodes = tuple(tuple(range(first, first + NODE)) for first in range(0, ranks, NODE))
-            levels = Levels(nodes, 0)
+            levels = Levels(nodes, NODE)
             ways["two levels"] = layer(TwoLevel(mesh, split, levels))
             ways["two levels, capacity"] = layer(TwoLevel(mesh, split, levels, capacity=CAPACITY))
         ways["torchtitan"] = lambda: torchtitan_style(held, tokens, chosen, weights, ranks)
         floor = floor_ms(bench, shape)
         for way, forward in ways.items():
+            once = stepping(forward, grad, leaves)
             mirror.noted.clear()
-            _backward(forward())
-            copies, wire = mirror.take(bench.timed)
-            total = bench.timed(lambda forward=forward: _backward(forward()))
-            waits = bench.waits(lambda forward=forward: _backward(forward()))
-            rows.append(_row(name, shape, ranks, way, total - copies, products, wire, waits, floor))
+            once()
+            alone, wire = mirror.take()
+            times = bench.timed(once) - bench.timed(alone), bench.busy(once) - bench.busy(alone)
+            once()
+            rows.append(_row(name, shape, ranks, way, times, products, wire, bench.waits(once), floor))
             print(json.dumps(rows[-1]), flush=True)
-    rows.append(_row(name, shape, ranks, "transformers", *_all_reduce(bench, shape, ranks, held, products)))
+    total, wire, waits = _all_reduce(bench, shape, ranks, held)
+    rows.append(_row(name, shape, ranks, "transformers", total, products, wire, waits))
     print(json.dumps(rows[-1]), flush=True)
     return rows
 
 
+def stepping(forward: Callable[[], Tensor], grad: Tensor, leaves: Sequence[Tensor]) -> Callable[[], None]:
+    """Forward and backward; gradients are new ones, to which nothing is added."""
+
+    def once() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        forward().backward(grad)
+
+    return once
+
+
+def products_of(bench: Bench, held: Held, rows: Tensor, counts: Tensor) -> tuple[float, float]:
+    """Milliseconds of the experts alone: between events, and of kernels."""
+    given = torch.randn_like(rows).requires_grad_()
+    leaves = [given, *held.parameters()]
+    once = stepping(lambda: apply_experts(held, given, counts), torch.ones_like(rows), leaves)
+    return bench.timed(once), bench.busy(once)
+
+
 def _all_reduce(
-    bench: Bench, shape: Shape, ranks: int, held: Held, products: float
-) -> tuple[float, float, float, int | None]:
-    """The library's way on the tokens of the whole group, in as many parts as fit the device."""
-    forward, parts = transformers_all_reduce(held, shape, ranks), 1
-    while True:
-        try:
-            tokens, chosen, weights = bench.inputs(shape, bench.tokens * ranks // parts)
-            total = bench.timed(lambda given=(tokens, chosen, weights): _backward(forward(*given)))
-            waits = bench.waits(lambda given=(tokens, chosen, weights): _backward(forward(*given)))
-            break
-        except torch.OutOfMemoryError:
-            tokens = chosen = weights = None  # type: ignore[assignment]
-            parts *= 2
-            gc.collect()
-            torch.cuda.empty_cache()
+    bench: Bench, shape: Shape, ranks: int, held: Held
+) -> tuple[tuple[float, float], float, int | None]:
+    """The library's way on the tokens of the whole group, those of a node's ranks at a time."""
+    parts = max(1, ranks // NODE)
+    tokens, chosen, weights = bench.inputs(shape, bench.tokens * ranks // parts)
+    forward = transformers_all_reduce(held, shape, ranks)
+    leaves = [tokens, weights, *held.parameters()]
+    once = stepping(lambda: forward(tokens, chosen, weights), torch.ones_like(tokens), leaves)
+    times, waits = (bench.timed(once) * parts, bench.busy(once) * parts), bench.waits(once)
     wire = 2 * wire_ms("all_reduce", bench.tokens * ranks * shape.hidden * 2, range(ranks))
-    return total * parts, products, wire, waits if waits is None else waits * parts
+    return times, wire, waits if waits is None else waits * parts
 
 
 def fsdp_alone(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
@@ -341,22 +411,36 @@ def fsdp_alone(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
     tokens, chosen, weights = bench.inputs(shape, bench.tokens)
     here = Here(shape.experts)
     rows, counts, _ = here.dispatch(tokens, chosen)
-    given = torch.randn_like(rows).requires_grad_()
-    products = bench.timed(lambda: _backward(apply_experts(held, given, counts)))
-    compute = bench.timed(lambda: _backward(mix(held, here, tokens, chosen, weights)[0]))
+    products = products_of(bench, held, rows.detach(), counts)
+    once = stepping(
+        lambda: mix(held, here, tokens, chosen, weights)[0],
+        torch.ones_like(tokens),
+        [tokens, weights, *held.parameters()],
+    )
+    times = bench.timed(once), bench.busy(once)
     wire = fsdp_wire_ms(shape, 1)
     row = {
         "layer": name,
         "ep": 1,
         "way": "FSDP alone",
-        "products_ms": round(products, 3),
-        "moves_ms": round(compute - products, 3),
-        "moves_of_products": round((compute - products) / products, 3),
+        **_moves(times, products),
         "fsdp_wire_ms": round(wire, 3),
-        "layer_ms": round(max(compute, wire), 3),
+        "layer_ms": round(max(times[0], wire), 3),
     }
     print(json.dumps(row), flush=True)
     return row
+
+
+def _moves(times: tuple[float, float], products: tuple[float, float]) -> dict[str, float]:
+    """What a layer takes beside its products, between events and of kernels."""
+    moves, kernels = (layer - own for layer, own in zip(times, products))
+    return {
+        "products_ms": round(products[0], 3),
+        "moves_ms": round(moves, 3),
+        "moves_of_products": round(moves / products[0], 3),
+        "kernels_ms": round(kernels, 3),
+        "kernels_of_products": round(kernels / products[1], 3) if products[1] else 0.0,
+    }
 
 
 def _row(
@@ -364,8 +448,8 @@ def _row(
     shape: Shape,
     ranks: int,
     way: str,
-    compute: float,
-    products: float,
+    times: tuple[float, float],
+    products: tuple[float, float],
     wire: float,
     waits: int | None,
     floor: float | None = None,
@@ -375,19 +459,13 @@ def _row(
         "layer": name,
         "ep": ranks,
         "way": way,
-        "products_ms": round(products, 3),
-        "moves_ms": round(compute - products, 3),
+        **_moves(times, products),
         "floor_ms": None if floor is None else round(floor, 3),
-        "moves_of_products": round((compute - products) / products, 3),
         "wire_ms": round(wire, 3),
         "fsdp_wire_ms": round(weights, 3),
-        "layer_ms": round(max(compute + wire, weights), 3),
+        "layer_ms": round(max(times[0] + wire, weights), 3),
         "host_waits": waits,
     }
-
-
-def _backward(out: Tensor) -> None:
-    out.backward(torch.ones_like(out))
 
 
 def main() -> None:
@@ -402,6 +480,7 @@ def main() -> None:
     bench = Bench(
         options.device, torch.bfloat16 if options.device == "cuda" else torch.float32, options.tokens
     )
+    device = None if options.device == "cuda" else platform.processor() or "cpu"
     rows: list[dict[str, Any]] = []
     for name, shape in (SMALL if options.small else SHAPES).items():
         for ranks in (1, *options.ep):
@@ -410,8 +489,7 @@ def main() -> None:
                 rows += [fsdp_alone(bench, name, shape)] if ranks == 1 else measure(bench, name, shape, ranks)
             finally:
                 dist.destroy_process_group()
-    device = None if options.device == "cuda" else platform.processor() or "cpu"
-    save(options.out, device=device, network=network_of(NODES).text, tokens=options.tokens, rows=rows)
+            save(options.out, device=device, network=network_of(NODES).text, tokens=options.tokens, rows=rows)
 
 
 if __name__ == "__main__":

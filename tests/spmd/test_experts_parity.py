@@ -13,7 +13,8 @@ from ragged_fsdp.optim import clip_grad_norm_
 from ragged_fsdp.torch_internals import checkpoint_wrapper
 from rank_pool import DEVICE, spmd
 
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
+# On a GPU experts' products and sums over ranks add up in another order than in one process: 1.3e-6 was seen.
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6 if DEVICE == "cpu" else 2e-6}
 FLOORS = {torch.float64: 1e-3, torch.float32: 1e-1}  # below it a bound is absolute
 
 

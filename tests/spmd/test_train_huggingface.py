@@ -225,7 +225,7 @@ def _check_balance_loss(rank, model):
 
 EXPERT_RUNS = {
     "gathered": {"ep": 4, "tp": 2, "dispatch": "all_gather", "activation_checkpointing": 1},
-    "capacity": {"ep": 4, "expert_capacity": 4.0},
+    "capacity": {"ep": 4, "expert_capacity": 4.0, "dispatch": "two_level", "ranks_per_node": 2},
     "two levels": {"ep": 4, "dispatch": "two_level", "ranks_per_node": 2},
     "fsdp2": {"ep": 2, "sharding": "fsdp2"},
     "moves": {"ep": 2, "rebalance": 2},

@@ -166,7 +166,9 @@ class AllToAll:
         row_of, counts, load = self._order(chosen)
         received = self._exchange_counts(counts)
         asked = Asked(torch.stack((counts, received)))
-        rows = None if self._partial else take(tokens, row_of, len(row_of))  # while the answer is on its way
+        # launched while the answer is on its way: the device must not wait for the host after it
+        held = received.sum(0)[: self._held]
+        rows = None if self._partial else take(tokens, row_of, len(row_of))
         sent_to, received_from = asked.answer()  # the one wait for the device; both (rank, place in its list)
         if self._by_expert:
             there, here = ([list(column) for column in zip(*each)] for each in (sent_to, received_from))
@@ -177,10 +179,10 @@ class AllToAll:
         arrived = exchange(rows, there, here, self._group, meanwhile)
         route = Route(row_of, load, extra={"dtype": tokens.dtype, "there": there, "here": here})
         if self._by_expert:
-            return arrived, received.sum(0)[: self._held], route
+            return arrived, held, route
         place = torch.arange(self._most, device=tokens.device).repeat(self._ranks)
         place = place.repeat_interleave(received.flatten(), output_size=len(arrived))
-        return self._grouped(arrived, place, received, route)
+        return self._grouped(arrived, place, held, route)
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The weighted sums of outputs that came back."""
@@ -213,15 +215,15 @@ class AllToAll:
         place = torch.searchsorted(received.cumsum(1), position, right=True)  # one past the last for padding
         route = Route(row_of, load, counts.sum() - kept.sum())
         route.extra.update(dtype=tokens.dtype, there=equal, here=equal)
-        return self._grouped(rows, place, received, route)
+        return self._grouped(rows, place, received.sum(0)[: self._held], route)
 
-    def _grouped(self, rows: Tensor, place: Tensor, received: Tensor, route: Route) -> Dispatched:
+    def _grouped(self, rows: Tensor, place: Tensor, held: Tensor, route: Route) -> Dispatched:
         """Rows that came ordered by sender, in the order of their experts, whose places are given."""
         arrival, _ = order(place, self._most)
         route.extra["arrival"] = arrival
         # padding is last, and zeros: what experts make of it must not spoil gradients of what they share
         grouped = take(rows, arrival, len(arrival), padded=self.capacity is not None)
-        return grouped, received.sum(0)[: self._held], route
+        return grouped, held, route
 
     def _order(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The row of each slot, how many go to each (rank, place in its list), and to each expert."""
