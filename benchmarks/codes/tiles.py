@@ -33,7 +33,7 @@ def copying(shapes: list[tuple[int, ...]], stored: torch.dtype, *, tiles: bool) 
     pairs = []
     for shape in shapes:
         flat = torch.empty(math.prod(shape), dtype=stored, device="cuda")
-        pairs += kind_views(flat, torch.empty(shape, dtype=torch.bfloat16, device="cuda"), TILE)
+        pairs += kind_views(flat, torch.empty(shape, dtype=torch.bfloat16, device="cuda"), TILE, wide=True)
     targets, sources = zip(*(pair if tiles else pair[::-1] for pair in pairs))
     return least_ms(lambda: torch._foreach_copy_(targets, sources))
 

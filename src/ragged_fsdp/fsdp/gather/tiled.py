@@ -33,7 +33,7 @@ def untile_group(stored: DBuffer, weight: DBuffer) -> None:
         # through the whole buffer: autograd would see a write to a parameter's own view
         whole = weight.flat.narrow(0, start, spec.numel).view(shape)
         assert spec.tile is not None
-        for tiles, rows in kind_views(flat.view(-1), whole, spec.tile):
+        for tiles, rows in kind_views(flat.view(-1), whole, spec.tile, wide=True):
             targets.append(rows)
             sources.append(tiles)
     if targets:

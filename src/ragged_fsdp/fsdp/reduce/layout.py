@@ -59,15 +59,17 @@ class GradLayout:
                 return run.index, part
         return None
 
-    def pairs(self, slots: Sequence[Any], grads: Mapping[int, Any]) -> tuple[list[Any], list[Any]]:
-        """The ``slots`` of the gradients of parameters, and what goes into each."""
+    def pairs(
+        self, slots: Sequence[Any], grads: Mapping[int, Any], *, copied: bool = True
+    ) -> tuple[list[Any], list[Any]]:
+        """The ``slots`` of the gradients of parameters, and what goes into each, to be copied or added."""
         if self.same_as_weights and not self.tiles:
             return [slots[index] for index in grads], list(grads.values())
         targets, sources = [], []
         for index, grad in grads.items():
             tile = self.tiles[index] if self.tiles else None
             if self.same_as_weights and tile is not None:  # the copy into the slot tiles
-                for stored, ordinary in kind_views(slots[index], grad, tile):
+                for stored, ordinary in kind_views(slots[index], grad, tile, wide=copied):
                     targets.append(stored)
                     sources.append(ordinary)
                 continue

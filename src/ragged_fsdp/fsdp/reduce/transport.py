@@ -149,7 +149,7 @@ class ReduceScatter:
                         f"{grad.dtype} for {members.params[index].name}"
                     )
         _copy_all(*layout.pairs(full.tensors, fresh))
-        targets, sources = layout.pairs(full.tensors, again)
+        targets, sources = layout.pairs(full.tensors, again, copied=False)
         if targets:
             torch._foreach_add_(targets, sources)
 
