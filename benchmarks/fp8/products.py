@@ -41,16 +41,17 @@ EXPERTS = {  # experts, rows of all of them, columns in, columns out
     "deepseek-v3 gate_up": (256, 32768, 7168, 4096),
     "deepseek-v3 down": (256, 32768, 2048, 7168),
 }
-CONFIGS = [(64, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 5), (128, 64, 4, 4), (64, 128, 8, 4)]
+CONFIGS = [(64, 128, 4, 3), (64, 128, 4, 3, 1, 16, 0, 16)]
+"""Rows, columns, warps, stages, parts, groups of a program, registers, tiles together (``Config``)."""
 GRADIENT_CONFIGS = [
-    (64, 128, 4, 2),
-    (64, 128, 4, 3),
-    (128, 64, 4, 2),
-    (64, 64, 4, 2),
-    (64, 64, 4, 3),
-    (128, 128, 8, 2),
-    (64, 256, 8, 2),
+    (64, 64, 4, 4, 2, 16, 0, 16),
+    (64, 64, 4, 4, 2, 16, 0, 8),
+    (64, 64, 4, 4, 2, 8, 0, 16),
+    (64, 64, 4, 3, 2, 16, 0, 16),
+    (64, 128, 4, 3, 1, 16, 0, 16),
+    (128, 128, 8, 5, 1, 16, 0, 4),
 ]
+QUANTIZE_CONFIGS = [(4, 128), (4, 160), (8, 80), (8, 128)]  # warps, registers
 BF16 = torch.bfloat16
 
 
@@ -100,12 +101,26 @@ def measured(
         found["fp8"] = round(sum(parts), 4)
         found["ratio"] = round(sum(parts) / sum(bf16), 3)
     if configs:
-        found["product"] = {str(c): least_ms(kernels.product, *forward, c) for c in CONFIGS}
+        out = torch.empty(count, dy.shape[1], x.shape[1], dtype=BF16, device="cuda")
+        nothing = kernels.groups_of(torch.zeros(count, dtype=torch.int64, device="cuda"), len(x))
+        found["write a gradient: by torch, by the kernel"] = [
+            least_ms(out.zero_),
+            least_ms(kernels.weight_gradient, *dq[2:], *xq[2:], nothing, BF16),
+        ]
+        del out
+        shape, flat = tuple(codes.shape), codes.view(-1)
+        found["tiles: product, turn, untile"] = [
+            least_ms(kernels.product, *xq[:2], flat, scales, groups, BF16),
+            least_ms(kernels.untile, flat, shape, True),
+            least_ms(kernels.untile, flat, shape, False),
+        ]
+        found["product"] = {str(c): least_ms(kernels.product, *forward, kernels.Config(*c)) for c in CONFIGS}
         found["weight gradient"] = {
-            str(c): least_ms(kernels.weight_gradient, *gradient, c) for c in GRADIENT_CONFIGS
+            str(c): least_ms(kernels.weight_gradient, *gradient, kernels.Config(*c)) for c in GRADIENT_CONFIGS
         }
-        found["quantize x, warps"] = {
-            warps: least_ms(partial(kernels.quantize, warps=warps), x, groups, seen) for warps in (2, 4, 8)
+        found["quantize x"] = {
+            str(c): least_ms(partial(kernels.quantize, warps=c[0], registers=c[1]), x, groups, seen)
+            for c in QUANTIZE_CONFIGS
         }
     return found
 

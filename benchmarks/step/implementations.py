@@ -143,6 +143,7 @@ def _ours(
     communicators: int = 1,
     codes: str | None = None,
     fp8: bool = False,
+    tiles: bool = False,
     reduce_dtype: str | None = None,
     kept: int = 0,
     **options: Any,
@@ -151,9 +152,10 @@ def _ours(
     from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 
     if fp8:
-        from ragged_fsdp.fp8 import gather_policy
+        from ragged_fsdp.fp8 import gather_policy, orig_param_policy
 
-        options |= {"gather_policy": gather_policy, "prepare": _in_fp8}
+        options |= {"gather_policy": gather_policy, "prepare": partial(_in_fp8, tiles)}
+        options |= {"orig_param_policy": orig_param_policy} if tiles else {}
     if codes is not None:
         options["gather_policy"] = partial(_codes, codes)
     if "two_level" in options.values():  # the other ranks do not exist and cannot be asked where they are
@@ -174,17 +176,23 @@ def _ours(
     return trainer
 
 
-def _in_fp8(stack: Stack) -> None:
-    """Matrices of attention, MLP and experts compute in FP8, where their sizes allow it."""
+def _in_fp8(tiles: bool, stack: Stack) -> None:
+    """Matrices of attention, MLP and experts compute in FP8, where their sizes allow it.
+
+    In tiles the experts' sizes need not be multiples of 128. Linear layers of such sizes are small.
+    """
     from ragged_fsdp.experts import grouped_linear
     from ragged_fsdp.fp8 import compute_in_fp8, fits, fp8_training
 
     for layer_name, layer in stack.layers.named_children():
-        if isinstance(layer.mlp, MixtureOfExperts) and fits(layer.mlp.gate_up) and fits(layer.mlp.down):
-            for name in ("gate_up", "down"):
-                compute_in_fp8(getattr(layer.mlp, name), f"{layer_name}.{name}")
+        weights = {n: getattr(layer.mlp, n, None) for n in ("gate_up", "down")}
+        if isinstance(layer.mlp, MixtureOfExperts) and all(fits(w, tiles=tiles) for w in weights.values()):
+            for name, weight in weights.items():
+                compute_in_fp8(weight, f"{layer_name}.{name}", tiles=tiles)
             layer.mlp.multiply = lambda rows, weight, routing: grouped_linear(rows, weight, routing.counts)
-    fp8_training(stack, include=lambda name, module: "router" not in name and fits(module.weight))
+    linears = {n: m for n, m in stack.named_modules() if isinstance(m, nn.Linear) and "router" not in n}
+    if any(fits(module.weight) for module in linears.values()):
+        fp8_training(stack, include=lambda name, module: name in linears and fits(module.weight))
 
 
 def _codes(dtype: str, name: str, parameter: nn.Parameter) -> Any:
@@ -316,6 +324,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     "ours-fp8-nothing-kept": partial(_ours, fp8=True, **_NOTHING_KEPT),
     "ours-fp8-all-to-all": partial(_ours, fp8=True, reduction="all_to_all"),
     "ours-fp8-two-level": partial(_ours, fp8=True, **_TWO_LEVEL, **_NOTHING_KEPT),
+    "ours-fp8-tiles-two-level": partial(_ours, fp8=True, tiles=True, **_TWO_LEVEL, **_NOTHING_KEPT),
     "ours-two-level": partial(_ours, **_TWO_LEVEL),
     "ours-two-level-nothing-kept": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT),
     "ours-two-level-fp32-between": partial(
@@ -352,7 +361,7 @@ SETTINGS: dict[str, str] = {
     **dict.fromkeys(("ours-nothing-kept", "ours-all-to-all-nothing-kept"), _EQUAL),
     **dict.fromkeys((f"ours-two-level-{n}" for n in ("nothing-kept", "fp32-between", "gather")), _EQUAL),
     **dict.fromkeys(("ours-two-level-float8", "ours-two-level-gather-float8"), _EQUAL),
-    **dict.fromkeys(("ours-two-level-float8", "ours-fp8-nothing-kept", "ours-fp8-two-level"), _EQUAL),
+    **dict.fromkeys(("ours-fp8-nothing-kept", "ours-fp8-two-level", "ours-fp8-tiles-two-level"), _EQUAL),
     "ours-two-level-reshard8": _NODE,
     **dict.fromkeys(("ours-nothing-kept-bf16", "fsdp2-bf16"), _BF16_SUMS),
     **dict.fromkeys(("ours-bf16", "fsdp2-kept2-bf16"), _KEPT_BF16),

@@ -48,6 +48,7 @@ LABELS = {
     "ours-fp8-nothing-kept": "ragged_fsdp, FP8 products, nothing kept",
     "ours-fp8-all-to-all": "ragged_fsdp, FP8 products, all-to-all",
     "ours-fp8-two-level": "ragged_fsdp, FP8 products, two levels, nothing kept",
+    "ours-fp8-tiles-two-level": "ragged_fsdp, FP8 products on tiles, two levels, nothing kept",
     "ours-all-to-all": "ragged_fsdp, all-to-all",
     "ours-all-to-all-2-pending": "all-to-all, 2 exchanges pending",
     "ours-all-to-all-no-prefetch": "all-to-all, no prefetch",

@@ -3,6 +3,7 @@
 They run on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
+import math
 import os
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from ragged_fsdp.fp8 import emulation
 from ragged_fsdp.fp8.groups import BLOCK, groups_of, one_group
+from ragged_fsdp.tiling import tiled
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -50,7 +52,7 @@ def unsigned(codes):
 def used(codes, scales, groups):
     """What of turned codes a product reads: the tiles that some group has."""
     last = int(groups.starts[-1]) if groups.tiles else 0
-    return unsigned(codes)[:, : last * BLOCK], scales[:last]
+    return unsigned(codes)[:last], scales[:last]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -112,6 +114,16 @@ def test_transposing(shape):
     assert torch.equal(unsigned(kernels.transpose(codes)), unsigned(emulation.transpose(codes)))
 
 
+@pytest.mark.parametrize("shape", [(1, 128, 256), (3, 144, 208), (2, 272, 32), (2, 64, 128)])
+def test_untiling(shape):
+    from ragged_fsdp.fp8 import kernels
+
+    codes = torch.randint(0, 256, (math.prod(shape),), dtype=torch.uint8).to(DEVICE).view(torch.float8_e4m3fn)
+    for turned in (False, True):
+        got, want = (backend.untile(codes, shape, turned) for backend in (kernels, emulation))
+        assert torch.equal(unsigned(got), unsigned(want)), turned
+
+
 def coded_weight(experts, rows, columns, seed):
     """Codes (E, N, K) and scales (E, blocks, blocks) of random matrices."""
     generator = torch.Generator().manual_seed(seed)
@@ -127,11 +139,14 @@ def assert_close(got, want, absolute):
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("config", [(128, 128, 8, 3), (64, 128, 4, 4), (128, 256, 8, 3)])
+@pytest.mark.parametrize(
+    "config", [(128, 128, 8, 3), (64, 128, 4, 3), (128, 128, 8, 3, 2, 2), (64, 64, 4, 4, 2)]
+)
 def test_products(case, config):
     from ragged_fsdp.fp8 import kernels
 
     counts, behind, inner, columns = CASES[case]
+    config = kernels.Config(*config)
     (rows, groups), seen = cut(counts, behind), torch.zeros(1, dtype=torch.int32, device=DEVICE)
     end = sum(counts)
     codes, scales, x_turned, x_scales = emulation.quantize(values(rows, inner, 0), groups, seen)
@@ -147,6 +162,9 @@ def test_products(case, config):
         DTYPE,
     )
     assert_close(got[:end], want[:end], magnitude[:end]) if end else None
+    stored = tiled(unsigned(weight), (BLOCK, BLOCK)).view(weight.dtype)
+    from_tiles = kernels.product(codes, scales, stored, weight_scales, groups, DTYPE, config)
+    assert_close(from_tiles[:end], want[:end], magnitude[:end]) if end else None
     _, _, dy, dy_scales = emulation.quantize(values(rows, columns, 5), groups, seen)
     got = kernels.weight_gradient(dy, dy_scales, x_turned, x_scales, groups, DTYPE, config)
     want = emulation.weight_gradient(dy, dy_scales, x_turned, x_scales, groups, DTYPE)

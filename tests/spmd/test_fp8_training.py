@@ -45,10 +45,6 @@ class Net(nn.Module):
         return x + self.experts(x, chosen, torch.ones_like(chosen, dtype=x.dtype))
 
 
-def tiles_of(parameter):
-    return Tiles(128, 128) if parameter.ndim > 1 else None
-
-
 def built(device):
     torch.manual_seed(0)
     reference = Net().to(device)
@@ -86,6 +82,7 @@ CASES = {
     "all-to-all": {"reduction": "all_to_all"},
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "buffers": {"max_buffers": 2},
+    "tiles": {"orig_param_policy": fp8.orig_param_policy, "reshard_after_forward": True},
 }
 
 
@@ -111,6 +108,47 @@ def test_losses_and_gradients_have_the_bits_of_one_process(rank):
         assert_same_gradients(rank, model, reference, case)
         with torch.no_grad():  # without a backward nothing is turned
             assert torch.equal(model(batch), model(batch)), case
+
+
+class Odd(nn.Module):
+    """Sizes that leave tiles at the edges: right, below, in the corner, and smaller than a tile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(144, 272, bias=False), nn.Linear(272, 144, bias=False)
+        self.thin = nn.Linear(144, 32, bias=False)
+        self.experts = Experts(MoEConfig(hidden=144, expert_hidden=208, experts=EXPERTS, init_std=0.1))
+
+    def forward(self, x):
+        x = x + self.back(torch.relu(self.wide(x)))
+        chosen = torch.arange(len(x), device=x.device).remainder(2).unsqueeze(1)
+        return self.thin(x + self.experts(x, chosen, torch.ones_like(chosen, dtype=x.dtype)))
+
+
+@spmd(1, 3, 4)
+def test_tiles_with_edges(rank):
+    for case, options in {
+        "plain": {"reshard_after_forward": True},
+        "parked": {"reshard_after_forward": 2 if rank.world_size == 4 else False},
+        "recomputed": {},
+    }.items():
+        torch.manual_seed(0)
+        reference = fp8.fp8_training(Odd().to(rank.device), tiles=True)
+        assert len(fp8.fp8_modules(reference)) == 4
+        model = fp8.fp8_training(copy.deepcopy(reference), tiles=True)
+        with pytest.raises(ValueError, match=r"wide.weight: tiles of 128 x 128 .*fp8.orig_param_policy"):
+            fully_shard(model, gather_policy=fp8.gather_policy)
+        policies = {"gather_policy": fp8.gather_policy, "orig_param_policy": fp8.orig_param_policy}
+        fully_shard(model, **policies, **options)
+        batch = torch.randn(TOKENS, 144, generator=torch.Generator().manual_seed(3)).to(rank.device)
+        expected = step(reference, batch)
+        if case == "recomputed":
+            loss = checkpoint(model, batch.requires_grad_(), use_reentrant=False).float().square().mean()
+            loss.backward()
+        else:
+            loss = step(model, batch)
+        assert torch.equal(loss.detach(), expected), case
+        assert_same_gradients(rank, model, reference, case)
 
 
 @spmd(4)
@@ -209,8 +247,13 @@ def test_refusals_change_nothing(rank):
     with pytest.raises(ValueError, match=r"gate_proj.weight: codes that are not decoded need .*fp8_training"):
         fully_shard(model, gather_policy=lambda n, p: fp8.training._CODES if p.ndim == 2 else None)
     fp8.fp8_training(model)
-    with pytest.raises(ValueError, match=r"weight: FP8 products read codes of whole rows; orig_param_policy"):
-        fully_shard(model, gather_policy=fp8.gather_policy, orig_param_policy=lambda n, p: tiles_of(p))
+    for tiles, error in ((Tiles(64, 64), "use tiles of one size"), (Tiles(128, 64), "use tiles of one size")):
+        with pytest.raises(ValueError, match=error):
+            fully_shard(
+                model,
+                gather_policy=fp8.gather_policy,
+                orig_param_policy=lambda n, p, tiles=tiles: tiles if p.ndim > 1 else None,
+            )
     fully_shard(model)
     with pytest.raises(RuntimeError, match=r"gate_proj.weight was gathered as torch.float32.*gather_policy"):
         model(tokens(rank.device))

@@ -8,6 +8,7 @@ from ragged_fsdp.fp8.training import (
     fp8_training,
     gather_policy,
     nonfinite,
+    orig_param_policy,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "fp8_training",
     "gather_policy",
     "nonfinite",
+    "orig_param_policy",
 ]

@@ -16,6 +16,7 @@ forward instead of the input gradient.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,7 +65,8 @@ class Fp8Product:
         """``x @ weight.T`` for a weight of (out, in)."""
         rows = x.reshape(-1, x.shape[-1])
         coded = self._coded(weight)
-        codes, scales = coded.codes.unsqueeze(0), coded.scales.unsqueeze(0)
+        codes, scales = coded.codes, coded.scales.unsqueeze(0)
+        codes = codes.unsqueeze(0) if codes.dim() > 1 else codes  # flat: in the order of tiles
         backend = backend_name(self.backend, x.device)
         turned = torch.is_grad_enabled() and weight.requires_grad
         quantized = self._quantized(x, rows, turned, backend)
@@ -137,7 +139,8 @@ class _Product(torch.autograd.Function):
         ctx.turn, ctx.backend, ctx.seen, ctx.rows = turn, backend, seen, rows.shape[0]
         ctx.dtypes = rows.dtype, weight.dtype
         ctx.matrix = weight.dim() == 2
-        operand = _turned(codes, scales, backend) if turn else (codes, scales)
+        ctx.shape = (1, *weight.shape) if ctx.matrix else weight.shape
+        operand = _turned(codes, scales, ctx.shape, backend) if turn else (codes, scales)
         return products.product(x_codes, x_scales, *operand, table, starts, rows.dtype, backend)
 
     @staticmethod
@@ -148,7 +151,7 @@ class _Product(torch.autograd.Function):
         made = products.quantize(grad.contiguous(), table, starts, ctx.seen, to_rows, to_weight, backend)
         d_rows = d_weight = None
         if to_rows:
-            operand = (codes, scales) if ctx.turn else _turned(codes, scales, backend)
+            operand = (codes, scales) if ctx.turn else _turned(codes, scales, ctx.shape, backend)
             d_rows = products.product(made[0], made[1], *operand, table, starts, rows_dtype, backend)
         if to_weight:
             x, dy = (x_turned, x_turned_scales), (made[2], made[3])
@@ -159,5 +162,7 @@ class _Product(torch.autograd.Function):
         return (d_rows, d_weight, *(None,) * 11)
 
 
-def _turned(codes: Tensor, scales: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    return products.transpose(codes, backend), scales.transpose(1, 2).contiguous()
+def _turned(codes: Tensor, scales: Tensor, shape: Sequence[int], backend: str) -> tuple[Tensor, Tensor]:
+    flat = codes.dim() == 1
+    turned = products.untile(codes, shape, True, backend) if flat else products.transpose(codes, backend)
+    return turned, scales.transpose(1, 2).contiguous()

@@ -7,17 +7,19 @@ block after block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ragged_fsdp.fp8.groups import BLOCK, Groups, groups_of
+from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned, groups_of
 from ragged_fsdp.fsdp.gather.block_codes import encode
 from ragged_fsdp.policy import BlockCodes
+from ragged_fsdp.tiling import untiled
 
-__all__ = ["groups_of", "product", "quantize", "transpose", "weight_gradient"]
+__all__ = ["groups_of", "product", "quantize", "transpose", "untile", "weight_gradient"]
 
 
 def quantize(
@@ -26,7 +28,7 @@ def quantize(
     """Codes of rows (R, K) with a scale for each row and block of 128 columns, and the other way.
 
     Returns:
-        codes (R, K); their scales (blocks of K, R); codes turned (K, tiles * 128), a group's rows from the
+        codes (R, K); their scales (blocks of K, R); codes turned (tiles, K, 128), a group's rows from the
         first of its tiles on and zeros behind them; their scales (tiles, K). What is not asked for is empty.
         ``seen``, of one int32, becomes 1 if a value is not finite.
     """
@@ -34,8 +36,7 @@ def quantize(
     tiles, blocks = groups.tiles, -(-columns // BLOCK)
     codes = values.new_zeros((rows, columns) if rowwise else (0, columns), dtype=torch.float8_e4m3fn)
     scales = values.new_zeros((blocks, rows) if rowwise else (0, rows), dtype=torch.float32)
-    width = tiles * BLOCK if turned else 0
-    turned_codes = values.new_zeros((columns, width), dtype=torch.float8_e4m3fn)
+    turned_codes = empty_turned(values, tiles if turned else 0, columns, groups.size).zero_()
     turned_scales = values.new_zeros((tiles if turned else 0, columns), dtype=torch.float32)
     broken = torch.zeros((), dtype=torch.bool, device=values.device)
     for tile, (_, first, end) in enumerate(groups.table.t().tolist()):
@@ -51,7 +52,7 @@ def quantize(
         if turned:
             high = pad(part, (0, 0, 0, BLOCK - len(part))).view(1, BLOCK, columns, 1)
             made, made_scales = _encoded(high, (BLOCK, 1))
-            turned_codes[:, tile * BLOCK : (tile + 1) * BLOCK] = made.view(BLOCK, columns).t()
+            turned_codes[tile] = made.view(BLOCK, columns).t()
             turned_scales[tile] = made_scales.view(-1)
         broken |= ~part.isfinite().all()
     if seen is not None:
@@ -71,14 +72,23 @@ def transpose(codes: Tensor) -> Tensor:
     return codes.transpose(1, 2).contiguous()
 
 
+def untile(codes: Tensor, shape: Sequence[int], turned: bool) -> Tensor:
+    """Matrices of ``shape`` (E, N, K) whose codes lie flat in the order of their tiles; turned (E, K, N)."""
+    whole = untiled(codes.view(torch.uint8), tuple(shape), (BLOCK, BLOCK)).view(codes.dtype)
+    return transpose(whole) if turned else whole
+
+
 def product(
     codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
     """Rows (R, K) of each group times its matrix of (E, N, K), transposed: (R, N).
 
-    ``scales`` are (blocks of K, R), ``weight_scales`` (E, blocks of N, blocks of K). Rows of no group come
-    out as zeros here, and as anything from the kernels.
+    ``scales`` are (blocks of K, R), ``weight_scales`` (E, blocks of N, blocks of K). A weight that is flat
+    lies in the order of its tiles. Rows of no group come out as zeros here, and as anything from the kernels.
     """
+    if weight.dim() == 1:
+        inner = codes.shape[1]
+        weight = untile(weight, (len(weight_scales), columns_of(weight, weight_scales, inner), inner), False)
     out = codes.new_zeros((len(codes), weight.shape[1]), dtype=dtype)
     for group, first, end in groups.table.t().tolist():
         here = slice(first, min(end, first + BLOCK))
@@ -90,16 +100,16 @@ def product(
 def weight_gradient(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
-    """The sum over each group's rows: codes turned (A, tiles * 128) times (B, tiles * 128), as (E, A, B).
+    """The sum over each group's rows: codes turned (tiles, A, 128) times (tiles, B, 128), as (E, A, B).
 
     Scales are (tiles, A) and (tiles, B). A group without rows gets zeros.
     """
-    out = a.new_zeros((groups.size, len(a), len(b)), dtype=dtype)
+    out = a.new_zeros((groups.size, a.shape[1], b.shape[1]), dtype=dtype)
     starts = groups.starts.tolist()
     for group, (first, end) in enumerate(pairwise(starts)):
-        rows = slice(first * BLOCK, end * BLOCK)
         here = slice(first, end)
-        out[group] = _summed(a[:, rows], a_scales[here].t(), b[:, rows], b_scales[here].t()).to(dtype)
+        rows = [codes[here].transpose(0, 1).reshape(codes.shape[1], -1) for codes in (a, b)]
+        out[group] = _summed(rows[0], a_scales[here].t(), rows[1], b_scales[here].t()).to(dtype)
     return out
 
 

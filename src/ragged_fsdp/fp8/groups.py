@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "Groups", "groups_of", "one_group"]
+__all__ = ["BLOCK", "Groups", "columns_of", "empty_turned", "groups_of", "one_group"]
 
 BLOCK = 128
 """Elements that share a scale: along the contracted dim, and for weights along the other too."""
@@ -61,3 +61,20 @@ def one_group(rows: int, device: torch.device) -> Groups:
     first = torch.arange(tiles, dtype=torch.int32, device=device) * BLOCK
     table = torch.stack((torch.zeros_like(first), first, torch.full_like(first, rows)))
     return Groups(table, torch.tensor([0, tiles], dtype=torch.int32, device=device))
+
+
+def empty_turned(like: Tensor, tiles: int, columns: int, groups: int) -> Tensor:
+    """Room for codes turned, (tiles, columns, 128): the columns of a tile, each with its 128 rows.
+
+    Of several groups a tile is one run, which a group's product reads; of one group a column is, over all
+    tiles, as ``scaled_mm`` wants it.
+    """
+    if groups > 1:
+        return like.new_empty((tiles, columns, BLOCK), dtype=torch.float8_e4m3fn)
+    whole = like.new_empty((columns, tiles * BLOCK), dtype=torch.float8_e4m3fn)
+    return whole.view(columns, tiles, BLOCK).transpose(0, 1)
+
+
+def columns_of(weight: Tensor, scales: Tensor, inner: int) -> int:
+    """Columns of a product with ``weight``: (E, N, K), or flat in the order of its tiles; scales are E."""
+    return weight.shape[1] if weight.dim() == 3 else weight.numel() // max(1, scales.shape[0] * inner)

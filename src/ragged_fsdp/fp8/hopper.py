@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from ragged_fsdp.fp8 import kernels
-from ragged_fsdp.fp8.groups import BLOCK, Groups
-from ragged_fsdp.fp8.kernels import groups_of, quantize, transpose
+from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of
+from ragged_fsdp.fp8.kernels import groups_of, quantize, transpose, untile
 
-__all__ = ["groups_of", "product", "quantize", "transpose", "weight_gradient"]
+__all__ = ["groups_of", "product", "quantize", "transpose", "untile", "weight_gradient"]
 
 _SCALE_ALIGN = 4  # fp32 scales: 16 bytes
 _ROWS, _BLOCKS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
@@ -25,9 +25,12 @@ def product(
     codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
     """As ``emulation.product``."""
-    (rows, inner), columns = codes.shape, weight.shape[1]
+    rows, inner = codes.shape
+    columns = columns_of(weight, weight_scales, inner)
     if groups.size > 1 or rows % _SCALE_ALIGN or inner % BLOCK or columns % BLOCK or not rows:
         return kernels.product(codes, scales, weight, weight_scales, groups, dtype)
+    if weight.dim() == 1:
+        weight = untile(weight, (1, columns, inner), False)
     blocks = weight_scales[0]
     if blocks.shape[1] % _SCALE_ALIGN:
         blocks = pad(blocks, (0, -blocks.shape[1] % _SCALE_ALIGN))
@@ -38,7 +41,8 @@ def weight_gradient(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
     """As ``emulation.weight_gradient``."""
-    if groups.size > 1 or len(a) % BLOCK or len(b) % BLOCK or not groups.tiles:
+    if groups.size > 1 or a.shape[1] % BLOCK or b.shape[1] % BLOCK or not groups.tiles:
         return kernels.weight_gradient(a, a_scales, b, b_scales, groups, dtype)
+    a, b = (codes.transpose(0, 1).flatten(1) for codes in (a, b))
     made = scaled_mm(a, b.t(), a_scales.t(), _ROWS, b_scales.t(), _ROWS, output_dtype=dtype)
     return made.unsqueeze(0)

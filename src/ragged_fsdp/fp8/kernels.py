@@ -18,13 +18,16 @@ is all that sets the results apart from ``emulation``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ragged_fsdp.fp8.groups import BLOCK, Groups
+from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned
 from ragged_fsdp.fsdp.gather.block_codes import LARGEST, SMALLEST_SCALE
 from ragged_fsdp.fsdp.gather.codes_triton import nearest_float8
 
@@ -36,16 +39,33 @@ __all__ = [
     "product",
     "quantize",
     "transpose",
+    "untile",
     "weight_gradient",
 ]
 
-Config = tuple[int, int, int, int]
-"""Rows and columns of a program's tile of the output, warps, stages of the pipeline."""
-PRODUCT: Config = (64, 128, 4, 4)
-WEIGHT_GRADIENT: Config = (64, 128, 4, 3)
-_TOGETHER = 8  # tiles of rows that share the columns of a weight while they are in the cache
-_QUANTIZE_WARPS = 4
-_DESCRIPTOR_ALIGN = 16  # bytes
+
+class Config(NamedTuple):
+    """How a product is cut and run."""
+
+    rows: int
+    """Of a program's tile of the output."""
+    columns: int
+    warps: int
+    stages: int
+    """Blocks of the contracted dim that are loaded ahead."""
+    parts: int = 1
+    """Tiles beside each other that a program computes: they share its rows."""
+    each: int = 16
+    """Groups whose gradients a program computes."""
+    registers: int = 0
+    """The most of a thread; 0 leaves it to the compiler."""
+    together: int = 8
+    """Tiles of rows that share columns while those are in the cache."""
+
+
+PRODUCT = Config(64, 128, 4, 3)
+WEIGHT_GRADIENT = Config(64, 64, 4, 4, parts=2, together=16)
+_QUANTIZE_WARPS, _QUANTIZE_REGISTERS = 4, 128
 _TURN_ROWS, _TURN_COLUMNS, _TURN_WARPS = 128, 128, 4
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -101,13 +121,15 @@ def quantize_kernel(
     values_ptr,  # (rows, columns)
     codes_ptr,  # (rows, columns)
     scales_ptr,  # (column blocks, rows)
-    turned_ptr,  # (columns, tiles * 32) words of four codes
+    turned_ptr,  # (tiles, columns, 32) words of four codes
     turned_scales_ptr,  # (tiles, columns)
     table_ptr,  # (3, tiles): group, first row, behind the last row
     seen_ptr,  # becomes one where a block is not finite
     rows,
     columns,
     tiles,
+    tile_words,  # from a tile to the next, and from a column to the next
+    column_words,
     ROWWISE: tl.constexpr,
     TURNED: tl.constexpr,
     HARDWARE: tl.constexpr,
@@ -115,38 +137,33 @@ def quantize_kernel(
 ):
     """One tile of 128 rows of a group and 128 columns, in both orientations.
 
-    Rows are held in four parts, every fourth row in each, so that four codes of a column make a word: through
-    shared memory, where the tile is turned, go words.
+    Rows are taken in four parts, every fourth row in each, so that four codes of a column make a word:
+    through shared memory, where the tile is turned, go words.
     """
     tile, block = tl.program_id(1), tl.program_id(0)
     first, end = tl.load(table_ptr + tiles + tile), tl.load(table_ptr + 2 * tiles + tile)
     if first >= end:
         return
     column = block * _BLOCK + tl.arange(0, _BLOCK)
-    row_a, mask_a, place_a, a = _every_fourth(values_ptr, first, end, column, columns, 0)
-    row_b, mask_b, place_b, b = _every_fourth(values_ptr, first, end, column, columns, 1)
-    row_c, mask_c, place_c, c = _every_fourth(values_ptr, first, end, column, columns, 2)
-    row_d, mask_d, place_d, d = _every_fourth(values_ptr, first, end, column, columns, 3)
-    if ROWWISE:
-        scales = scales_ptr + block.to(tl.int64) * rows
-        broken = _store_rows(a, row_a, mask_a, place_a, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(b, row_b, mask_b, place_b, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(c, row_c, mask_c, place_c, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(d, row_d, mask_d, place_d, end, codes_ptr, scales, HARDWARE)
+    broken = 0
+    largest = tl.zeros((_BLOCK // 4, _BLOCK), tl.int32)
+    for part in range(4):
+        row, mask, place, values = _every_fourth(values_ptr, first, end, column, columns, part)
+        largest = tl.maximum(largest, _magnitudes(values))
+        if ROWWISE:
+            scales = scales_ptr + block.to(tl.int64) * rows
+            broken += _store_rows(values, row, mask, place, end, codes_ptr, scales, HARDWARE)
     if TURNED:
-        largest = tl.maximum(
-            tl.maximum(_magnitudes(a), _magnitudes(b)), tl.maximum(_magnitudes(c), _magnitudes(d))
-        )
         scale, inverse = _scale_and_inverse(tl.max(largest, axis=0))
         tl.store(turned_scales_ptr + tile.to(tl.int64) * columns + column, scale, mask=column < columns)
-        inverse = inverse[None, :]
-        word = _codes(a, inverse, HARDWARE).to(tl.int32) | (_codes(b, inverse, HARDWARE).to(tl.int32) << 8)
-        word |= _codes(c, inverse, HARDWARE).to(tl.int32) << 16
-        word |= _codes(d, inverse, HARDWARE).to(tl.int32) << 24
-        place = tile * (_BLOCK // 4) + tl.arange(0, _BLOCK // 4)
-        out = turned_ptr + column.to(tl.int64)[:, None] * (tiles * (_BLOCK // 4)) + place[None, :]
+        broken += tl.sum((scale != scale).to(tl.int32), axis=0)
+        word = tl.zeros((_BLOCK // 4, _BLOCK), tl.int32)
+        for part in range(4):  # read again, from the cache: all at once would not fit in registers
+            _, _, _, values = _every_fourth(values_ptr, first, end, column, columns, part)
+            word |= _codes(values, inverse[None, :], HARDWARE).to(tl.int32) << (8 * part)
+        out = turned_ptr + tile.to(tl.int64) * tile_words + tl.arange(0, _BLOCK // 4)[None, :]
+        out += column.to(tl.int64)[:, None] * column_words
         tl.store(out, tl.trans(word), mask=(column < columns)[:, None])
-        broken = tl.sum((scale != scale).to(tl.int32), axis=0)
     if NOTES:  # noqa: SIM102  (known when it is compiled, unlike the other)
         if broken > 0:
             tl.store(seen_ptr, 1)
@@ -174,20 +191,12 @@ def groups_kernel(counts_ptr, table_ptr, starts_ptr, groups, tiles, GROUPS: tl.c
 
 
 @triton.jit
-def transpose_kernel(words_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``ROWS`` by ``COLUMNS`` bytes of one matrix, turned; both sizes of the matrix are multiples of 4."""
-    matrix = tl.program_id(2).to(tl.int64) * rows * columns
-    in_width, out_width = columns // 4, rows // 4  # in words
-    row = tl.program_id(1) * (ROWS // 4) + tl.arange(0, ROWS // 4)  # of words turned: four rows each
-    column = tl.program_id(0) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
-    mask = (row < out_width)[:, None] & (column < in_width)[None, :]
-    place = words_ptr + matrix // 4 + (row.to(tl.int64) * 4 * in_width)[:, None] + column[None, :]
-    a = tl.load(place, mask=mask, other=0)
-    b = tl.load(place + in_width, mask=mask, other=0)
-    c = tl.load(place + 2 * in_width, mask=mask, other=0)
-    d = tl.load(place + 3 * in_width, mask=mask, other=0)
-    out = out_ptr + matrix // 4 + (column.to(tl.int64) * 4 * out_width)[:, None] + row[None, :]
-    turned_mask = (column < in_width)[:, None] & (row < out_width)[None, :]
+def _turn_words(source, in_width, mask, out, out_width, turned_mask):
+    """Words of four rows by words of columns, turned byte by byte; pointers to the first row of each four."""
+    a = tl.load(source, mask=mask, other=0)
+    b = tl.load(source + in_width, mask=mask, other=0)
+    c = tl.load(source + 2 * in_width, mask=mask, other=0)
+    d = tl.load(source + 3 * in_width, mask=mask, other=0)
     for byte in tl.static_range(4):
         word = ((a >> (8 * byte)) & 0xFF) | (((b >> (8 * byte)) & 0xFF) << 8)
         word = word | (((c >> (8 * byte)) & 0xFF) << 16) | (((d >> (8 * byte)) & 0xFF) << 24)
@@ -195,105 +204,222 @@ def transpose_kernel(words_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
+def transpose_kernel(words_ptr, out_ptr, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``ROWS`` by ``COLUMNS`` bytes of one matrix, turned; both sizes of the matrix are multiples of 4."""
+    matrix = tl.program_id(2).to(tl.int64) * rows * columns
+    in_width, out_width = columns // 4, rows // 4  # in words
+    row = tl.program_id(1) * (ROWS // 4) + tl.arange(0, ROWS // 4)  # of words turned: four rows each
+    column = tl.program_id(0) * (COLUMNS // 4) + tl.arange(0, COLUMNS // 4)
+    _turn_words(
+        words_ptr + matrix // 4 + (row.to(tl.int64) * 4 * in_width)[:, None] + column[None, :],
+        in_width,
+        (row < out_width)[:, None] & (column < in_width)[None, :],
+        out_ptr + matrix // 4 + (column.to(tl.int64) * 4 * out_width)[:, None] + row[None, :],
+        out_width,
+        (column < in_width)[:, None] & (row < out_width)[None, :],
+    )
+
+
+@triton.jit
+def untile_kernel(
+    words_ptr,
+    out_ptr,
+    matrices,
+    rows,
+    columns,
+    TURNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One tile of bytes from the order of tiles to its rows and columns, or to its columns and rows."""
+    tile_row, tile_column, matrix = tl.program_id(1), tl.program_id(0), tl.program_id(2).to(tl.int64)
+    whole_rows, whole_columns = rows // ROWS * ROWS, columns // COLUMNS * COLUMNS
+    first_row, first_column = tile_row * ROWS, tile_column * COLUMNS
+    is_low, is_right = first_row >= whole_rows, first_column >= whole_columns
+    # sizes of tiles lie behind each other: whole ones, right edge, lower edge, corner
+    part_rows = tl.where(is_low, rows - whole_rows, whole_rows)
+    width = tl.where(is_right, columns - whole_columns, COLUMNS)
+    start = tl.where(is_low, whole_rows * columns, 0) + tl.where(is_right, part_rows * whole_columns, 0)
+    start = (start + tl.where(is_right, 0, tile_column) * COLUMNS * part_rows) * tl.cast(matrices, tl.int64)
+    start += (matrix * part_rows + tl.where(is_low, 0, first_row)) * width
+    height = tl.minimum(rows - first_row, ROWS)
+    source, target = words_ptr + start // 4, out_ptr + matrix * rows * columns // 4
+    in_width = width // 4  # in words
+    column = tl.arange(0, COLUMNS // 4)
+    if TURNED:
+        row, out_width = tl.arange(0, ROWS // 4), rows // 4
+        mask = (row < height // 4)[:, None] & (column < in_width)[None, :]
+        out = target + ((first_column // 4 + column).to(tl.int64) * 4 * out_width)[:, None]
+        _turn_words(
+            source + (row * 4 * in_width)[:, None] + column[None, :],
+            in_width,
+            mask,
+            out + (first_row // 4 + row)[None, :],
+            out_width,
+            (column < in_width)[:, None] & (row < height // 4)[None, :],
+        )
+    else:
+        row = tl.arange(0, ROWS)
+        mask = (row < height)[:, None] & (column < in_width)[None, :]
+        words = tl.load(source + (row * in_width)[:, None] + column[None, :], mask=mask, other=0)
+        out = target + ((first_row + row).to(tl.int64) * (columns // 4))[:, None]
+        tl.store(out + (first_column // 4 + column)[None, :], words, mask=mask)
+
+
+@triton.jit
 def product_kernel(
     a_desc,  # (rows, inner) codes
-    b_desc,  # (groups * columns, inner) codes
-    c_ptr,  # (rows, columns)
+    b_desc,  # codes: (groups * columns, inner), or panels (panels * groups * columns, 128)
+    edge_desc,  # the last panel, narrower than the others: (groups * columns, inner % 128)
+    c_ptr,  # (rows, columns of the matrix)
     a_scales_ptr,  # (inner blocks, rows)
     b_scales_ptr,  # (groups, column blocks, inner blocks)
     table_ptr,  # (3, tiles of 128 rows)
     rows,
     columns,
     inner,
+    low,  # the columns from low to high are computed, and are those that b_desc has
+    high,
+    panel_rows,
     tiles,  # of ROWS rows
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
     TOGETHER: tl.constexpr,
     STAGES: tl.constexpr,
+    PANELS: tl.constexpr,
+    EDGE: tl.constexpr,
 ):
-    """Rows of a group times the transposed matrix of the group: a tile of ``ROWS`` by ``COLUMNS``."""
+    """Rows of a group times its matrix, transposed: ``ROWS`` by ``PARTS`` times ``COLUMNS``.
+
+    A matrix in the order of tiles is read as it lies: a block of its contracted dim is a panel.
+    """
     program = tl.program_id(0)
-    column_tiles = tl.cdiv(columns, COLUMNS)
+    column_tiles = tl.cdiv(high - low, COLUMNS * PARTS)
     band = program // (TOGETHER * column_tiles)
     height = tl.minimum(tiles - band * TOGETHER, TOGETHER)
     tile = band * TOGETHER + (program % (TOGETHER * column_tiles)) % height
-    first_column = (program % (TOGETHER * column_tiles)) // height * COLUMNS
-    parts: tl.constexpr = _BLOCK // ROWS  # of a tile of the table
-    entry = table_ptr + tile // parts
+    first_column = low + (program % (TOGETHER * column_tiles)) // height * (COLUMNS * PARTS)
+    entries: tl.constexpr = _BLOCK // ROWS  # tiles of a row of the table
+    entry = table_ptr + tile // entries
     group = tl.load(entry)
-    first = tl.load(entry + tiles // parts) + tile % parts * ROWS
-    end = tl.load(entry + 2 * (tiles // parts))
+    first = tl.load(entry + tiles // entries) + tile % entries * ROWS
+    end = tl.load(entry + 2 * (tiles // entries))
     if first >= end:
         return
     blocks = tl.cdiv(inner, _BLOCK)
-    row, column = first + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    row = first + tl.arange(0, ROWS)
     in_group = row < end
-    b_row = group * columns + first_column
-    b_scale = b_scales_ptr + group * tl.cdiv(columns, _BLOCK) * blocks
-    if COLUMNS <= _BLOCK:
-        b_scale += first_column // _BLOCK * blocks
-    else:
-        b_scale += column // _BLOCK * blocks
+    b_row = group * (high - low) + first_column - low
+    b_scale = b_scales_ptr + (group * tl.cdiv(columns, _BLOCK) + first_column // _BLOCK) * blocks
+    # a tile behind the last column has no scale of its own: it reads another, and its sums are not stored
+    b_next = tl.where(first_column + COLUMNS < high, COLUMNS // _BLOCK * blocks, 0)
     a_scales = a_scales_ptr + row
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for block in tl.range(0, blocks, num_stages=STAGES):
+    if PARTS == 2:
+        more = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for block in tl.range(0, inner // _BLOCK if EDGE else blocks, num_stages=STAGES):
         a = a_desc.load([first, block * _BLOCK])
-        b = b_desc.load([b_row, block * _BLOCK])
+        b_block = b_row + block * panel_rows if PANELS else b_row
+        b_inner = 0 if PANELS else block * _BLOCK
         a_scale = tl.load(a_scales, mask=in_group, other=0.0)
-        if COLUMNS <= _BLOCK:
-            sums += tl.dot(a, b.T) * (a_scale * tl.load(b_scale))[:, None]
-        else:
-            each = tl.load(b_scale, mask=column < columns, other=0.0)
-            sums += tl.dot(a, b.T) * (a_scale[:, None] * each[None, :])
+        b = b_desc.load([b_block, b_inner])
+        sums += tl.dot(a, b.T) * (a_scale * tl.load(b_scale))[:, None]
+        if PARTS == 2:
+            b = b_desc.load([b_block + COLUMNS, b_inner])
+            more += tl.dot(a, b.T) * (a_scale * tl.load(b_scale + b_next))[:, None]
         a_scales += rows
         b_scale += 1
+    if EDGE:
+        a = a_desc.load([first, inner // _BLOCK * _BLOCK])
+        a_scale = tl.load(a_scales, mask=in_group, other=0.0)
+        b = edge_desc.load([b_row, 0])
+        sums += tl.dot(a, b.T) * (a_scale * tl.load(b_scale))[:, None]
+        if PARTS == 2:
+            b = edge_desc.load([b_row + COLUMNS, 0])
+            more += tl.dot(a, b.T) * (a_scale * tl.load(b_scale + b_next))[:, None]
+    column = first_column + tl.arange(0, COLUMNS)
     place = c_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
-    tl.store(place, sums.to(c_ptr.dtype.element_ty), mask=in_group[:, None] & (column < columns)[None, :])
+    tl.store(place, sums.to(c_ptr.dtype.element_ty), mask=in_group[:, None] & (column < high)[None, :])
+    if PARTS == 2:
+        in_columns = column + COLUMNS < high
+        tl.store(
+            place + COLUMNS, more.to(c_ptr.dtype.element_ty), mask=in_group[:, None] & in_columns[None, :]
+        )
 
 
 @triton.jit
 def weight_gradient_kernel(
-    a_desc,  # (rows of the output, tiles * 128) codes
-    b_desc,  # (columns of the output, tiles * 128) codes
-    c_ptr,  # (groups, rows, columns)
-    c_desc,  # the same, for tiles that end with the rows of a group
-    a_scales_ptr,  # (tiles, rows)
-    b_scales_ptr,  # (tiles, columns)
+    a_desc,  # (rows of the output, tiles * 128) codes, or panels (tiles * rows, 128)
+    b_desc,  # (columns of the output, tiles * 128) codes, or panels (tiles * columns, 128)
+    c_desc,  # (groups, rows, columns)
+    a_scales_desc,  # (tiles, rows)
+    b_scales_desc,  # (tiles, columns)
+    table_ptr,  # (3, tiles): the group of a tile first
     starts_ptr,  # (groups + 1,): the first tile of each group
     rows,
     columns,
+    groups,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EACH: tl.constexpr,
     TOGETHER: tl.constexpr,
     STAGES: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
+    PANELS: tl.constexpr,
 ):
-    """A tile of ``ROWS`` by ``COLUMNS`` of one group's sum over its rows; zeros for a group without rows."""
-    program, group = tl.program_id(0), tl.program_id(1)
-    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS)
+    """One place, ``ROWS`` by ``PARTS`` times ``COLUMNS``, of the sums of ``EACH`` groups over their rows.
+
+    Groups are short, some hundred rows, and what takes time is to write their sums. So a program walks along
+    the tiles of many groups without a break: while a sum is on its way, the next tiles are loaded already.
+    """
+    row_tiles, column_tiles = tl.cdiv(rows, ROWS), tl.cdiv(columns, COLUMNS * PARTS)
+    first_group = tl.program_id(0) // (row_tiles * column_tiles) * EACH
+    program = tl.program_id(0) % (row_tiles * column_tiles)
     band = program // (TOGETHER * column_tiles)
     height = tl.minimum(row_tiles - band * TOGETHER, TOGETHER)
     first_row = (band * TOGETHER + (program % (TOGETHER * column_tiles)) % height) * ROWS
-    first_column = (program % (TOGETHER * column_tiles)) // height * COLUMNS
-    row, column = first_row + tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
-    start, end = tl.load(starts_ptr + group), tl.load(starts_ptr + group + 1)
-    a_scales = a_scales_ptr + start.to(tl.int64) * rows + row
-    b_scales = b_scales_ptr + start.to(tl.int64) * columns + column
+    first_column = (program % (TOGETHER * column_tiles)) // height * (COLUMNS * PARTS)
+    last_group = tl.minimum(first_group + EACH, groups)
+    start, end = tl.load(starts_ptr + first_group), tl.load(starts_ptr + last_group)
     sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if PARTS == 2:
+        more = tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in tl.range(start, end, num_stages=STAGES):
-        a = a_desc.load([first_row, tile * _BLOCK])
-        b = b_desc.load([first_column, tile * _BLOCK])
-        a_scale = tl.load(a_scales, mask=row < rows, other=0.0)
-        b_scale = tl.load(b_scales, mask=column < columns, other=0.0)
+        group = tl.load(table_ptr + tile)
+        after = tl.load(table_ptr + tile + 1, mask=tile + 1 < end, other=-1)
+        # a tile at the end of a panel goes on into the next one: what that gives is not stored
+        a_row = tile * rows + first_row if PANELS else first_row
+        b_row = tile * columns + first_column if PANELS else first_column
+        inner = 0 if PANELS else tile * _BLOCK
+        a = a_desc.load([a_row, inner])
+        b = b_desc.load([b_row, inner])
+        a_scale = a_scales_desc.load([tile, first_row]).reshape(ROWS)
+        b_scale = b_scales_desc.load([tile, first_column]).reshape(COLUMNS)
         sums += tl.dot(a, b.T) * (a_scale[:, None] * b_scale[None, :])
-        a_scales += rows
-        b_scales += columns
-    if WHOLE_ROWS:
-        c_desc.store([group * rows + first_row, first_column], sums.to(c_desc.dtype))
-    else:
-        place = c_ptr + (group.to(tl.int64) * rows + row)[:, None] * columns + column[None, :]
-        in_both = (row < rows)[:, None] & (column < columns)[None, :]
-        tl.store(place, sums.to(c_ptr.dtype.element_ty), mask=in_both)
+        if PARTS == 2:
+            b = b_desc.load([b_row + COLUMNS, inner])
+            b_scale = b_scales_desc.load([tile, first_column + COLUMNS]).reshape(COLUMNS)
+            more += tl.dot(a, b.T) * (a_scale[:, None] * b_scale[None, :])
+        if group != after:
+            made = sums.to(c_desc.dtype).reshape(1, ROWS, COLUMNS)
+            c_desc.store([group, first_row, first_column], made)
+            sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+            if PARTS == 2:
+                made = more.to(c_desc.dtype).reshape(1, ROWS, COLUMNS)
+                c_desc.store([group, first_row, first_column + COLUMNS], made)
+                more = tl.zeros((ROWS, COLUMNS), tl.float32)
+    every = first_group + tl.arange(0, EACH)
+    known = every < last_group
+    first_tile = tl.load(starts_ptr + every, mask=known, other=0)
+    empty = first_tile == tl.load(starts_ptr + every + 1, mask=known, other=-1)
+    if tl.sum(empty.to(tl.int32), axis=0) > 0:
+        nothing = tl.zeros((1, ROWS, COLUMNS), c_desc.dtype)
+        for group in tl.range(first_group, last_group):
+            if tl.load(starts_ptr + group) == tl.load(starts_ptr + group + 1):
+                c_desc.store([group, first_row, first_column], nothing)
+                if PARTS == 2:
+                    c_desc.store([group, first_row, first_column + COLUMNS], nothing)
 
 
 def quantize(
@@ -304,35 +430,38 @@ def quantize(
     rowwise: bool = True,
     turned: bool = True,
     warps: int = _QUANTIZE_WARPS,
+    registers: int = _QUANTIZE_REGISTERS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``emulation.quantize``."""
     rows, columns = values.shape
     tiles, blocks = groups.tiles, -(-columns // BLOCK)
     codes = values.new_empty((rows, columns) if rowwise else (0, columns), dtype=torch.uint8)
     scales = values.new_empty((blocks, rows) if rowwise else (0, rows), dtype=torch.float32)
-    turned_codes = values.new_empty((columns, tiles * BLOCK) if turned else (columns, 0), dtype=torch.uint8)
+    turned_codes = empty_turned(values, tiles if turned else 0, columns, groups.size)
     turned_scales = values.new_empty((tiles, columns) if turned else (0, columns), dtype=torch.float32)
     if tiles and columns:
         quantize_kernel[(blocks, tiles)](
             values.contiguous(),
             codes,
             scales,
-            turned_codes.view(torch.int32) if turned else turned_codes,
+            turned_codes.view(torch.int32) if turned else turned_scales,
             turned_scales,
             groups.table,
             groups.table if seen is None else seen,
             rows,
             columns,
             tiles,
+            turned_codes.stride(0) // 4,
+            turned_codes.stride(1) // 4,
             rowwise,
             turned,
             values.is_cuda,
             seen is not None,
             num_warps=warps,
+            maxnreg=registers,
             enable_fp_fusion=False,
         )
-    float8 = torch.float8_e4m3fn
-    return codes.view(float8), scales, turned_codes.view(float8), turned_scales
+    return codes.view(torch.float8_e4m3fn), scales, turned_codes, turned_scales
 
 
 def groups_of(counts: Tensor, rows: int) -> Groups:
@@ -363,6 +492,19 @@ def _described(codes: Tensor, block_rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(codes, [block_rows, BLOCK])
 
 
+def untile(codes: Tensor, shape: Sequence[int], turned: bool) -> Tensor:
+    """As ``emulation.untile``."""
+    matrices, rows, columns = shape
+    out = codes.new_empty((matrices, columns, rows) if turned else (matrices, rows, columns))
+    if codes.numel():
+        grid = (triton.cdiv(columns, BLOCK), triton.cdiv(rows, BLOCK), matrices)
+        source, target = codes.view(torch.int32), out.view(torch.int32)
+        untile_kernel[grid](
+            source, target, matrices, rows, columns, turned, BLOCK, BLOCK, num_warps=_TURN_WARPS
+        )
+    return out
+
+
 def product(
     codes: Tensor,
     scales: Tensor,
@@ -374,14 +516,16 @@ def product(
 ) -> Tensor:
     """As ``emulation.product``."""
     rows, inner = codes.shape
-    _, columns, _ = weight.shape
-    height, width, warps, stages = config
+    columns = columns_of(weight, weight_scales, inner)
     out = codes.new_empty((rows, columns), dtype=dtype)
-    tiles = groups.tiles * (BLOCK // height)
-    if tiles and columns:
-        product_kernel[(tiles * triton.cdiv(columns, width),)](
-            _described(codes, height),
-            _described(weight.view(-1, inner), width),
+    tiles = groups.tiles * (BLOCK // config.rows)
+    for part in _readable(weight, len(weight_scales), columns, inner, config.columns):
+        if not tiles or part.low == part.high:
+            continue
+        product_kernel[(tiles * triton.cdiv(part.high - part.low, config.columns * config.parts),)](
+            _described(codes, config.rows),
+            part.codes,
+            part.edge,
             out,
             scales,
             weight_scales,
@@ -389,15 +533,52 @@ def product(
             rows,
             columns,
             inner,
+            part.low,
+            part.high,
+            part.panel_rows,
             tiles,
-            height,
-            width,
-            _TOGETHER,
-            stages,
-            num_warps=warps,
-            num_stages=stages,
+            config.rows,
+            config.columns,
+            config.parts,
+            config.together,
+            config.stages,
+            part.panel_rows > 0,
+            part.edge is not part.codes,
+            **_launched(config),
         )
     return out
+
+
+class _Readable(NamedTuple):
+    """Columns of a product, rows of its weight, that one launch computes, and how it reads the weight."""
+
+    low: int
+    high: int
+    codes: TensorDescriptor
+    edge: TensorDescriptor
+    """The narrower panel; the codes themselves where all are alike."""
+    panel_rows: int
+    """Rows of a panel over all matrices; 0 is row-major."""
+
+
+def _readable(weight: Tensor, matrices: int, columns: int, inner: int, width: int) -> Iterator[_Readable]:
+    """A weight (E, N, K) at once; one in the order of tiles in whole ones and the lower edge."""
+    if weight.dim() == 3:
+        codes = _described(weight.view(-1, inner), width)
+        yield _Readable(0, columns, codes, codes, 0)
+        return
+    whole, start, panels = columns // BLOCK * BLOCK, 0, inner // BLOCK
+    for low, high in ((0, whole), (whole, columns)):
+        rows = matrices * (high - low)
+        middle, end = start + rows * panels * BLOCK, start + rows * inner
+        made = [
+            _described(part.view(-1, size), width)
+            for part, size in ((weight[start:middle], BLOCK), (weight[middle:end], inner % BLOCK))
+            if part.numel()
+        ]
+        if made:
+            yield _Readable(low, high, made[0], made[-1], rows)
+        start = end
 
 
 def weight_gradient(
@@ -410,29 +591,35 @@ def weight_gradient(
     config: Config = WEIGHT_GRADIENT,
 ) -> Tensor:
     """As ``emulation.weight_gradient``."""
-    rows, columns = len(a), len(b)
-    height, width, warps, stages = config
+    rows, columns = a.shape[1], b.shape[1]
     out = a.new_empty((groups.size, rows, columns), dtype=dtype)
     if not groups.tiles:
         return out.zero_()
-    # what is stored by a descriptor is not masked: rows of the next group must not be in the tile
-    whole_rows = rows % height == 0 and columns * out.element_size() % _DESCRIPTOR_ALIGN == 0
-    weight_gradient_kernel[(triton.cdiv(rows, height) * triton.cdiv(columns, width), groups.size)](
-        _described(a, height),
-        _described(b, width),
-        out,
-        TensorDescriptor.from_tensor(out.view(-1, columns), [height, width]) if whole_rows else out,
-        a_scales,
-        b_scales,
+    panels = groups.size > 1
+    places = triton.cdiv(rows, config.rows) * triton.cdiv(columns, config.columns * config.parts)
+    weight_gradient_kernel[(places * triton.cdiv(groups.size, config.each),)](
+        _described(a.flatten(0, 1) if panels else a.transpose(0, 1).flatten(1), config.rows),
+        _described(b.flatten(0, 1) if panels else b.transpose(0, 1).flatten(1), config.columns),
+        TensorDescriptor.from_tensor(out, [1, config.rows, config.columns]),
+        TensorDescriptor.from_tensor(a_scales, [1, config.rows]),
+        TensorDescriptor.from_tensor(b_scales, [1, config.columns]),
+        groups.table,
         groups.starts,
         rows,
         columns,
-        height,
-        width,
-        _TOGETHER,
-        stages,
-        whole_rows,
-        num_warps=warps,
-        num_stages=stages,
+        groups.size,
+        config.rows,
+        config.columns,
+        config.parts,
+        config.each,
+        config.together,
+        config.stages,
+        panels,
+        **_launched(config),
     )
     return out
+
+
+def _launched(config: Config) -> dict[str, int]:
+    options = {"num_warps": config.warps, "num_stages": config.stages}
+    return {**options, "maxnreg": config.registers} if config.registers else options

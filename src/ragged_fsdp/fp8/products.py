@@ -1,13 +1,14 @@
-"""The four operations of FP8 training, as torch sees them: quantise, transpose, product, weight gradient.
+"""The operations of FP8 training as torch sees them: quantise, transpose, untile, product, weight gradient.
 
 Each is an operator of torch (``torch.ops.ragged_fsdp.fp8_*``), so that compiled graphs and selective
-checkpointing can name it. It runs on one of two backends with the same four functions: ``emulation``, plain
+checkpointing can name it. It runs on one of two backends with the same functions: ``emulation``, plain
 torch for any device, or ``hopper``. Another recipe, such as MXFP8, is another such backend.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -17,9 +18,18 @@ from torch import Tensor
 from torch.library import define, impl, register_fake
 
 from ragged_fsdp.fp8 import emulation
-from ragged_fsdp.fp8.groups import BLOCK, Groups, one_group
+from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned, one_group
 
-__all__ = ["BACKENDS", "backend_name", "groups_of", "product", "quantize", "transpose", "weight_gradient"]
+__all__ = [
+    "BACKENDS",
+    "backend_name",
+    "groups_of",
+    "product",
+    "quantize",
+    "transpose",
+    "untile",
+    "weight_gradient",
+]
 
 logger = logging.getLogger("ragged_fsdp")
 BACKENDS = ("auto", "emulation", "hopper")
@@ -75,6 +85,7 @@ define(
     "str backend) -> Tensor",
 )
 define("ragged_fsdp::fp8_transpose", "(Tensor codes, str backend) -> Tensor")
+define("ragged_fsdp::fp8_untile", "(Tensor codes, SymInt[] shape, bool turned, str backend) -> Tensor")
 define("ragged_fsdp::fp8_groups", "(Tensor counts, SymInt rows, str backend) -> (Tensor, Tensor)")
 _DEVICES = ("cpu", "cuda")
 
@@ -122,7 +133,7 @@ def _fake_quantize(
     return (
         values.new_empty((rows, columns) if rowwise else (0, columns), dtype=codes),
         values.new_empty((blocks, rows) if rowwise else (0, rows), dtype=scales),
-        values.new_empty((columns, tiles * BLOCK) if turned else (columns, 0), dtype=codes),
+        empty_turned(values, tiles if turned else 0, columns, 1 if starts is None else starts.shape[0] - 1),
         values.new_empty((tiles, columns) if turned else (0, columns), dtype=scales),
     )
 
@@ -153,7 +164,8 @@ def _fake_product(
     dtype: torch.dtype,
     backend: str,
 ) -> Tensor:
-    return codes.new_empty((codes.shape[0], weight.shape[1]), dtype=dtype)
+    columns = columns_of(weight, weight_scales, codes.shape[1])
+    return codes.new_empty((codes.shape[0], columns), dtype=dtype)
 
 
 @impl("ragged_fsdp::fp8_weight_gradient", _DEVICES)
@@ -185,7 +197,7 @@ def _fake_weight_gradient(
     backend: str,
 ) -> Tensor:
     groups = 1 if starts is None else starts.shape[0] - 1
-    return a.new_empty((groups, a.shape[0], b.shape[0]), dtype=dtype)
+    return a.new_empty((groups, a.shape[1], b.shape[1]), dtype=dtype)
 
 
 @impl("ragged_fsdp::fp8_transpose", _DEVICES)
@@ -198,9 +210,21 @@ def _fake_transpose(codes: Tensor, backend: str) -> Tensor:
     return codes.new_empty((codes.shape[0], codes.shape[2], codes.shape[1]))
 
 
+@impl("ragged_fsdp::fp8_untile", _DEVICES)
+def _untile(codes: Tensor, shape: Sequence[int], turned: bool, backend: str) -> Tensor:
+    return _backend(backend).untile(codes, shape, turned)
+
+
+@register_fake("ragged_fsdp::fp8_untile")
+def _fake_untile(codes: Tensor, shape: Sequence[int], turned: bool, backend: str) -> Tensor:
+    matrices, rows, columns = shape
+    return codes.new_empty((matrices, columns, rows) if turned else (matrices, rows, columns))
+
+
 groups_of = torch.ops.ragged_fsdp.fp8_groups.default
 quantize = torch.ops.ragged_fsdp.fp8_quantize.default
 """See :func:`ragged_fsdp.fp8.emulation.quantize`."""
 product = torch.ops.ragged_fsdp.fp8_product.default
 weight_gradient = torch.ops.ragged_fsdp.fp8_weight_gradient.default
 transpose = torch.ops.ragged_fsdp.fp8_transpose.default
+untile = torch.ops.ragged_fsdp.fp8_untile.default

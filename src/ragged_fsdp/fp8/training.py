@@ -24,7 +24,7 @@ from ragged_fsdp.fp8.groups import BLOCK
 from ragged_fsdp.fp8.products import BACKENDS
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
 from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE, PRODUCT_ATTRIBUTE
-from ragged_fsdp.policy import BlockCodes
+from ragged_fsdp.policy import BlockCodes, Tiles
 
 __all__ = [
     "Fp8Linear",
@@ -34,11 +34,13 @@ __all__ = [
     "fp8_training",
     "gather_policy",
     "nonfinite",
+    "orig_param_policy",
 ]
 
 logger = logging.getLogger("ragged_fsdp")
 Include = Callable[[str, nn.Module], bool]
 _CODES = BlockCodes("float8_e4m3fn", (BLOCK, BLOCK), decoded=False)
+_TILED_MULTIPLE = 16  # what the kernels read begins at multiples of 16 bytes
 _EXCLUDED = re.compile(r"(^|\.)(lm_head|output|score|classifier|embed\w*|wte|wpe|\w*norm\w*|gate|router)$")
 
 
@@ -79,7 +81,9 @@ class Fp8Experts(nn.Module):
         return mix(self, Here(self.num_experts), tokens, chosen, weights)[0]  # type: ignore[arg-type]
 
 
-def fp8_training(model: nn.Module, *, include: Include | None = None, backend: str = "auto") -> nn.Module:
+def fp8_training(
+    model: nn.Module, *, include: Include | None = None, tiles: bool = False, backend: str = "auto"
+) -> nn.Module:
     """Let linear layers and fused experts of ``model`` compute forward and both gradients in FP8, in place.
 
     Call it before ``fully_shard``, and pass ``gather_policy=ragged_fsdp.fp8.gather_policy`` to that: the
@@ -90,8 +94,10 @@ def fp8_training(model: nn.Module, *, include: Include | None = None, backend: s
     Args:
         model: any module.
         include: ``include(name, module)`` says whether a linear layer, or a module of experts, computes in
-            FP8. None takes all whose sizes are multiples of 128, except heads, routers and what is tied to an
-            embedding, and logs a line about those whose sizes do not fit.
+            FP8. None takes all whose sizes fit, except heads, routers and what is tied to an embedding, and
+            logs a line about those whose sizes do not.
+        tiles: the weights will be stored in tiles (``orig_param_policy=ragged_fsdp.fp8.orig_param_policy``).
+            Their sizes must then be multiples of 16, otherwise of 128.
         backend: ``hopper``, ``emulation`` (slow, exact, on any device), or ``auto``.
 
     Returns:
@@ -110,7 +116,7 @@ def fp8_training(model: nn.Module, *, include: Include | None = None, backend: s
             continue
         if include is None and (_EXCLUDED.search(name) or id(getattr(module, "weight", None)) in embeddings):
             continue
-        broken = _broken_rule({f"{name}.{own}": weight for own, weight in _weights(module).items()})
+        broken = _broken_rule({f"{name}.{own}": weight for own, weight in _weights(module).items()}, tiles)
         if broken and include is not None:
             raise ValueError(f"fp8_training: {broken}.")
         if broken:
@@ -127,27 +133,32 @@ def fp8_training(model: nn.Module, *, include: Include | None = None, backend: s
     return model
 
 
-def compute_in_fp8(parameter: nn.Parameter, name: str, *, backend: str = "auto") -> None:
+def compute_in_fp8(parameter: nn.Parameter, name: str, *, tiles: bool = False, backend: str = "auto") -> None:
     """Let :func:`ragged_fsdp.experts.grouped_linear` multiply with ``parameter`` in FP8.
 
-    For modules of one's own that hold stacked matrices; ``name`` is for messages. Call it before
-    ``fully_shard``.
+    For modules of one's own that hold stacked matrices; ``name`` is for messages, ``tiles`` and ``backend``
+    are as in :func:`fp8_training`. Call it before ``fully_shard``.
     """
     _check_backend(backend)
-    broken = _broken_rule({name: parameter})
+    broken = _broken_rule({name: parameter}, tiles)
     if broken:
         raise ValueError(f"compute_in_fp8: {broken}.")
     setattr(parameter, PRODUCT_ATTRIBUTE, Fp8Product(name, backend))
 
 
-def fits(weight: Tensor) -> bool:
-    """Whether FP8 products can compute with matrices of this shape and dtype."""
-    return not _broken_rule({"": weight})
+def fits(weight: Tensor, *, tiles: bool = False) -> bool:
+    """Whether FP8 products can compute with matrices of this shape and dtype, in tiles or not."""
+    return not _broken_rule({"": weight}, tiles)
 
 
 def gather_policy(name: str, parameter: nn.Parameter) -> BlockCodes | None:
     """For ``fully_shard(gather_policy=...)``: codes for the weights that FP8 products compute with."""
     return _CODES if hasattr(parameter, PRODUCT_ATTRIBUTE) else None
+
+
+def orig_param_policy(name: str, parameter: nn.Parameter) -> Tiles | None:
+    """For ``fully_shard(orig_param_policy=...)``: tiles for weights of FP8 products."""
+    return Tiles(BLOCK, BLOCK) if hasattr(parameter, PRODUCT_ATTRIBUTE) else None
 
 
 def fp8_modules(model: nn.Module) -> dict[str, Fp8Linear | Fp8Experts]:
@@ -193,16 +204,18 @@ def _weights(module: nn.Module) -> Mapping[str, Tensor]:
     return {n: p for n, p in expert_parameters(module).items() if p.ndim == 3}
 
 
-def _broken_rule(weights: Mapping[str, Tensor]) -> str:
+def _broken_rule(weights: Mapping[str, Tensor], tiles: bool) -> str:
     """Which rule the first weight that does not fit breaks and what to do; nothing if all fit."""
+    multiple = _TILED_MULTIPLE if tiles else BLOCK
     for name, weight in weights.items():
         if getattr(weight, MANAGED_ATTRIBUTE, False):
             return f"{name} is sharded already; call it before fully_shard"
         rows, columns = weight.shape[-2:]
-        if rows % BLOCK or columns % BLOCK:
+        if rows % multiple or columns % multiple:
+            fits_tiles = not (tiles or rows % _TILED_MULTIPLE or columns % _TILED_MULTIPLE)
             return (
-                f"{name} has matrices of {rows} x {columns}; FP8 products need multiples of {BLOCK}: pad the "
-                "layer, or exclude it"
+                f"{name} has matrices of {rows} x {columns}; FP8 products need multiples of {multiple}: "
+                f"{'store it in tiles (tiles=True), ' if fits_tiles else ''}pad the layer, or exclude it"
             )
         if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
             return f"{name} is {weight.dtype}; FP8 products quantise fp32 or bf16 weights"

@@ -15,7 +15,7 @@ from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.loggers import check_loggers
-from ragged_fsdp.trainer.rules import check_rules
+from ragged_fsdp.trainer.rules import check_rules, stores_tiles
 from ragged_fsdp.trainer.tokenizers import has_tokenizer
 
 __all__ = ["check", "likely_mistakes"]
@@ -115,17 +115,17 @@ def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
         against = "precision = fp64" if config.precision == "fp64" else f"tp = {config.tp}"
         against = "sharding = fsdp2" if config.sharding == "fsdp2" else against
         raise ConfigError(f"fp8 does not go with {against}; leave one of them")
-    if config.fp8:
-        try:
-            fp8_training(source.build())
-        except ValueError as error:
-            raise ConfigError(f"fp8: {error}") from error
     for setting in ("granularity", "gather_codes"):
         rules = getattr(config, setting)
         if rules and config.sharding != "ragged":
             raise ConfigError(f"{setting} needs sharding = ragged, not {config.sharding}")
         if rules:
             check_rules(source.build(), setting, rules, config.granularity)
+    if config.fp8:
+        try:
+            fp8_training(source.build(), tiles=stores_tiles(config.granularity))
+        except ValueError as error:
+            raise ConfigError(f"fp8: {error}") from error
 
 
 def _check_run(config: TrainConfig) -> None:

@@ -11,9 +11,14 @@ from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import Tiles, parse_codes, parse_granularity
 from ragged_fsdp.trainer.config_file import ConfigError
 
-__all__ = ["check_rules", "match_rules"]
+__all__ = ["check_rules", "match_rules", "stores_tiles"]
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"granularity": parse_granularity, "gather_codes": parse_codes}
+
+
+def stores_tiles(granularity: dict[str, str]) -> bool:
+    """Whether some rule stores parameters in tiles."""
+    return any(isinstance(parse_granularity(text), Tiles) for text in granularity.values())
 
 
 def match_rules(model: nn.Module, setting: str, rules: dict[str, str]) -> dict[nn.Parameter, Any]:

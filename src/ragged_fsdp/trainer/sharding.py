@@ -35,7 +35,7 @@ from ragged_fsdp.trainer.config import ShardingConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.optimizers import GranularityRule
 from ragged_fsdp.trainer.ranks import Ranks
-from ragged_fsdp.trainer.rules import match_rules
+from ragged_fsdp.trainer.rules import match_rules, stores_tiles
 
 __all__ = ["ShardedModel", "dispatcher_for", "prepare_layers", "reductions", "shard", "transformer_layers"]
 
@@ -98,7 +98,7 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
 def prepare_layers(model: nn.Module, config: ShardingConfig) -> None:
     """FP8 products, activation checkpointing and compilation, in place, before sharding."""
     if config.fp8:
-        fp8_training(model)
+        fp8_training(model, tiles=stores_tiles(config.granularity))
     layers = transformer_layers(model)
     for index in range(len(layers)):
         if config.activation_checkpointing and index % config.activation_checkpointing == 0:

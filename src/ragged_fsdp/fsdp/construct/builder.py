@@ -223,11 +223,6 @@ class GroupBuilder:
                 raise ValueError(
                     f"{name}: {granularity} and shard_placement_fn {placement} exclude each other."
                 )
-            if codes is not None and not codes.decoded:
-                raise ValueError(
-                    f"{name}: FP8 products read codes of whole rows; orig_param_policy says {granularity}. "
-                    "Leave it out for this parameter, or let gather_policy return decoded codes."
-                )
             tile = (granularity.rows, granularity.columns)
             return _Choice(managed, mesh, block or 1, None, codes, tile=tile)
         if codes is not None:
@@ -323,6 +318,11 @@ class GroupBuilder:
             raise ValueError(f"{name}: no codes are made of a {type(param.data).__name__} of {param.dtype}.")
         if len(set(shapes)) > 1:
             raise NotImplementedError(f"{name}: codes of a dim that is cut unevenly, into {shapes}.")
+        if not codes.decoded and not hasattr(param, PRODUCT_ATTRIBUTE):
+            raise ValueError(
+                f"{name}: codes that are not decoded need an FP8 product that computes with them; call "
+                "ragged_fsdp.fp8.fp8_training on the model before fully_shard."
+            )
         if isinstance(granularity, Tiles):  # which leave smaller tiles at the edges
             if codes.block_shape != (granularity.rows, granularity.columns):
                 raise ValueError(f"{name}: {codes} of a parameter in {granularity}; use tiles of one size.")
@@ -330,12 +330,12 @@ class GroupBuilder:
         try:
             codes.check(shapes[0])
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        if not codes.decoded and not hasattr(param, PRODUCT_ATTRIBUTE):
-            raise ValueError(
-                f"{name}: codes that are not decoded need an FP8 product that computes with them; call "
-                "ragged_fsdp.fp8.fp8_training on the model before fully_shard."
+            hint = (
+                ""
+                if codes.decoded
+                else " Or store it in tiles: orig_param_policy=ragged_fsdp.fp8.orig_param_policy."
             )
+            raise ValueError(f"{name}: {error}{hint}") from None
         return codes
 
     @staticmethod
