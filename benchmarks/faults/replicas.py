@@ -522,6 +522,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--heartbeat-ms", type=int, default=1000, help="silence after which one is dead")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that an average may take")
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rate", action="store_true", help="only the rate of a copy")
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="where logs are kept; default: nowhere")
@@ -536,6 +537,7 @@ def main() -> None:
             setting = Setting(
                 str(kept),
                 given.replicas,
+                layers=given.layers,
                 device=given.device,
                 heartbeat_ms=given.heartbeat_ms,
                 timeout_s=given.timeout,
