@@ -46,7 +46,9 @@ __all__ = ["Averaged", "Change", "Replicas", "SplitError"]
 _LOGGER = logging.getLogger(__name__)
 _MOST_REPLICAS = 1024
 _KEY = "default"
-_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50"}
+"""Of groups between replicas: torch's watchdog would end this process when a peer's connection breaks, and
+sleep four times the second before, while the next group waits for it to go."""
 _POLL_S = 0.0005
 
 
@@ -124,13 +126,14 @@ class _Nccl(_Members, ProcessGroupNCCL):
         super().__init__(timeout=timedelta(seconds=timeout_s))
 
     def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
-        before = os.environ.get(_WATCHDOG)
-        os.environ[_WATCHDOG] = "0"  # else it ends this process when a peer's connection breaks
+        before = {name: os.environ.get(name) for name in _WATCHDOG}
+        os.environ.update(_WATCHDOG)
         try:
             return super()._create_pg(*args, **kwargs)
         finally:
-            os.environ.pop(_WATCHDOG)
-            os.environ.update({_WATCHDOG: before} if before is not None else {})
+            for name, value in before.items():
+                os.environ.pop(name)
+                os.environ.update({name: value} if value is not None else {})
 
     def settle(self) -> None:
         """Wait for the device; abort what waits for a peer as soon as its connection is seen to be broken."""
