@@ -112,7 +112,7 @@ GROUPS = {  # those that take longest first
     ),
     "device": Group(
         "memory, offload, equality with DDP and FSDP2",
-        ("tests/gpu/test_fsdp_*.py", "tests/gpu/test_muon_offload.py"),
+        ("tests/gpu/test_fsdp_*.py", "tests/gpu/test_muon_offload.py", "tests/gpu/test_optim_offload.py"),
         ("-k", f"not (waiting_rank or {_NEEDS_QUEUES})"),
     ),
     "fp8": Group("FP8 training: bits of one process, 1 to 4 NCCL ranks", _spmd("fp8")),
@@ -120,7 +120,7 @@ GROUPS = {  # those that take longest first
     **_by_ranks("ragged", "ragged DTensors", _spmd("ragged")),
     "kernels": Group(
         "Muon's and the 8-bit kernels, decoding of gathered codes, orders of rows",
-        ("tests/gpu/test_*_kernels.py", "tests/gpu/test_optim_*.py"),
+        ("tests/gpu/test_*_kernels.py", "tests/gpu/test_optim_kernel.py"),
         ("-n", "4"),  # most of their time is the compiler's
         shares=False,
     ),

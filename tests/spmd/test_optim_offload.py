@@ -1,6 +1,8 @@
 """Optimizer state on the host: the bits of the optimizer without it, also after loading and late starts."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -251,6 +253,34 @@ def test_what_a_user_does_to_an_optimizer():
         assert all(map(torch.equal, group["params"], other["params"]))
 
 
+def test_no_state_is_kept_on_the_device():
+    """What an optimizer makes for a part is free after the part's step, not when the collector comes."""
+    params = plain_parameters("cpu")
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            made: list[weakref.ref] = []
+            lay_out = offload._Part.lay_out
+
+            def noted(part: offload._Part) -> None:
+                made.extend(weakref.ref(value) for _, _, value in part._movable())
+                chains = [chain for members in part.stepped._members for chain in members.chains]
+                made.extend(weakref.ref(flat) for chain in chains for flat in chain.state.values())
+                lay_out(part)
+
+            optimizer = offload_state(FusedAdamW(params.items(), lr=1e-2), part_numel=PART_NUMEL)
+            set_grads(params, gradients(0, "cpu"))
+            optimizer._offloaded()
+            patch.setattr(offload._Part, "lay_out", noted)
+            optimizer.step()
+            assert len(made) > 2 * len(params)
+            assert not [ref for ref in made if ref() is not None]
+            for part in optimizer._offload.parts:
+                assert part.slot.memory.untyped.nbytes() == 0
+    finally:
+        gc.enable()
+
+
 def test_a_failed_load_changes_nothing():
     params = plain_parameters("cpu")
     optimizer = offload_state(FusedAdamW(params.items(), lr=1e-2), part_numel=PART_NUMEL)
@@ -285,3 +315,20 @@ def test_what_is_refused():
         offload_state(optimizer)
     with pytest.raises(ValueError, match="on the host already"):
         offload_state(offload_state(torch.optim.Adam(params)))
+
+
+@pytest.mark.parametrize("kind", ["fused", "8bit", "torch_foreach", "muon"])
+def test_an_optimizer_that_has_stepped(kind):
+    """State that there is moves, and the optimizer keeps none of it."""
+    sides = [plain_parameters("cpu"), plain_parameters("cpu")]
+    optimizers = [OPTIMIZERS[kind](side.items()) for side in sides]
+    for step in range(3):
+        for side, optimizer in zip(sides, optimizers):
+            set_grads(side, gradients(step, "cpu"))
+            optimizer.step()
+        if step == 0:
+            before = [weakref.ref(v) for e in optimizers[1].state.values() for v in e.values() if v.ndim]
+            offload_state(optimizers[1], part_numel=PART_NUMEL)
+    assert before
+    assert not [ref for ref in before if ref() is not None]
+    assert_equal(optimizers[1], optimizers[0])

@@ -191,6 +191,12 @@ class _GroupChains:
             return chain.whole
         return self._spans.setdefault((id(chain), start, stop), _Span(chain, start, stop))
 
+    def let_go(self) -> None:
+        """Drop all state. A chain and its spans know each other: it would stay until the collector comes."""
+        self._tensors.clear()
+        for chain in self.chains:
+            chain.state.clear()
+
     def tensors(self, spans: Sequence[_Span], keys: Sequence[str]) -> list[list[Tensor]]:
         """The weights of the spans, then their state by key."""
         key = (*keys, *spans)
@@ -255,18 +261,23 @@ class _FlatOptimizer(ExactStateOptimizer):
     _saves_step: ClassVar[bool] = True
     """Whether torch's optimizer of this kind saves step counts."""
 
-    def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
-        self._members: list[_GroupChains] | None = None
-        super().__init__(params, defaults)
+    _members: list[_GroupChains] | None = None
+    """Chains by group; found at the next step if None, as in a copy that was never initialised."""
 
     def _forget_plans(self) -> None:
-        self._members = None  # loaded state is moved into flat tensors at the next step
+        self._drop_members()  # loaded state is moved into flat tensors at the next step
+
+    def _drop_members(self) -> None:
+        """Find chains anew at the next step; memory that only the old ones hold is free at once."""
+        for members in self._members or ():
+            members.let_go()
+        self._members = None
 
     def _plan_group(self, index: int) -> None:
         check_options(self.param_groups[index], self._expected)
         for name, param in self.named_group_params(index):
             require_optimisable(name, param)
-        self._members = None
+        self._drop_members()
 
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
@@ -310,6 +321,7 @@ class _FlatOptimizer(ExactStateOptimizer):
         for group, members in zip(self.param_groups, found):
             loaded = [i for i, param in enumerate(group["params"]) if self.state.get(param)]
             self._start(group, members, loaded)
+        self._drop_members()
         self._members = found
         return found
 

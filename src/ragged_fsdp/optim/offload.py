@@ -528,6 +528,8 @@ class _Offload:
         state = self._whole.state
         for part in self.parts:
             part.take(state)
+        if isinstance(self._whole, ExactStateOptimizer):
+            self._whole._plan_all()  # what it prepared for steps of its own keeps state on the device
 
     def step(self) -> None:
         """One step of all parameters that have work."""
