@@ -157,7 +157,7 @@ def test_places_that_cannot_be_opened_say_what_is_missing(tmp_path, monkeypatch)
         place("nothing://x")
     known = {"class": "not_installed.Files", "err": "Install s3fs to access S3"}
     monkeypatch.setitem(known_implementations, "s3", known)
-    missing = r"s3://b/x cannot be opened: Install s3fs to access S3; pip install 'ragged-fsdp\[s3\]'"
+    missing = r"s3://b/x cannot be opened: Install s3fs to access S3; pip install '.\[s3\]' in a checkout"
     with pytest.raises(ValueError, match=missing):
         place("s3://b/x")
     small = {"model": "nano", "run_dir": str(tmp_path / "run")}

@@ -117,6 +117,6 @@ def place(text: str) -> Place:
         fs, _ = url_to_fs(text, **options)
     except (ImportError, ValueError) as error:
         extra = _EXTRAS.get(protocol)
-        hint = f"; pip install 'ragged-fsdp[{extra}]'" if extra and isinstance(error, ImportError) else ""
+        hint = f"; pip install '.[{extra}]' in a checkout" if extra and isinstance(error, ImportError) else ""
         raise ValueError(f"{text} cannot be opened: {error}{hint}") from error
     return ObjectPath(fs, text.rstrip("/"))
