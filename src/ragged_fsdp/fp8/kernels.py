@@ -64,8 +64,8 @@ class Config(NamedTuple):
 
 
 PRODUCT = Config(64, 128, 4, 3)
-WEIGHT_GRADIENT = Config(64, 64, 4, 4, parts=2, together=16)
-_QUANTIZE_WARPS, _QUANTIZE_REGISTERS = 4, 128
+WEIGHT_GRADIENT = Config(64, 128, 4, 3, together=16)
+_QUANTIZE_WARPS = 4
 _TURN_ROWS, _TURN_COLUMNS, _TURN_WARPS = 128, 128, 4
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -137,33 +137,38 @@ def quantize_kernel(
 ):
     """One tile of 128 rows of a group and 128 columns, in both orientations.
 
-    Rows are taken in four parts, every fourth row in each, so that four codes of a column make a word:
-    through shared memory, where the tile is turned, go words.
+    Rows are held in four parts, every fourth row in each, so that four codes of a column make a word: through
+    shared memory, where the tile is turned, go words.
     """
     tile, block = tl.program_id(1), tl.program_id(0)
     first, end = tl.load(table_ptr + tiles + tile), tl.load(table_ptr + 2 * tiles + tile)
     if first >= end:
         return
     column = block * _BLOCK + tl.arange(0, _BLOCK)
-    broken = 0
-    largest = tl.zeros((_BLOCK // 4, _BLOCK), tl.int32)
-    for part in range(4):
-        row, mask, place, values = _every_fourth(values_ptr, first, end, column, columns, part)
-        largest = tl.maximum(largest, _magnitudes(values))
-        if ROWWISE:
-            scales = scales_ptr + block.to(tl.int64) * rows
-            broken += _store_rows(values, row, mask, place, end, codes_ptr, scales, HARDWARE)
+    row_a, mask_a, place_a, a = _every_fourth(values_ptr, first, end, column, columns, 0)
+    row_b, mask_b, place_b, b = _every_fourth(values_ptr, first, end, column, columns, 1)
+    row_c, mask_c, place_c, c = _every_fourth(values_ptr, first, end, column, columns, 2)
+    row_d, mask_d, place_d, d = _every_fourth(values_ptr, first, end, column, columns, 3)
+    if ROWWISE:
+        scales = scales_ptr + block.to(tl.int64) * rows
+        broken = _store_rows(a, row_a, mask_a, place_a, end, codes_ptr, scales, HARDWARE)
+        broken += _store_rows(b, row_b, mask_b, place_b, end, codes_ptr, scales, HARDWARE)
+        broken += _store_rows(c, row_c, mask_c, place_c, end, codes_ptr, scales, HARDWARE)
+        broken += _store_rows(d, row_d, mask_d, place_d, end, codes_ptr, scales, HARDWARE)
     if TURNED:
+        largest = tl.maximum(
+            tl.maximum(_magnitudes(a), _magnitudes(b)), tl.maximum(_magnitudes(c), _magnitudes(d))
+        )
         scale, inverse = _scale_and_inverse(tl.max(largest, axis=0))
         tl.store(turned_scales_ptr + tile.to(tl.int64) * columns + column, scale, mask=column < columns)
-        broken += tl.sum((scale != scale).to(tl.int32), axis=0)
-        word = tl.zeros((_BLOCK // 4, _BLOCK), tl.int32)
-        for part in range(4):  # read again, from the cache: all at once would not fit in registers
-            _, _, _, values = _every_fourth(values_ptr, first, end, column, columns, part)
-            word |= _codes(values, inverse[None, :], HARDWARE).to(tl.int32) << (8 * part)
+        inverse = inverse[None, :]
+        word = _codes(a, inverse, HARDWARE).to(tl.int32) | (_codes(b, inverse, HARDWARE).to(tl.int32) << 8)
+        word |= _codes(c, inverse, HARDWARE).to(tl.int32) << 16
+        word |= _codes(d, inverse, HARDWARE).to(tl.int32) << 24
         out = turned_ptr + tile.to(tl.int64) * tile_words + tl.arange(0, _BLOCK // 4)[None, :]
         out += column.to(tl.int64)[:, None] * column_words
         tl.store(out, tl.trans(word), mask=(column < columns)[:, None])
+        broken = tl.sum((scale != scale).to(tl.int32), axis=0)
     if NOTES:  # noqa: SIM102  (known when it is compiled, unlike the other)
         if broken > 0:
             tl.store(seen_ptr, 1)
@@ -430,7 +435,6 @@ def quantize(
     rowwise: bool = True,
     turned: bool = True,
     warps: int = _QUANTIZE_WARPS,
-    registers: int = _QUANTIZE_REGISTERS,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``emulation.quantize``."""
     rows, columns = values.shape
@@ -458,7 +462,6 @@ def quantize(
             values.is_cuda,
             seen is not None,
             num_warps=warps,
-            maxnreg=registers,
             enable_fp_fusion=False,
         )
     return codes.view(torch.float8_e4m3fn), scales, turned_codes, turned_scales
