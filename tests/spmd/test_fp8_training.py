@@ -260,3 +260,35 @@ def test_refusals_change_nothing(rank):
     with pytest.raises(ValueError, match=r"FP8: .* is sharded already; call it before"):
         fp8.fp8_training(model)
     assert isinstance(model.up_proj.fp8_products["weight"], Fp8Product)
+
+
+HF = {  # fused experts as (experts, out, in), and as (experts, in, out) with biases
+    "Qwen3MoeConfig": {"num_experts": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "GptOssConfig": {"num_local_experts": 3, "intermediate_size": 48},
+}
+
+
+@spmd(3)
+def test_fused_experts_of_transformers(rank):
+    import transformers
+
+    sizes = {"hidden_size": 144, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 16, "vocab_size": 64, "num_experts_per_tok": 2, "use_cache": False}
+    ids = torch.randint(64, (2, 8), generator=torch.Generator().manual_seed(1)).to(rank.device)
+
+    def trained(model):
+        loss = model(ids).logits.float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    for family, own in HF.items():
+        torch.manual_seed(0)
+        plain = transformers.AutoModelForCausalLM.from_config(getattr(transformers, family)(**sizes, **own))
+        plain = plain.to(rank.device)
+        reference, model = (fp8.fp8_training(copy.deepcopy(plain), tiles=True) for _ in range(2))
+        assert any(name.endswith(".experts") for name in fp8.fp8_modules(model)), family
+        fully_shard(model, gather_policy=fp8.gather_policy, orig_param_policy=fp8.orig_param_policy)
+        expected = trained(reference)
+        assert torch.equal(trained(model), expected), family
+        assert_same_gradients(rank, model, reference, family)
+        torch.testing.assert_close(expected, trained(plain), rtol=0.02, atol=0)
