@@ -43,6 +43,11 @@ def train(run_dir: Path, **changes: Any) -> dict[str, Any]:
     return start(from_values(settings(run_dir, **changes)))
 
 
+def until_told(_: None, pipe: Any) -> str:
+    """What a rank of the launcher may do: wait for the request to stop."""
+    return pipe.recv()
+
+
 def train_on_pool(run_dir: Path, **changes: Any) -> dict[str, Any]:
     """Train on the ranks of a test's pool, all of which call this."""
     import torch

@@ -53,6 +53,41 @@ def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
+_SIGNALS = """
+import os, signal, sys, threading, time
+from multiprocessing import forkserver
+from ragged_fsdp.trainer.launch import RankFailure, launch
+
+def when_there_is_a_server(act, before):
+    while (server := forkserver._forkserver._forkserver_pid) == before:
+        time.sleep(0.01)
+    act(server)
+
+def run(act):
+    before = forkserver._forkserver._forkserver_pid
+    threading.Thread(target=when_there_is_a_server, args=(act, before)).start()
+    return launch("train_cases:until_told", None, 2)
+
+if __name__ == "__main__":
+    try:
+        run(lambda server: os.kill(server, signal.SIGKILL))
+    except RankFailure as failure:
+        print(failure)
+    os.setpgid(0, 0)
+    print(run(lambda server: os.killpg(0, signal.SIGTERM)))
+"""
+
+
+def test_a_signal_to_all_processes_stops_a_run_and_a_dead_server_is_named(tmp_path):
+    """``timeout`` signals the group: the fork server died of it, and every rank with it, nothing saved."""
+    script = tmp_path / "signals.py"
+    script.write_text(_SIGNALS)
+    done = _python(str(script), PYTHONPATH=f"{ROOT / 'src'}:{ROOT / 'tests'}")
+    first, last = done.stdout.strip().splitlines()
+    assert first.startswith("the process that starts the ranks died before rank 0; "), done.stderr
+    assert "out-of-memory killer" in first and last == "stop", done.stderr
+
+
 def test_without_torchrun_the_error_is_one_line_of_ours():
     done = _python(
         "-c", "import torch; from ragged_fsdp import fully_shard; fully_shard(torch.nn.Linear(2, 2))"

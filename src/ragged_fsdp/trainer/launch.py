@@ -75,6 +75,7 @@ def launch(target: str, argument: Any, processes: int) -> Any:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes))),
     }
     ranks: list[_Rank] = []
+    oom_kills_before = _oom_kills()
     try:
         with _stop_on_signals(ranks) as stop:
             _start_fork_server()
@@ -82,12 +83,18 @@ def launch(target: str, argument: Any, processes: int) -> Any:
                 ours, theirs = context.Pipe()
                 own = {**environment, "RANK": str(index), "LOCAL_RANK": str(index)}
                 process = context.Process(target=_serve, args=(target, argument, own, theirs))
-                process.start()
+                try:
+                    process.start()
+                except (EOFError, ConnectionError) as error:
+                    why = _memory_killer(oom_kills_before)
+                    raise RankFailure(
+                        f"the process that starts the ranks died before rank {index}; {why}"
+                    ) from error
                 theirs.close()
                 ranks.append(_Rank(index, process, ours))
                 if stop.is_set():  # asked before this rank was there to hear it
                     _ask_to_stop(ranks[-1:])
-            return _watch(ranks)
+            return _watch(ranks, oom_kills_before)
     finally:
         for rank in ranks:
             if rank.process.is_alive():
@@ -97,10 +104,11 @@ def launch(target: str, argument: Any, processes: int) -> Any:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server with SIGINT blocked, which it inherits: a terminal's Ctrl-C reaches it too, and
-    must not end it while it loads torch."""
+    """Start the fork server with SIGINT and SIGTERM blocked, which it inherits: a terminal's Ctrl-C and the
+    SIGTERM of ``timeout`` reach the whole process group. It must not end: it tells us how ranks end, so
+    that without it all of them would seem dead, and be killed before they saved."""
     resource_tracker.ensure_running()  # first: it unblocks signals when it starts
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         forkserver.ensure_running()
     finally:
@@ -131,9 +139,8 @@ def _serve(target: str, argument: Any, environment: dict[str, str], pipe: Connec
     pipe.send(("result", result))
 
 
-def _watch(ranks: list[_Rank]) -> Any:
+def _watch(ranks: list[_Rank], oom_kills_before: int | None) -> Any:
     """Until all ranks are done, or one has failed and the others had time to say why."""
-    oom_kills_before = _oom_kills()
     first_failure: float | None = None
     while not all(rank.ended for rank in ranks):
         left = None if first_failure is None else first_failure + _REPORT_S - time.monotonic()
