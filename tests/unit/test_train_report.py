@@ -50,20 +50,34 @@ def test_panels_have_titles_labels_and_values_to_hover():
     (stored,) = json.loads(tree.attrib["data-lines"])
     assert stored["label"] == "a <b>" and stored["color"] == 1
     assert [(step, value) for step, _, value in stored["points"]] == [(1, 1.0)]
-    bars = draw(Bars("Time", "medians", "ms", ("a", "b"), [("run", [1.0, 3000.0])]))
-    assert ">3k</text>" in bars and "<title>run: b 3k</title>" in bars
+
+
+def test_bars_have_whole_labels_and_room():
+    """Labels were cut to their last nine letters, and many runs were squeezed into one height."""
+    label = "four processes, then three"
+    bars = draw(Bars("Time", "medians", "ms", ("a", "b"), [(label, [1.0, 3000.0])] * 12))
+    assert bars.count(f">{label}</text>") == 12
+    assert ">3,000</text>" in bars and f"<title>{label}: b 3,000</title>" in bars
+    tree = ElementTree.fromstring(bars)
+    boxes = [node.attrib for node in tree.iter() if node.tag.endswith("rect")][2:]
+    ends = [float(box["y"]) + float(box["height"]) for box in boxes]
+    starts = [float(box["y"]) for box in boxes]
+    assert all(start - end > 12 for end, start in zip(ends[1::2], starts[2::2]))  # a label fits between
+    assert ends[-1] < float(tree.attrib["viewBox"].split()[3])
 
 
 def test_the_page_says_what_differs_and_fits_every_screen(tmp_path):
     runs = {
         "first": _run(tmp_path / "a", [3.0, 2.0], lr=0.1),
-        "<second>": _run(tmp_path / "b", [3.0, 2.5], lr=0.2, model_set={"layers": "1"}),
+        "<second>": _run(tmp_path / "b", [3.0, 2.5], lr=0.2, model_set={"layers": "1"}, data="a.txt"),
     }
     write_report(runs, tmp_path / "out/page.html")
     page = (tmp_path / "out/page.html").read_text()
     settings = re.search(r"What differs in the settings</h2>(.*?)</table>", page).group(1)
     names = re.findall(r'data-name="setting">(\w+)<', settings)
-    assert names == ["model_set", "lr"] and ">0.1<" in settings and ">0.2<" in settings
+    assert names == ["model_set", "data", "lr"] and ">0.1<" in settings and ">0.2<" in settings
+    assert all(f">{value}<" in settings for value in ("none", "layers=1", "stdlib", "a.txt"))
+    assert page.index("<h2>Curves") < page.index("What differs")  # a long list must not hide them
     assert 'name="viewport"' in page and "prefers-color-scheme:dark" in page and "max-width:640px" in page
     assert "<second>" not in page and html.escape("<second>") in page
     write_report(runs, tmp_path / "out/file.svg")

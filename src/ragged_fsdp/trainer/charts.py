@@ -26,6 +26,7 @@ __all__ = [
 
 WIDTH, HEIGHT = 520, 300
 _LEFT, _RIGHT, TOP, BOTTOM = 62, 14, 48, 44
+_ROW, _BAR = 58, 30  # of a run in a panel of bars: its label and its bar, and the bar alone
 _OUTLIER = 3.0  # how many times the usual range a value may stray before it is left out of the axis
 _LIGHT = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f")
 _DARK = ("#7aa2ff", "#ff8a80", "#4ade80", "#fbbf24", "#c4a7ff", "#5ad1e6", "#ff8ac2", "#b4d455")
@@ -115,8 +116,8 @@ def draw(panel: Panel | Bars) -> str:
     data = "" if isinstance(panel, Bars) else f" data-lines='{_stored(panel)}'"
     text = html.escape(panel.title)
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{text}" '
-        f'xmlns="http://www.w3.org/2000/svg"{data}>'
+        f'<svg viewBox="0 0 {WIDTH} {_height(panel)}" preserveAspectRatio="xMinYMin" role="img" '
+        f'aria-label="{text}" xmlns="http://www.w3.org/2000/svg"{data}>'
         f"{_text(0, 16, panel.title, size=15, weight=600)}"
         f"{_text(0, 34, panel.note, size=11, opacity=0.75)}{body}</svg>"
     )
@@ -195,27 +196,36 @@ def _lines(panel: Panel) -> Iterator[str]:
 
 def _bars(panel: Bars) -> Iterator[str]:
     longest = max((sum(values) for _, values in panel.rows), default=0.0) or 1.0
-    top, bottom = TOP + 18, HEIGHT - BOTTOM
-    height = min(34.0, (bottom - top) / max(1, len(panel.rows)) - 6)
     for index, part in enumerate(panel.parts):
-        x = _LEFT + index * (WIDTH - _LEFT - _RIGHT) / len(panel.parts)
+        x = index * (WIDTH - _RIGHT) / len(panel.parts)
         yield f'<rect x="{x:.0f}" y="{TOP - 6}" width="10" height="10" fill="var(--c{index % 8})"/>'
         yield _text(x + 14, TOP + 3, part)
     for number, (label, values) in enumerate(panel.rows):
-        y, x = top + number * (height + 6), float(_LEFT)
-        yield _text(_LEFT - 6, y + height / 2 + 4, label[-9:], anchor="end")
+        y, x = TOP + 18 + number * _ROW + 18, 0.0
+        yield _text(0, y - 5, label)
         for index, value in enumerate(values):
-            width = value / longest * (WIDTH - _LEFT - _RIGHT - 40)
-            name = f"{label}: {panel.parts[index]} {_short(value)}"
+            width = value / longest * (WIDTH - _RIGHT - 46)
+            name = f"{label}: {panel.parts[index]} {_milliseconds(value)}"
             yield (
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" '
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{_BAR}" '
                 f'fill="var(--c{index % 8})"><title>{html.escape(name)}</title></rect>'
             )
-            if width > 26:
-                yield _text(x + width / 2, y + height / 2 + 4, _short(value), anchor="middle", paper=True)
+            if width > 34:
+                yield _text(
+                    x + width / 2, y + _BAR / 2 + 4, _milliseconds(value), anchor="middle", paper=True
+                )
             x += width
-        yield _text(x + 4, y + height / 2 + 4, _short(sum(values)))
-    yield _text((_LEFT + WIDTH - _RIGHT) / 2, HEIGHT - 8, panel.x_label, anchor="middle")
+        yield _text(x + 4, y + _BAR / 2 + 4, _milliseconds(sum(values)))
+    yield _text((WIDTH - _RIGHT) / 2, _height(panel) - 8, panel.x_label, anchor="middle")
+
+
+def _height(panel: Panel | Bars) -> float:
+    """Bars are as high as all rows need, so that none is squeezed."""
+    return TOP + 18 + len(panel.rows) * _ROW + 26 if isinstance(panel, Bars) else HEIGHT
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else _short(value)
 
 
 def _text(

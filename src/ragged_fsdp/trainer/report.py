@@ -30,7 +30,8 @@ border-radius:4px;padding:.3em .6em;font-size:13px;box-shadow:0 2px 8px #0003;wh
 @media(max-width:640px){thead{display:none}
 tr{display:block;margin-bottom:1em;border-bottom:2px solid var(--faint)}
 td{display:flex;justify-content:space-between;gap:1em;text-align:right}td:first-child{font-weight:600}
-td::before{content:attr(data-name);opacity:.7;text-align:left}}
+td::before{content:attr(data-name);opacity:.7;text-align:left}
+.panels svg text{font-size:14px}.panels svg text:first-of-type{font-size:19px}}
 """
 _SCRIPT = """
 const tip=document.getElementById('tip');
@@ -169,13 +170,14 @@ def _page(runs: dict[str, Path], metrics: dict[str, Rows], panels: list[str]) ->
     script = _SCRIPT
     for name, value in (("WIDTH", WIDTH), ("BOTTOM", HEIGHT - BOTTOM), ("TOP", TOP)):
         script = script.replace(name, str(value))
-    title = html.escape(", ".join(metrics))
+    title = html.escape(" · ".join(metrics))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{title}</title><style>{STYLE}{_PAGE_STYLE}</style></head><body><h1>{title}</h1>"
-        f'{_table(_summary(metrics))}{differences}<h2>Curves</h2><p class="legend">{legend}</p>'
-        f'<div class="panels">{"".join(panels)}</div><div id="tip"></div><script>{script}</script>'
+        f'{_table(_summary(metrics))}<h2>Curves</h2><p class="legend">{legend}</p>'
+        f'<div class="panels">{"".join(panels)}</div>{differences}'
+        f'<div id="tip"></div><script>{script}</script>'
         "</body></html>\n"
     )
 
@@ -239,7 +241,16 @@ def _differences(runs: dict[str, Path]) -> list[tuple[str, ...]]:
     shared = set.intersection(*(set(of_run) for of_run in settings.values())) - set(_OF_THE_RUN)
     rows = []
     for name in (name for name in next(iter(settings.values())) if name in shared):
-        values = [str(of_run[name]) for of_run in settings.values()]
+        values = [_readable(of_run[name]) for of_run in settings.values()]
         if len(set(values)) > 1:
             rows.append((html.escape(name), *(html.escape(value) for value in values)))
     return [("setting", *settings), *rows] if rows else []
+
+
+def _readable(value: Any) -> str:
+    """A setting as one would type it."""
+    if isinstance(value, dict):
+        value = [f"{key}={inner}" for key, inner in value.items()]
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    return "none" if value == "" else str(value)
