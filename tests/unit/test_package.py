@@ -4,6 +4,7 @@ import ast
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -136,6 +137,36 @@ def test_every_command_explains_itself():
             names = command.list_commands(context)
             waiting += [([*words, name], command.get_command(context, name)) for name in names]
     assert len(waiting) >= 19 and all(isinstance(command, click.Command) for _, command in waiting)
+
+
+@pytest.mark.parametrize("name", ["plan", "predict", "calibrate", "train", "report", "inspect", "export"])
+def test_the_examples_of_a_help_can_be_copied(name):
+    """At 80 columns: no line is broken by the terminal, every flag is one, and it is a command of ours."""
+    import click
+    from click.testing import CliRunner
+
+    from ragged_fsdp.cli.main import main
+
+    shown = CliRunner().invoke(main, [name, "--help"], terminal_width=80).output
+    block = re.search(r"^  Examples:\n((?:    .*\n)+)", shown, re.MULTILINE)[1]
+    assert max(map(len, shown.splitlines())) <= 80
+    examples = block.replace("\\\n", " ").splitlines()
+    assert len(examples) >= 2 and not re.search(r"ragged-fsdp \w+ ", shown.replace(block, "")), shown
+    for example in examples:
+        words = shlex.split(example)
+        command = main.get_command(click.Context(main), words[words.index("ragged-fsdp") + 1])
+        known = {flag for option in command.params for flag in option.opts}
+        flags = [word for word in words[words.index("ragged-fsdp") :] if re.fullmatch(r"--?[a-z].*", word)]
+        assert set(flags) <= known, example
+
+
+def test_a_refusal_is_the_message_alone():
+    from click.testing import CliRunner
+
+    from ragged_fsdp.cli.main import main
+
+    shown = CliRunner().invoke(main, ["train", "--optimizer", "adan"])
+    assert shown.exit_code == 2 and shown.output.startswith("Error: optimizer = 'adan'"), shown.output
 
 
 def test_a_wrong_command_is_named():

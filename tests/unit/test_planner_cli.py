@@ -339,6 +339,8 @@ def test_advice_takes_replicas_and_memory_into_account(tensors):
         (["no-such-model"], "neither a file nor a known model"),
         (["llama-3-7b"], "did you mean 'llama-3-70b'?"),
         (["LamaConfig"], "did you mean 'LlamaConfig'?"),
+        (["LlamaConfg"], "did you mean 'LlamaConfig'?"),
+        (["Xyz_12"], "has no causal language model with this config class; valid names are"),
         (
             ["{tensors}", "-g", "*.upp.*=4rows"],
             "matches none of 7 parameters; they are named like 'layers.1.up.weight'",

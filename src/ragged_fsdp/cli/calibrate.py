@@ -14,9 +14,12 @@ _HELP = """Run a few layers on this machine's GPU and write their times as a cal
 
 MODELS are any that `train --model` takes; a card may hold several. A model takes 10 to 30 seconds.
 
-ragged-fsdp calibrate llama-3-70b gpt-oss-120b --seq-len 4096 --out h200.json
-
-ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 8192 --hardware h200.json
+\b
+Examples:
+  ragged-fsdp calibrate llama-3-70b gpt-oss-120b --seq-len 4096 \\
+      --out h200.json
+  ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 8192 \\
+      --hardware h200.json
 """
 
 

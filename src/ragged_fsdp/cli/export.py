@@ -36,6 +36,11 @@ def command(
     of the model's library, so that transformers can load the folder; several files get an index. Tokenizer
     and generation settings of the folder that the run started from are copied. OUT appears when it is
     complete.
+
+    \b
+    Examples:
+      ragged-fsdp export runs/first exported
+      ragged-fsdp export runs/first exported --best --dtype bf16
     """
     import torch
     from rich.console import Console

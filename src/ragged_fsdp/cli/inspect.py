@@ -22,6 +22,11 @@ def command(checkpoint: Any, verify: bool, show_all: bool, as_json: bool) -> Non
 
     CHECKPOINT is a folder, or a URL that fsspec knows. A folder of safetensors, exported or of another
     tool, is shown too; files that are not as long as they say are refused.
+
+    \b
+    Examples:
+      ragged-fsdp inspect runs/first --verify
+      ragged-fsdp inspect runs/first/checkpoints/step-00000040 --json
     """
     from ragged_fsdp.checkpoint.contents import CheckpointReader
     from ragged_fsdp.checkpoint.store import damage

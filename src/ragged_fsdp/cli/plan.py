@@ -59,21 +59,24 @@ _FROM_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.FloatRange(min=0)
 _HELP = """Lay a model's parameters out over FSDP ranks and show padding, bounds and buffers.
 
-MODEL is any that `train --model` takes: deepseek-v3, gpt-oss-20b, gpt-oss-120b, llama-3-8b, llama-3-70b,
-llama-3-405b, qwen3-30b-a3b, qwen3-235b-a22b, a built-in size (nano to large), a config class of transformers
-or a folder; also a config.json, or a JSON of tensors.
+MODEL is any that `train --model` takes, or a config.json, or a JSON of tensors. By name:
 
-ragged-fsdp plan deepseek-v3 -g '*.experts.*=128rows' -n 512,1024
+\b
+  deepseek-v3, gpt-oss-20b, gpt-oss-120b, llama-3-8b, llama-3-70b,
+  llama-3-405b, qwen3-30b-a3b, qwen3-235b-a22b;
+  nano, demo, small, medium, large (built in)
 
-ragged-fsdp plan gpt-oss-120b -g '*.experts.*_proj=1rows|16rows|128rows' -n 8:1024:8 --plot padding.svg
-
-ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.experts.*=32rows' -n 16 --show model.layers.0
-
-ragged-fsdp plan gpt-oss-120b -n 64,256 --ranks-per-node 8
-
-ragged-fsdp plan llama-3-70b --advise --gpus 512 --memory 60
-
-ragged-fsdp plan llama-3-70b --advise --gpus 512 --hardware h200 --tokens-per-gpu 8192
+\b
+Examples:
+  ragged-fsdp plan deepseek-v3 -g '*.experts.*=128rows' -n 512,1024
+  ragged-fsdp plan gpt-oss-120b -g '*.experts.*_proj=1rows|16rows|128rows' \\
+      -n 8:1024:8 --plot padding.svg
+  ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.experts.*=32rows' -n 16 \\
+      --show model.layers.0 --svg layer.svg
+  ragged-fsdp plan gpt-oss-120b -n 64,256 --ranks-per-node 8
+  ragged-fsdp plan llama-3-70b --advise --gpus 512 --memory 60
+  ragged-fsdp plan llama-3-70b --advise --gpus 512 --hardware h200 \\
+      --tokens-per-gpu 8192
 """
 
 

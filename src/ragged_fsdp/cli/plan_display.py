@@ -61,7 +61,7 @@ def errors_in_one_line(status: Console) -> Iterator[None]:
     except BrokenPipeError:  # who reads has seen enough: click ends the process without a word
         raise
     except (ValueError, TypeError, OSError) as error:
-        status.print(f"[red]error:[/] {markup_escape(str(error))}", highlight=False, soft_wrap=True)
+        status.print(f"[red]Error:[/] {markup_escape(str(error))}", highlight=False, soft_wrap=True)
         raise click.exceptions.Exit(2) from None
 
 

@@ -96,7 +96,7 @@ def _by_name(source: str) -> tuple[str, str, Any]:
         raise ValueError(f"{source}: building a model needs torch ({error}).") from None
     known = [*PUBLISHED, *BUILT_IN_SIZES]
     name = published_name(source) or source
-    if name not in known and not name.endswith("Config"):
+    if name not in known and not (name[:1].isupper() and name.isidentifier()):  # not like a class either
         raise ValueError(
             f"{source!r} is neither a file nor a known model; {nearest(source, known)} A Hugging Face config "
             "class such as LlamaConfig, a folder or a config.json will do too."

@@ -42,13 +42,16 @@ _HELP = """Say what a training step of MODEL will cost: time, MFU, memory by cat
 MODEL is any that `train --model` takes, or the TOML file of a training run. No GPU is needed, nothing is
 downloaded.
 
-ragged-fsdp predict llama-3-70b --gpus 16 --tokens-per-gpu 8192 --hardware h100 --search
-
-ragged-fsdp predict gpt-oss-120b --gpus 64..4096 --tokens-per-gpu 8192 --hardware h200 --fsdp2
-
-ragged-fsdp predict llama-3-8b --gpus 8..100000 --batch-tokens 16777216 --hardware h200 --plot scaling.svg
-
-ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 4096 --hardware h200 --timeline step.svg
+\b
+Examples:
+  ragged-fsdp predict llama-3-70b --gpus 16 --tokens-per-gpu 8192 \\
+      --hardware h100 --search
+  ragged-fsdp predict gpt-oss-120b --gpus 64..4096 --tokens-per-gpu 8192 \\
+      --hardware h200 --fsdp2
+  ragged-fsdp predict llama-3-8b --gpus 8..100000 --batch-tokens 16777216 \\
+      --hardware h200 --plot scaling.svg
+  ragged-fsdp predict llama-3-70b --gpus 64 --tokens-per-gpu 4096 \\
+      --hardware h200 --timeline step.svg
 """
 
 

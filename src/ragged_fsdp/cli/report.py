@@ -18,6 +18,11 @@ def command(runs: tuple[str, ...], out: Path | None) -> None:
     """Draw loss, learning rate, speed, memory and step times of each RUN folder into one page.
 
     A run may be given as LABEL=FOLDER. Without --out the page is report.html in the first run's folder.
+
+    \b
+    Examples:
+      ragged-fsdp report runs/first
+      ragged-fsdp report before=runs/first after=runs/second --out compare.html
     """
     from ragged_fsdp.trainer.report import write_report
 

@@ -13,10 +13,17 @@ from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml
 
 __all__ = ["command"]
 
-_EPILOG = """
+_HELP = """Train a language model, sharded over the processes of this machine, torchrun or SLURM.
+
 Flags override the file given with --config; the settings of a run are saved as config.toml in its folder.
-Runs alone (it starts its own processes), under torchrun and under srun. Ctrl-C stops after the current step
-and saves. The same command again continues where the run stopped.
+Ctrl-C stops after the current step and saves. The same command again continues where the run stopped.
+
+\b
+Examples:
+  ragged-fsdp train --model nano --data 'text/*.txt' --steps 500 --processes 2
+  ragged-fsdp train --model path/to/llama --data tokens.bin --seq-len 4096
+  ragged-fsdp train --config runs/first/config.toml --run-dir runs/second
+  torchrun --nproc-per-node 8 --no-python ragged-fsdp train --model medium
 """
 
 
@@ -77,19 +84,25 @@ class _TrainCommand(click.Command):
                 formatter.write_dl([found for name in names if (found := records[name])])
 
 
+class _Refused(click.ClickException):
+    """Settings, data or a checkpoint that do not go together: how to spell the command is no help there."""
+
+    exit_code = 2
+
+
 def _first_line(section: type) -> str:
     return (section.__doc__ or "").splitlines()[0].rstrip(".")
 
 
-@click.command(cls=_TrainCommand, epilog=_EPILOG, context_settings=HELP_OPTIONS)
+@click.command(cls=_TrainCommand, help=_HELP, context_settings=HELP_OPTIONS)
 @click.option("--config", type=click.Path(dir_okay=False), default=None, help="settings file (TOML)")
 @_flags
 def command(config: str | None, **flags: Any) -> None:
-    """Train a language model, sharded over the processes of this machine, torchrun or SLURM."""
+    """Merge file and flags, and run."""
     try:
         settings = from_values(load_toml(config) if config else {}, _given(flags))
     except ConfigError as error:
-        raise click.UsageError(str(error)) from error
+        raise _Refused(str(error)) from error
     run(settings)
 
 
@@ -101,7 +114,7 @@ def run(settings: TrainConfig) -> dict[str, Any]:
     try:
         outcome = start(settings)
     except ConfigError as error:
-        raise click.UsageError(str(error)) from error
+        raise _Refused(str(error)) from error
     except RankFailure as error:
         print(f"\n{error}", file=sys.stderr)
         sys.exit(1)

@@ -61,7 +61,8 @@ def find_model(name: str, changes: Mapping[str, str], *, random_weights: bool = 
     if name in BUILT_IN_SIZES:
         return _built_in(name, changes)
     name = published_name(name) or name
-    if name in PUBLISHED or name.endswith("Config") or Path(name).is_dir():
+    like_a_class = name[:1].isupper() and name.isidentifier()  # misspelt: the nearest class is named
+    if name in PUBLISHED or like_a_class or Path(name).is_dir():
         if importlib.util.find_spec("transformers") is None:
             raise ValueError(f"model = {name!r}: needs transformers; in a checkout: pip install '.[hf]'")
         from ragged_fsdp.models.huggingface import find_hugging_face

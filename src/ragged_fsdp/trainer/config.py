@@ -55,8 +55,8 @@ class ModelConfig:
 
     model: str = _option(
         "demo",
-        "a built-in size (nano, demo, small, medium, large), a Hugging Face config class (LlamaConfig), or a "
-        "local Hugging Face folder",
+        "a built-in size (nano, demo, small, medium, large), a published model's shapes (llama-3-8b), a "
+        "Hugging Face config class (LlamaConfig), or a local Hugging Face folder",
     )
     model_set: dict[str, str] = _option({}, "change a field of the model's config: --model-set layers=2")
     weights: str = _option(
@@ -127,7 +127,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """How the model is laid out over processes, and in which precision it computes."""
+    """How the model lies on processes, and in which precision it computes."""
 
     sharding: str = _option(
         "ragged",

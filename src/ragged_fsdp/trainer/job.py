@@ -207,9 +207,10 @@ class TrainingJob:
     def _introduce(self, layout: Description) -> None:
         ranks, config = self.ranks, self.config
         split = f" ({ranks.mesh_text})" if ranks.mesh_text else ""
+        processes = f"{ranks.world_size} {ranks.device.type} process{'es' if ranks.world_size > 1 else ''}"
         self._view.say(
-            f"{self._parameters:,} parameters, {config.sharding.sharding} over {ranks.world_size} "
-            f"{ranks.device.type} processes{split}; {self._tokens.description}"
+            f"{self._parameters:,} parameters, {config.sharding.sharding} over {processes}{split}; "
+            f"{self._tokens.description}"
         )
         self._view.say(self._tokens.tokenizer_description)
         if self._begin.path is None:
