@@ -21,6 +21,7 @@ autodoc_typehints = "none"  # signatures have them
 autodoc_preserve_defaults = True
 autodoc_mock_imports = ["torchft", "ray"]  # pages are built without them
 python_use_unqualified_type_names = True
+smartquotes_action = "qe"  # not dashes: a flag in a table would lose one of its two
 
 html_theme = "furo"
 html_title = f"ragged_fsdp {version}"

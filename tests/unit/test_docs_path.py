@@ -3,6 +3,8 @@
 import importlib.util
 import re
 
+import pytest
+
 from docs_blocks import ROOT
 
 SOURCES = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
@@ -32,3 +34,26 @@ def test_messages_of_the_troubleshooting_page_exist():
     for message in messages:
         for piece in message.split("..."):
             assert piece.strip() in joined, message
+
+
+def test_the_sidebar_is_a_path_with_every_page_on_it_once():
+    text = (ROOT / "docs/index.md").read_text()
+    captions = re.findall(r":caption: '?(\w+)", text)
+    assert list(dict.fromkeys(captions)) == [
+        "First",
+        "Tutorials",
+        "Guides",
+        "Reference",
+        "Benchmarks",
+        "Inside",
+    ]
+    pages = re.findall(r"^[a-z][\w-]+$", text, re.MULTILINE)
+    written = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index", "package"}
+    assert sorted(pages) == sorted(written)
+
+
+def test_typography_leaves_flags_alone():
+    """Two dashes became one long one, so that flags in the tables of settings could not be copied."""
+    smartquotes = pytest.importorskip("docutils.utils.smartquotes")
+    action = re.search(r'^smartquotes_action = "(\w+)"', (ROOT / "docs/conf.py").read_text(), re.MULTILINE)[1]
+    assert "--model-set layers=2" in smartquotes.smartyPants("such as --model-set layers=2", action)
