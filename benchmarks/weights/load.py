@@ -2,11 +2,11 @@
 
     python -m benchmarks.weights.load --mib 512 --processes 1 2 4 8 --out benchmarks/weights/results/load.json
 
-Every rank loads the same folder twice, in a process of its own: with ``weights.load``, and as a loader does
-that reads every parameter whole and keeps its part: what this package did before it had ``weights.load``. The
-page cache is emptied of the files before each load (``posix_fadvise``), and asked how much of them it still
-holds. Bytes are those of ``/proc/self/io`` (``rchar``, which does not count what safetensors maps); memory is
-the growth of the largest resident set (``VmHWM``) during the load, less the shard.
+Every rank loads the same folder in turn with ``weights.load`` and as a loader does that reads every parameter
+whole and keeps its part: what this package did before it had ``weights.load``. The page cache is emptied of
+the files before each load (``posix_fadvise``), and asked how much of them it holds. Bytes are those of
+``/proc/self/io`` (``rchar``, which does not count what safetensors maps); memory is the growth of the largest
+resident set (``VmHWM``) during the load, less the shard.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import socket
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch.multiprocessing as mp
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 from ragged_fsdp import fully_shard, weights
@@ -34,6 +35,7 @@ from ragged_fsdp import fully_shard, weights
 _LAYERS, _COLUMNS = 8, 2048
 _FILES = 4
 _LOOK_BYTES = 4 << 20
+_ROUNDS = 3
 
 
 def build(rows: int) -> nn.Sequential:
@@ -100,53 +102,71 @@ def _resident_bytes(which: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{which}:"))
 
 
-def _rank(rank: int, size: int, port: int, folder: str, rows: int, how: str, out: str) -> None:
+def _rank(rank: int, size: int, port: int, folder: str, rows: int, threads: int | None, out: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size)
-    model = build(rows).to(torch.bfloat16)
     mesh = init_device_mesh("cpu", (size,))
+    found = [
+        {"how": how, **_load(how, mesh, Path(folder), rows, threads)}
+        for _ in range(_ROUNDS)
+        for how in ("load", "whole")
+    ]
+    Path(out, f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def _load(how: str, mesh: DeviceMesh, folder: Path, rows: int, threads: int | None) -> dict[str, Any]:
+    """One load into a new model, from files that are not in memory."""
+    model = build(rows).to(torch.bfloat16)
     for layer in model:
         fully_shard(layer, mesh=mesh)
-    cached = forget(Path(folder)) if rank == 0 else 0.0
+    cached = forget(folder) if dist.get_rank() == 0 else 0.0
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the largest resident set counts from here
     read, before, began = _read_so_far(), _resident_bytes("VmRSS"), time.perf_counter()
     if how == "load":
-        weights.load(model, folder)
+        weights.load(model, folder, threads=threads)
     else:
-        load_whole(model, Path(folder))
+        load_whole(model, folder)
     dist.barrier()
-    seconds = time.perf_counter() - began
-    row = {
+    return {
+        "seconds": time.perf_counter() - began,
         "rchar": _read_so_far() - read,
         "peak_growth": _resident_bytes("VmHWM") - before,
         "shard": sum(p.to_local().nbytes for p in model.parameters()),
-        "seconds": seconds,
         "cached": cached,
         "check": sum(int(p.detach().to_local().view(torch.int16).sum()) for p in model.parameters()),
     }
-    Path(out, f"{rank}.json").write_text(json.dumps(row))
-    dist.destroy_process_group()
 
 
-def measure(folder: Path, rows: int, size: int, how: str) -> dict[str, Any]:
-    """One load on ``size`` processes."""
+def measure(folder: Path, rows: int, size: int, threads: int | None) -> list[dict[str, Any]]:
+    """Both ways on ``size`` processes, in turn; times are medians."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as out:
-        mp.spawn(_rank, (size, port, str(folder), rows, how, out), nprocs=size)
-        found = [json.loads(path.read_text()) for path in sorted(Path(out).glob("*.json"))]
-    return {
-        "processes": size,
-        "how": how,
-        "read_bytes_all": sum(row["rchar"] for row in found),
-        "seconds": max(row["seconds"] for row in found),
-        "beyond_shard_bytes": max(row["peak_growth"] - row["shard"] for row in found),
-        "cached_before": max(row["cached"] for row in found),
-        "check": sum(row["check"] for row in found),
-    }
+        mp.spawn(_rank, (size, port, str(folder), rows, threads, out), nprocs=size)
+        ranks = [json.loads(path.read_text()) for path in sorted(Path(out).glob("*.json"))]
+    made = []
+    for how in ("load", "whole"):
+        rounds = list(zip(*([run for run in rank if run["how"] == how] for rank in ranks)))
+        times = [max(run["seconds"] for run in runs) for runs in rounds]
+        made.append(
+            {
+                "processes": size,
+                "how": how,
+                "seconds": median(times),
+                "seconds_all": times,
+                "read_bytes_all": max(sum(run["rchar"] for run in runs) for runs in rounds),
+                "beyond_shard_bytes": max(
+                    run["peak_growth"] - run["shard"] for runs in rounds for run in runs
+                ),
+                "cached_before": max(run["cached"] for runs in rounds for run in runs),
+                "check": sorted({sum(run["check"] for run in runs) for runs in rounds}),
+            }
+        )
+    return made
 
 
 def main() -> None:
@@ -155,6 +175,7 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, default=512, help="size of the checkpoint")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--threads", type=int, help="reads at a time of a rank; default: as weights.load")
     parser.add_argument("--folder", type=Path, help="where the checkpoint is written, for a while")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -163,7 +184,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         total = write(Path(name), rows)
         for size in args.processes:
-            pair = [measure(Path(name), rows, size, how) for how in ("load", "whole")]
+            pair = measure(Path(name), rows, size, args.threads)
             assert pair[0]["check"] == pair[1]["check"], "the loaders give other weights"
             results += pair
             ratio = pair[1]["seconds"] / pair[0]["seconds"]

@@ -1,4 +1,6 @@
-"""LoRA adapters in a stream: merged weights under the names of the model without adapters."""
+"""LoRA adapters: merged weights under the names of the model without them, and folders of both."""
+
+import copy
 
 import pytest
 import torch
@@ -163,9 +165,7 @@ def test_adapters_that_are_off_merged_or_of_another_kind(rank):
 def test_a_model_of_peft_streams_what_merge_and_unload_gives(rank):
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
-    config = transformers.LlamaConfig(**sizes, **heads)
+    config = _llama_config()
 
     def build():
         torch.manual_seed(0)
@@ -207,6 +207,14 @@ def test_a_model_of_peft_streams_what_merge_and_unload_gives(rank):
         weights.stream(other)
 
 
+def _llama_config():
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": False}
+    return transformers.LlamaConfig(**sizes, **heads)
+
+
 def _peft_llama(config, **options):
     import peft
     import transformers
@@ -223,15 +231,7 @@ def test_folders_of_the_plain_model_and_of_an_adapter_are_loaded(rank):
     """Also on the meta device, where adapters get the values they begin with; PEFT wrote the folders."""
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        vocab_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
+    config = _llama_config()
     torch.manual_seed(5)
     plain = transformers.AutoModelForCausalLM.from_config(config)
     folder, adapter = rank.shared_dir / "plain", rank.shared_dir / "adapter"
@@ -277,3 +277,58 @@ def test_folders_of_the_plain_model_and_of_an_adapter_are_loaded(rank):
         weights.load(sharded("meta"), adapter)  # before the plain weights
     with pytest.raises(ValueError, match=r"no tensor for .*lora.* on the meta device"):
         weights.load(sharded("meta", init_lora_weights="pissa"), folder)
+
+
+@spmd(1, 2)
+def test_saved_folders_are_merged_or_the_adapter_alone(rank):
+    """transformers and PEFT load what was saved: same tokens, same tensors."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+    origin, merged, adapter = (rank.shared_dir / name for name in ("origin", "merged", "adapter"))
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(_llama_config())
+    if rank.rank == 0:
+        plain.config.use_cache = True
+        plain.save_pretrained(origin)
+        (origin / "tokenizer.json").write_text("{}")
+    dist.barrier()
+    model = transformers.AutoModelForCausalLM.from_pretrained(origin)
+    model.config.use_cache = False
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(model, lora)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora" in name or "modules_to_save" in name:
+                parameter.normal_()
+    whole = copy.deepcopy(model)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=rank.mesh())
+    fully_shard(model, mesh=rank.mesh())
+    weights.save(model, merged, max_file_bytes=8000)
+    weights.save(model, adapter, adapter="default")
+    again = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(origin), adapter
+    ).state_dict()
+    for name, value in whole.state_dict().items():
+        assert torch.equal(again[name], value), name
+    served = transformers.AutoModelForCausalLM.from_pretrained(merged)
+    assert served.config.use_cache is True and type(served).__name__ == "LlamaForCausalLM"
+    assert (merged / "tokenizer.json").exists() and (merged / "generation_config.json").exists()
+    assert len(list(merged.glob("*.safetensors"))) > 1 and not list(rank.shared_dir.glob(".*"))
+    prompt = torch.arange(1, 9)[None]
+    whole = whole.merge_and_unload()
+    written = [m.eval().generate(prompt, max_new_tokens=8, do_sample=False) for m in (served, whole)]
+    assert torch.equal(*written)
+    for refused, message in (
+        ({"folder": merged}, "exists and is not empty|ended before bucket"),
+        ({"folder": merged / "new", "source": adapter}, "has no config.json|ended before bucket"),
+        ({"folder": merged / "new", "adapter": "other"}, r"no adapter 'other'; it has \['default'\]"),
+        ({"folder": merged, "adapter": "default"}, "exists and is not empty"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            weights.save(model, **refused)
+    assert not (merged / "new").exists()
+    dist.barrier()
+    weights.save(model, merged, dtype=torch.bfloat16, overwrite=True)
+    assert transformers.AutoModelForCausalLM.from_pretrained(merged).dtype == torch.bfloat16

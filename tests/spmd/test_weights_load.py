@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ragged_fsdp import Rows, fully_shard, weights
-from ragged_fsdp.weights import spans
+from ragged_fsdp.weights import saving, spans
 from rank_pool import spmd
 from weights_cases import Model, cut_experts, stored, write
 
@@ -213,3 +213,38 @@ def test_refusals_on_every_rank_change_nothing(rank):
     assert report.missing == ("blocks.1.proj.bias",)
     report = weights.load(model, rank.shared_dir / "extra", strict="missing")
     assert report.unexpected == ("blocks.9.odd",)
+
+
+@spmd(1, 3)
+def test_what_is_saved_is_loaded_again(rank):
+    """Several files, other names and parts; a failure of the writer is raised on all and leaves nothing."""
+    torch.manual_seed(3)
+    model, other = Model(), Model()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    for module in (model, other):
+        for block in module.blocks:
+            fully_shard(block, mesh=rank.mesh())
+        fully_shard(module, mesh=rank.mesh())
+    folder = rank.shared_dir / "saved"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "write_safetensors", _no_space)
+        with pytest.raises((OSError, RuntimeError), match=r"no space|ended before bucket"):
+            weights.save(model, folder, names=cut_experts)
+        patch.setattr(saving.os, "rename", _no_space)
+        patch.setattr(
+            saving, "write_safetensors", lambda folder, planned, take, **_: [take(t.name) for t in planned]
+        )
+        with pytest.raises((OSError, RuntimeError), match="no space"):
+            weights.save(model, folder, names=cut_experts)
+    assert not list(rank.shared_dir.iterdir())
+    weights.save(model, folder, names=cut_experts, max_file_bytes=4000)
+    assert [path.name for path in rank.shared_dir.iterdir()] == ["saved"]
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    weights.load(other, folder, names=cut_experts)
+    for name, value in other.state_dict().items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(whole.cpu(), expected[name]), name
+
+
+def _no_space(*_, **__):
+    raise OSError("no space left")

@@ -1,8 +1,6 @@
 """A checkpoint as safetensors under the names its model's library uses."""
 
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
 from ragged_fsdp.weights.codes import block_fp8, coded
 from ragged_fsdp.weights.names import hugging_face_naming
+from ragged_fsdp.weights.saving import copy_serving, new_folder
 from ragged_fsdp.weights.targets import targets_of
 
 __all__ = ["export"]
@@ -30,20 +29,6 @@ _QUANTIZATION = {
     "weight_block_size": [128, 128],
 }
 """What transformers, vLLM and SGLang read of such a folder."""
-_SERVING = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""What a server reads beside the weights."""
 
 
 def export(
@@ -69,8 +54,6 @@ def export(
     stored = {t.name.removeprefix(_PREFIX): t for t in reader.tensors(_PREFIX)}
     if not stored:
         raise ValueError(f"{checkpoint} holds no 'model.*' tensors")
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty; give another folder, or say that it be overwritten")
     origin = _origin(reader.info)
     take_apart, config, tied = _conversion(reader.info.get("model", {}), origin)
     for name in tied & stored.keys():
@@ -92,9 +75,7 @@ def export(
         return converted(name, reader.load(stored[name]))
 
     planned = [tensor for name, source in stored.items() for tensor in _plan(name, source, converted)]
-    writing = out.with_name(f".writing-{out.name}")
-    shutil.rmtree(writing, ignore_errors=True)  # left by an export that was interrupted
-    try:
+    with new_folder(out, overwrite=overwrite) as writing:
         files = write_safetensors(writing, planned, read_group, max_file_bytes=max_file_bytes)
         if config:
             if dtype is not None:
@@ -102,20 +83,8 @@ def export(
             if fp8:
                 config["quantization_config"] = _QUANTIZATION
             (writing / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-        for name in _SERVING if origin is not None else ():
-            if (origin / name).is_file():  # type: ignore[operator]
-                shutil.copyfile(origin / name, writing / name)  # type: ignore[operator]
-        if out.exists():
-            replaced = out.with_name(f".replaced-{out.name}")
-            shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(out, replaced)
-            os.rename(writing, out)
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            os.rename(writing, out)
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
+        if origin is not None:
+            copy_serving(origin, writing)
     return [out / file.name for file in files]
 
 

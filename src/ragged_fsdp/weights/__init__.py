@@ -1,4 +1,4 @@
-"""Weights in and out of a sharded model: :func:`load` from files, :func:`stream` to inference."""
+"""Weights in and out of a sharded model: :func:`load` and :func:`save` files, :func:`stream` to inference."""
 
 from ragged_fsdp.weights.buckets import Bucket, Delta, Record
 from ragged_fsdp.weights.codes import block_fp8
@@ -14,6 +14,7 @@ from ragged_fsdp.weights.receivers import (
     share,
     vllm_source,
 )
+from ragged_fsdp.weights.saving import save
 from ragged_fsdp.weights.streaming import Stream, stream
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "load",
     "open_shared",
     "receive",
+    "save",
     "send",
     "serve_checkpoint_engine",
     "sglang_bucket",

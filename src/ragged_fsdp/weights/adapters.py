@@ -117,15 +117,19 @@ class Adapters:
                 name = f"{path}.{rest if kind == 'original_module' else rest.partition('.')[2]}"
         return self._without_layers(name)
 
-    def in_adapter(self, name: str) -> str | None:
-        """The name under which a folder of the active adapter has a tensor; None for the model's own."""
+    def in_adapter(self, name: str, which: str | None = None) -> str | None:
+        """The name of a tensor in a folder of an adapter, by default the active one; None if it has none."""
         for path, kept in self._copies.items():
-            inside = f"{path}.modules_to_save.{kept}."
+            inside = f"{path}.modules_to_save.{which or kept}."
             if name.startswith(inside):
                 return f"{_PEFT_PREFIX}{path.removeprefix(self._prefix)}.{name.removeprefix(inside)}"
         for path, active in self._layers.items():
             kind, adapter, *rest = [*name.removeprefix(f"{path}.").split("."), ""]
-            if name.startswith(f"{path}.") and kind != "base_layer" and adapter in active:
+            if (
+                name.startswith(f"{path}.")
+                and kind != "base_layer"
+                and adapter in (active if which is None else (which,))
+            ):
                 own = ".".join([path.removeprefix(self._prefix), kind, *rest[:-1]])
                 return f"{_PEFT_PREFIX}{own}"
         return None

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -71,7 +72,7 @@ def load(
     device: torch.device | str | None = None,
     init: Callable[[nn.Module], Any] | None = None,
     broadcast: bool = True,
-    threads: int = 8,
+    threads: int | None = None,
     progress: bool | Progress = False,
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
@@ -91,7 +92,7 @@ def load(
         init: gives values to the buffers of a module on the meta device that no checkpoint holds; default is
             the model's own ``_init_weights`` if it has one.
         broadcast: whether what several ranks hold alike is read by one of them and sent to the others.
-        threads: reads at a time on each rank.
+        threads: reads at a time on each rank; default is eight between the ranks of a machine, at least two.
         progress: True shows a bar on rank 0; a function is called with the bytes read so far and in all.
         group: the ranks that load; default is all. Stages of a pipeline pass their own, and ``"missing"``.
 
@@ -127,6 +128,9 @@ def load(
     for name, value in drawn.items():
         _keep_part(name, held[name], value)
     tensors = [held[target.name] for target in targets]
+    if threads is None:
+        hosts = ranks.each(socket.gethostname)
+        threads = max(2, 8 // hosts.count(hosts[ranks.rank]))
     show = _bar(progress, ranks.rank)
     if isinstance(plan, dcp_folder.DcpPlan):
         read = plan.run(tensors, ranks.group)

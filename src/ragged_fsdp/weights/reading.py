@@ -51,11 +51,12 @@ def read_jobs(
         for name in sorted({job.file for job in jobs}):
             files[name] = os.open(folder / name, os.O_RDONLY)
             stack.callback(os.close, files[name])
-            if hasattr(os, "posix_fadvise"):  # a guess of what comes next would read what other ranks hold
-                os.posix_fadvise(files[name], 0, 0, os.POSIX_FADV_RANDOM)
+            _advise(files[name], 0, 0, "RANDOM")  # the kernel's guesses would read what other ranks hold
         worker = _Worker(files, targets, dtypes, pinned)
-        pool = stack.enter_context(ThreadPoolExecutor(max(1, min(threads, len(jobs))), "weights"))
-        futures = {pool.submit(worker.run, job): job for job in jobs}
+        threads = max(1, min(threads, len(jobs)))
+        pool = stack.enter_context(ThreadPoolExecutor(threads, "weights"))
+        following = [*jobs[threads:], *[None] * threads]
+        futures = {pool.submit(worker.run, job, then): job for job, then in zip(jobs, following)}
         try:
             for future in as_completed(futures):
                 future.result()
@@ -66,6 +67,12 @@ def read_jobs(
             pool.shutdown(wait=True, cancel_futures=True)  # before the files are closed below a read
             raise
     return total
+
+
+def _advise(file: int, begin: int, length: int, what: str) -> None:
+    """Tell the kernel of reads to come, where it listens."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, begin, length, getattr(os, f"POSIX_FADV_{what}"))
 
 
 class _Worker:
@@ -82,8 +89,10 @@ class _Worker:
         self._own = threading.local()
 
     @torch.no_grad()
-    def run(self, job: Job) -> None:
-        """Read one run and put its pieces in place."""
+    def run(self, job: Job, then: Job | None) -> None:
+        """Read one run and put its pieces in place, while the disk fetches the one ``then``."""
+        if then is not None:
+            _advise(self._files[then.file], then.begin, then.end - then.begin, "WILLNEED")
         if len(job.pieces) == 1 and self._is_direct(job.pieces[0]):
             target, offset = self._targets[job.pieces[0].target], job.pieces[0].transfer.target_offset
             place = target.narrow(0, offset, job.pieces[0].transfer.numel).view(torch.uint8)

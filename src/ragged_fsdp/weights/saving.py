@@ -1,0 +1,187 @@
+"""``save``: a sharded model as a folder that is ready to serve, or its adapter as PEFT writes it.
+
+The weights come as a stream to one rank, which writes them as they come: memory holds two groups, whatever
+the size of the model. Nothing is under the folder's name until everything is there.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ragged_fsdp.agreement import together
+from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
+from ragged_fsdp.weights.adapters import Adapters
+from ragged_fsdp.weights.names import Naming
+from ragged_fsdp.weights.sources import whole_of
+from ragged_fsdp.weights.streaming import Stream, stream
+from ragged_fsdp.weights.targets import targets_of
+
+__all__ = ["copy_serving", "new_folder", "save"]
+
+_SERVING = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What a server reads beside the weights."""
+
+
+def save(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    names: Naming | Mapping[str, str] | None = None,
+    adapter: str | None = None,
+    source: str | Path | None = None,
+    max_file_bytes: int = 5 * 2**30,
+    overwrite: bool = False,
+) -> None:
+    """Write the weights of ``model`` as safetensors to the new folder ``folder``, ready to serve.
+
+    All ranks call it; rank 0 writes. Names, casts and LoRA adapters, which are merged, are those of
+    :func:`stream`. A model of transformers gets its ``config.json``, and what its source has for a server:
+    tokenizer, generation settings, ``use_cache``.
+
+    Args:
+        adapter: write this adapter of a PEFT model alone, as PEFT does, instead of the weights.
+        source: the Hugging Face folder the model comes from; default is where ``from_pretrained`` found it.
+        max_file_bytes: of a file; more are several, with an index.
+        overwrite: replace a folder that is there. Else that is refused, unless it is empty.
+
+    Raises:
+        ValueError: on every rank, if the model cannot be streamed or the folder cannot be taken.
+    """
+    folder, first = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
+    if adapter is not None:
+        _save_adapter(model, folder, adapter, first, overwrite)
+        return
+    made = stream(model, dtype=dtype, names=names, to=0)
+    with ExitStack() as stack:
+        with iter(made) as buckets:  # what fails on rank 0 ends the pass on all
+            if first:
+                writing = stack.enter_context(new_folder(folder, overwrite=overwrite))
+                _describe(Adapters(model).base, writing, dtype, source)
+                _write(made, buckets, writing, max_file_bytes)
+            else:
+                for _ in buckets:
+                    pass
+        _on_all(stack.pop_all().close)
+
+
+def _write(made: Stream, buckets: Any, folder: Path, max_file_bytes: int) -> None:
+    planned = [TensorToWrite(r.name, r.shape, r.dtype, group=r.name) for r in made.metadata()]
+    values = (pair for bucket in buckets for pair in bucket.tensors())
+
+    def next_value(expected: str) -> dict[str, Tensor]:
+        name, value = next(values)
+        assert name == expected, (name, expected)
+        return {name: value.cpu()}
+
+    write_safetensors(folder, planned, next_value, max_file_bytes=max_file_bytes)
+    assert next(values, None) is None
+
+
+def _on_all(action: Callable[[], None]) -> None:
+    """Do something, and raise on every rank if it fails on one."""
+    together(action, None) if dist.is_initialized() else action()
+
+
+def _describe(base: Any, folder: Path, dtype: torch.dtype | None, source: str | Path | None) -> None:
+    """Write the config of a model of transformers, and copy what a server needs."""
+    folder.mkdir(parents=True)
+    if not hasattr(getattr(base, "config", None), "to_json_string"):
+        if source is not None:
+            copy_serving(Path(source), folder)
+        return
+    config = copy.deepcopy(base.config)
+    library = next(cls for cls in type(base).__mro__ if cls.__module__.startswith("transformers."))
+    config.architectures = config.architectures or [library.__name__]
+    given = json.loads(config.to_json_string())
+    if dtype is not None:
+        given["dtype"] = str(dtype).removeprefix("torch.")
+    origin = Path(source if source is not None else base.name_or_path or "/nowhere")
+    if (origin / "config.json").is_file():
+        stored = json.loads((origin / "config.json").read_text())
+        given.pop("use_cache", None)  # training switches it off
+        given.update({"use_cache": stored["use_cache"]} if "use_cache" in stored else {})
+    elif source is not None:
+        raise ValueError(f"save: source={str(source)!r} has no config.json")
+    if getattr(base, "generation_config", None) is not None:
+        base.generation_config.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(given, indent=2, sort_keys=True) + "\n")
+    copy_serving(origin, folder)
+
+
+def copy_serving(origin: Path, folder: Path) -> None:
+    """Copy the tokenizer and generation settings that ``origin`` has."""
+    for name in _SERVING:
+        if (origin / name).is_file():
+            shutil.copyfile(origin / name, folder / name)
+
+
+@contextmanager
+def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """A folder to write to, which becomes ``out`` at the end; nothing is left of one that fails."""
+    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists and is not empty; give another folder, or say that it be overwritten")
+    writing, replaced = out.with_name(f".writing-{out.name}"), out.with_name(f".replaced-{out.name}")
+    shutil.rmtree(writing, ignore_errors=True)  # left by one that was interrupted
+    try:
+        yield writing
+        if out.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(out, replaced)
+        os.rename(writing, out)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+
+
+def _save_adapter(model: Any, folder: Path, adapter: str, first: bool, overwrite: bool) -> None:
+    """The adapter's own tensors, gathered one by one, in the files PEFT reads."""
+    if adapter not in getattr(model, "peft_config", {}):
+        known = sorted(getattr(model, "peft_config", {}))
+        raise ValueError(f"save: the model has no adapter {adapter!r}; it has {known}")
+    adapters, whole = Adapters(model, merging=False), {}
+    for target in targets_of(model):
+        if adapters.in_adapter(target.name, adapter) is not None:
+            value = whole_of(target.tensor)  # every rank takes part
+            if first:
+                whole[target.name] = value.cpu()
+
+    def write() -> None:
+        if not first:
+            return
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        found = get_peft_model_state_dict(model, whole, adapter, save_embedding_layers=False)
+        config = copy.copy(model.peft_config[adapter])
+        config.inference_mode = True
+        with new_folder(folder, overwrite=overwrite) as writing:
+            config.save_pretrained(writing)
+            tensors = {name: value.contiguous() for name, value in found.items()}
+            save_file(tensors, writing / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    _on_all(write)
