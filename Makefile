@@ -7,7 +7,7 @@ DEMO   := $(VENV)/.installed-demo
 STAMP  := $(VENV)/.installed
 PINNED := torch==$(shell sed -n 's/^torch==//p' constraints-dev.txt)
 
-.PHONY: demo test lint docs package setup test-torch test-torchtitan test-gpu clean help
+.PHONY: demo test lint docs package setup test-torch test-torchtitan test-tuning test-gpu clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -62,8 +62,18 @@ test-torchtitan:  ## run torchtitan's tests and its trainer with our sharding, i
 	.venv-torchtitan/bin/pip install --quiet "torch==$(TORCH)" pytest pytest-timeout hypothesis -e .
 	.venv-torchtitan/bin/python -m pytest -q tests/spmd/test_integration_torchtitan.py
 
+test-tuning:  ## run fine-tuning through peft, trl, bitsandbytes and torchao, in an environment of its own
+	$(PYTHON) -m venv .venv-tuning
+	.venv-tuning/bin/pip install --quiet "$(PINNED)"
+	.venv-tuning/bin/pip install --quiet "$(PINNED)" -e '.[hf]' pytest pytest-timeout hypothesis accelerate datasets \
+	  peft==0.21.2 trl==1.16.0 bitsandbytes==0.50.2 torchao==0.18.0
+	RAGGED_FSDP_TEST_PRELOAD="transformers.models.llama.modeling_llama transformers.trainer peft trl.trainer.sft_trainer bitsandbytes" \
+	  .venv-tuning/bin/python -m pytest -q tests/spmd/test_tuning_matrix.py tests/spmd/test_fsdp_frozen_codes.py \
+	  tests/spmd/test_integration_trl.py tests/spmd/test_integration_accelerate_script.py tests/spmd/test_fsdp_lora_example.py
+	.venv-tuning/bin/python -m pytest -q tests/spmd/test_integration_libraries.py -k script_of_the_trainer
+
 test-gpu: $(STAMP)  ## run all tests that a GPU can run (2 and 4 NCCL ranks may share one); keeps the results
 	$(BIN)/python tests/gpu/run.py
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-torch* .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-torch* .venv-tuning .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

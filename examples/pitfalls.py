@@ -241,6 +241,25 @@ def a_list_that_is_used_again(fsdp: Any) -> str:
 
 
 @pitfall
+def a_frozen_base_of_codes(fsdp: Any) -> str:
+    """pytorch/ao#2127, pytorch/ao#1929: weights that are codes and scales cannot be sharded.
+
+    Those of torchao are a tensor class without all-gather hooks, as is ours, which stands for them here.
+    """
+    from ragged_fsdp import BlockCodes, encode_frozen
+
+    model = _layers().requires_grad_(False)
+    encode_frozen(model, lambda name, weight: BlockCodes("int8", (4, 8)))
+    expected = model(_rows())
+    try:
+        fsdp.fully_shard(model)
+        output = model(_rows())
+    except NotImplementedError as error:
+        return str(error).splitlines()[0]
+    return "" if torch.equal(output, expected) else "the sharded model computes something else"
+
+
+@pitfall
 def a_tower_that_one_rank_does_not_run(fsdp: Any) -> str:
     """pytorch/pytorch#152964, huggingface/transformers#37186: ranks without images hang the others.
 

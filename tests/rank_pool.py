@@ -12,6 +12,7 @@ Other arguments come from ``pytest.mark.parametrize`` as usual and must be pickl
 fails reports its traceback; a rank that hangs is killed with its pool, and the next test gets a
 new one. Warnings are filtered as pytest's settings say. ``pytest.skip`` on all ranks skips the
 test; on some of them only it fails.
+``RAGGED_FSDP_TEST_PRELOAD`` names modules that the ranks are forked with: heavy ones are imported once.
 ``RAGGED_FSDP_TEST_DEVICE=cuda`` runs the same tests over NCCL, several ranks sharing one device if
 there are fewer devices than ranks.
 """
@@ -50,6 +51,7 @@ _PRELOAD = ["torch", "torch.distributed.tensor", "torch.distributed.fsdp"]
 if DEVICE == "cpu":  # not where an import could use CUDA: ranks are forked after it
     _PRELOAD += ["pytest", "hypothesis", "torch._dynamo", "ragged_fsdp.api", "ragged_fsdp.optim.muon"]
     _PRELOAD += ["ragged_fsdp.trainer.worker"]
+_PRELOAD += os.environ.get("RAGGED_FSDP_TEST_PRELOAD", "").split()
 _CONTEXT.set_forkserver_preload(_PRELOAD)
 _POOLS: dict[int, _Pool] = {}
 _DEFAULT_TIMEOUT_S = 120.0

@@ -88,8 +88,9 @@ def _torchao(config, device):
     from torchao import quantization
 
     model = Net(nn.Linear).to(device)
+    more = {"weight_dtype": torch.int4, "granularity": quantization.PerGroup(32)} if "Intx" in config else {}
     wanted = lambda module, name: name.endswith("base_layer")  # noqa: E731
-    torchao.quantize_(model, getattr(quantization, config)(), filter_fn=wanted)
+    torchao.quantize_(model, getattr(quantization, config)(**more), filter_fn=wanted)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name or "norm" in name)
     return model
@@ -103,6 +104,7 @@ BASES = {
     "nf4 in float32": partial(_four_bit, nested=False, storage=torch.float32),
     "bitsandbytes int8": _eight_bit,
     "torchao int8": partial(_torchao, "Int8WeightOnlyConfig"),
+    "torchao int4": partial(_torchao, "IntxWeightOnlyConfig"),
     "torchao float8": partial(_torchao, "Float8WeightOnlyConfig"),
 }
 
@@ -243,6 +245,37 @@ def test_state_dicts_hold_all_of_it(rank, kind):
     assert _train(other, rank.device, first=3) == _train(model, rank.device, first=3) != expected
     trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     assert not any(name.endswith("base_layer.weight") for name in trained)
+
+
+@spmd(2)
+def test_a_class_with_hooks_is_gathered_by_them(rank):
+    """torchao's ``NF4Tensor``, of which a rank's part is one too, where the rows divide evenly."""
+    pytest.importorskip("torchao")
+    from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import NF4Tensor, linear_nf4, to_nf4
+
+    from ragged_fsdp import fully_shard
+
+    class Linear(nn.Linear):
+        def forward(self, x):
+            return linear_nf4(x, self.weight) + self.bias
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Linear(256, 256, dtype=torch.bfloat16) for _ in range(2))).to(rank.device)
+        for layer in model:
+            layer.weight = nn.Parameter(to_nf4(layer.weight.detach(), 64, 256), requires_grad=False)
+        return model
+
+    reference, model = make(), make()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    assert isinstance(model[0].weight.to_local(), NF4Tensor)
+    for step in range(2):
+        x = torch.randn(4, 256, generator=torch.Generator().manual_seed(step)).to(rank.device, torch.bfloat16)
+        for module in (reference, model):
+            module(x).float().square().sum().backward()
+    assert torch.equal(_whole(model[0].bias.grad), reference[0].bias.grad)
 
 
 @spmd(2)

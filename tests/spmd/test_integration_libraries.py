@@ -242,7 +242,7 @@ def test_the_whole_scripts_of_the_pages_train(rank):
         accelerate = script("accelerate_ragged.py")["train"](12)
     with fsdp_on_cpu() as count_as_accelerator:
         trainer = script("trainer_ragged.py")
-        settings = trainer["settings"](str(rank.shared_dir), 12)
+        settings = trainer["settings"](str(rank.shared_dir / "trainer"), 12)
         count_as_accelerator()
         transformers = trainer["train"](settings)
     os.environ["NODE_RANK"] = "0"
@@ -250,3 +250,25 @@ def test_the_whole_scripts_of_the_pages_train(rank):
     lightning = script("lightning_ragged.py")["train"](2, 12, plugins=[LightningEnvironment()], **quiet)
     for losses in (accelerate, transformers, lightning):
         assert len(losses) == 12 and losses[-1] < losses[0] - 0.3, losses
+
+
+@pytest.mark.timeout(400)  # every rank imports peft
+@spmd(2, timeout=380)
+def test_the_script_of_the_trainer_trains_adapters(rank):
+    """``--lora`` and ``--model``: adapters train on a base from a folder, and the folder gets the adapter."""
+    pytest.importorskip("peft")
+    from safetensors.torch import load_file
+
+    script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "trainer_ragged.py"))
+    if rank.rank == 0:
+        script["base_model"](None).save_pretrained(rank.shared_dir / "base")
+    torch.distributed.barrier()
+    out = rank.shared_dir / "adapter"
+    with fsdp_on_cpu() as count_as_accelerator:
+        settings = script["settings"](str(out), 12)
+        count_as_accelerator()
+        losses = script["train"](settings, str(rank.shared_dir / "base"), 8)
+    torch.distributed.barrier()
+    assert len(losses) == 12 and losses[-1] < losses[0] - 0.1, losses
+    adapter = load_file(out / "adapter_model.safetensors")
+    assert any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name)

@@ -9,6 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from ragged_fsdp.api import fully_shard
+from ragged_fsdp.fsdp.parts.packing import packing_of
 from ragged_fsdp.policy import Granularity
 from ragged_fsdp.torch_internals import rebind
 
@@ -24,7 +25,8 @@ def ragged_fully_shard(
     """Inside, torch's ``fully_shard`` is ours, wherever a loaded module holds it.
 
     Yields the classes of the modules that were sharded so far. What the library passes (mesh, resharding,
-    mixed precision, offload, ignored parameters) is honoured.
+    mixed precision, offload, ignored parameters) is honoured; but frozen weights that are quantised, which
+    Accelerate ignores because FSDP2 cannot shard them, are sharded.
     Models sharded inside stay ragged after the block; everything else is then as it was.
 
     Args:
@@ -57,6 +59,8 @@ def _substitute(policy: Any, defaults: dict[str, Any], sharded: list[str]) -> Ca
     def substitute(module: Any, **options: Any) -> Any:
         if options.get("offload_policy", ...) is None:
             del options["offload_policy"]  # Accelerate passes None where torch wants a policy
+        if options.get("ignored_params"):  # 4-bit weights are among them, since torch's cannot shard them
+            options["ignored_params"] = {p for p in options["ignored_params"] if packing_of(p) is None}
         result = fully_shard(module, **{"orig_param_policy": policy, **defaults, **options})
         sharded.append(type(module).__name__)
         return result

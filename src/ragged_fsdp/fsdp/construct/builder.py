@@ -530,7 +530,9 @@ def _attach(choice: _Choice, plan: GroupPlan, index: int, piece: torch.Tensor) -
         shape = (-1 if row.numel() else 0, *row)
     else:
         shape = tuple(inner)  # no mesh dim shards: every rank has all of it
-    param.attach(piece.view(shape), target, placements, shard_dim or 0)
+    if choice.transport is not Extensions:  # whose classes need not know views, and whose pieces are rows
+        piece = piece.view(shape)
+    param.attach(piece, target, placements, shard_dim or 0)
 
 
 def _beside_outer_shards(param: torch.Tensor, shapes: Sequence[tuple[int, ...]], block: int) -> int:

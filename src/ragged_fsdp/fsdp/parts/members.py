@@ -328,8 +328,11 @@ class RowPieces:
         self, plan: ChunkPlan, rank: int, inners: Sequence[torch.Tensor], device: torch.device
     ) -> None:
         pieces = []
-        for index, inner in enumerate(inners):
-            rows = inner.detach().narrow(0, *plan.local_rows(index, rank)).clone()
+        for inner in inners:
+            # by chunk, as FSDP2 does: some classes know how to split rows and no other way to take some
+            chunks = inner.detach().chunk(plan.layout.ranks)
+            rows = chunks[rank] if rank < len(chunks) else inner.detach().narrow(0, inner.shape[0], 0)
+            rows = rows.clone()
             pieces.append(rows if inner.is_meta else rows.to(device))
         self.pieces = tuple(pieces)
 

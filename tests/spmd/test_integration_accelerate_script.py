@@ -1,0 +1,70 @@
+"""``python -m ragged_fsdp.run`` on an Accelerate script for FSDP2: resumed, equal to an unsharded loop."""
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from integration_cases import fsdp_on_cpu
+from rank_pool import spmd
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "accelerate_lora.py"
+STEPS = 3
+
+
+def _unsharded(example, folder, four_bits):
+    model = example["adapted"](folder, torch.device("cpu"), four_bits)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for step in range(STEPS):
+        ids = torch.randint(64, (12, 16), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("four_bits", [False, True], ids=["lora", "qlora"])
+@spmd(2, timeout=380)
+def test_an_accelerate_script_runs_as_it_is(rank, four_bits):
+    for package in ("peft", *(["bitsandbytes"] if four_bits else [])):
+        pytest.importorskip(package)
+    from accelerate import Accelerator
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    from ragged_fsdp import run
+
+    printed = []
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sys, "argv", sys.argv)
+    patch.setattr(sys, "path", list(sys.path))  # as of a script of its own; ranks find tests by it
+    patch.setattr(Accelerator, "print", lambda self, text: printed.append(text))
+    bits = ["--four-bits"] if four_bits else []
+    try:
+        for steps in (2, STEPS):  # the second goes on from the first
+            with fsdp_on_cpu() as count_as_accelerator:
+                count_as_accelerator()
+                run.main([str(SCRIPT), "--steps", str(steps), "--out", str(rank.shared_dir), *bits])
+    finally:
+        patch.undo()
+    losses = [float(text.split()[-1]) for text in printed]
+    example = runpy.run_path(str(SCRIPT))
+    expected, model = _unsharded(example, rank.shared_dir / "base", four_bits)
+    close = 2e-2 if four_bits else 5e-5  # the NF4 base computes in bf16
+    assert losses == pytest.approx(expected, abs=close)
+    trained, saved = (
+        get_peft_model_state_dict(model),
+        load_file(rank.shared_dir / "adapter" / "adapter_model.safetensors"),
+    )
+    assert saved.keys() == trained.keys()
+    for name, value in saved.items():
+        assert torch.allclose(value, trained[name], atol=close), name
+    dist.barrier()

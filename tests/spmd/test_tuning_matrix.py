@@ -1,0 +1,348 @@
+"""Fine-tuning through the libraries people use: LoRA, QLoRA and full, in four loops, on 1 to 4 ranks.
+
+A cell of the matrix trains two steps on two ranks, saves, goes on from there on three (a plain loop: from one
+to four), and writes what a user takes away: the adapter, its merge, the merged weights of the run. All of it
+equals one process that trains the unsharded model on the same rows, and the losses equal FSDP2's. It needs
+transformers, peft, accelerate, trl and bitsandbytes: ``make test-tuning`` has them.
+"""
+
+import json
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+import rank_pool
+from integration_cases import assert_ragged, fsdp_on_cpu, mean
+from rank_pool import DEVICE
+
+METHODS = ("lora", "qlora", "full")
+LOOPS = ("plain", "accelerate", "trainer", "trl")
+ROWS, STEPS, HALF, VOCABULARY = 12, 4, 2, 64
+TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+WHOLE = StateDictOptions(ignore_frozen_params=True, full_state_dict=True, cpu_offload=True)
+SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+TARGETS = ["q_proj", "v_proj", "up_proj", "down_proj"]
+
+
+def _tokens(step):
+    return torch.randint(VOCABULARY, (ROWS, 12), generator=torch.Generator().manual_seed(step))
+
+
+def _fsdp_anywhere():
+    """On a GPU Accelerate offers FSDP by itself."""
+    return fsdp_on_cpu() if DEVICE == "cpu" else nullcontext(lambda: None)
+
+
+def _base(method, folder):
+    """The base that ``folder`` holds; made by a user as here."""
+    import transformers
+
+    quantized = None
+    if method == "qlora":
+        quantized = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32
+        )
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "base", dtype=torch.float32, quantization_config=quantized, device_map={"": DEVICE}
+    )
+
+
+def _lora():
+    import peft
+
+    return peft.LoraConfig(r=4, lora_alpha=8, target_modules=TARGETS, task_type="CAUSAL_LM")
+
+
+def _adapted(method, folder):
+    import peft
+
+    model = _base(method, folder)
+    torch.manual_seed(1)  # adapters begin alike on every rank and in every run
+    return model if method == "full" else peft.get_peft_model(model, _lora())
+
+
+def _optimizer(model):
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+class Leg:
+    """A part of a run: what is trained how, from which checkpoint, and where to."""
+
+    def __init__(self, rank, method, how, start, stop):
+        self.method, self.how, self.start, self.stop = method, how, start, stop
+        self.folder = rank.shared_dir
+        self.checkpoint = rank.shared_dir / f"{how}-checkpoint"
+        self.ranks = rank.world_size
+
+    def rows(self, step):
+        """This rank's rows of a step."""
+        return _tokens(step)[dist.get_rank() :: self.ranks].to(DEVICE)
+
+    @property
+    def resumes(self):
+        return self.start > 0
+
+    @property
+    def saves(self):
+        return self.stop < STEPS and self.how == "ours"
+
+
+def _plain(leg):
+    model = _adapted(leg.method, leg.folder)
+    if leg.how != "whole":
+        import torch.distributed.fsdp as stock
+
+        import ragged_fsdp
+
+        fully_shard = {"ours": ragged_fsdp, "stock": stock}[leg.how].fully_shard
+        base = model if leg.method == "full" else model.get_base_model()
+        for layer in base.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    optimizer, losses = _optimizer(model), []
+    if leg.resumes:
+        weights, state = get_state_dict(model, optimizer, options=TRAINED)
+        saved = {"model": weights, "optimizer": state}
+        dcp.load(saved, checkpoint_id=leg.checkpoint)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+            options=TRAINED,
+        )
+    for step in range(leg.start, leg.stop):
+        ids = leg.rows(step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    if leg.saves:
+        weights, state = get_state_dict(model, optimizer, options=TRAINED)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=leg.checkpoint)
+    return model, losses
+
+
+def _accelerate(leg, count_as_accelerator):
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = None
+    if leg.how != "whole":
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            cpu_ram_efficient_loading=False,
+            state_dict_type="SHARDED_STATE_DICT",
+        )
+        count_as_accelerator()
+    accelerator = Accelerator(cpu=DEVICE == "cpu", fsdp_plugin=plugin)
+    model = _adapted(leg.method, leg.folder)
+    model, optimizer = accelerator.prepare(model, _optimizer(model))
+    if leg.resumes:
+        accelerator.load_state(str(leg.checkpoint))
+    losses = []
+    for step in range(leg.start, leg.stop):
+        ids = leg.rows(step)
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean(loss))
+    if leg.saves:
+        accelerator.save_state(str(leg.checkpoint))
+    return accelerator.unwrap_model(model), losses
+
+
+def _arguments(leg, kind):
+    shards = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}
+    return kind(
+        output_dir=str(leg.checkpoint),
+        max_steps=leg.stop,
+        per_device_train_batch_size=ROWS // leg.ranks,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="steps" if leg.saves else "no",
+        save_steps=HALF,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=DEVICE == "cpu",
+        bf16=False,
+        max_grad_norm=0.0,
+        **({"gradient_checkpointing": False, "loss_type": "nll"} if kind.__name__ == "SFTConfig" else {}),
+        **(
+            {}
+            if leg.how == "whole"
+            else {"fsdp": True, "fsdp_config": {**shards, "state_dict_type": "SHARDED_STATE_DICT"}}
+        ),
+    )
+
+
+def _finish(leg, trainer):
+    trainer.train(resume_from_checkpoint=str(leg.checkpoint / f"checkpoint-{HALF}") if leg.resumes else None)
+    logged = {line["step"]: line["loss"] for line in trainer.state.log_history if "loss" in line}
+    return trainer.model, [logged[step + 1] for step in range(leg.start, leg.stop)]
+
+
+def _trainer(leg, count_as_accelerator):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = _arguments(leg, TrainingArguments)
+    count_as_accelerator()
+    data = [{"input_ids": ids, "labels": ids} for step in range(STEPS) for ids in _tokens(step)]
+    return _finish(leg, Trainer(model=_adapted(leg.method, leg.folder), args=arguments, train_dataset=data))
+
+
+def _trl(leg, count_as_accelerator):
+    import transformers
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from trl import SFTConfig, SFTTrainer
+
+    arguments = _arguments(leg, SFTConfig)
+    count_as_accelerator()
+    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
+    model = _base(leg.method, leg.folder)
+    torch.manual_seed(1)
+    trainer = SFTTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict(
+            {"input_ids": torch.cat([_tokens(s) for s in range(STEPS)]).tolist()}
+        ),
+        peft_config=None if leg.method == "full" else _lora(),
+        processing_class=tokenizer,
+    )
+    return _finish(leg, trainer)
+
+
+def _merged(model):
+    """What the weights of an unsharded model are with its adapters, by their names without."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils.integrations import dequantize_module_weight
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            name = name.removeprefix("base_model.model.")
+            delta = module.get_delta_weight("default").detach().float()
+            found[f"{name}.weight"] = (
+                dequantize_module_weight(module.get_base_layer()).detach().float() + delta
+            )
+    return found or {name: p.detach() for name, p in model.named_parameters()}
+
+
+def run_leg(rank, method, loop, how, start, stop):
+    """On every rank: train, save; at the end write losses, adapter and merged weights as a user does."""
+    from safetensors.torch import save_file
+
+    from ragged_fsdp import weights
+    from ragged_fsdp.integrations.substitute import ragged_fully_shard
+
+    torch.set_num_threads(1)
+    leg = Leg(rank, method, how, start, stop)
+    with ExitStack() as stack:
+        if loop == "plain":
+            model, losses = _plain(leg)
+        else:
+            count_as_accelerator = stack.enter_context(_fsdp_anywhere())
+            if how == "ours":
+                stack.enter_context(ragged_fully_shard())
+            run = {"accelerate": _accelerate, "trainer": _trainer, "trl": _trl}[loop]
+            model, losses = run(leg, count_as_accelerator if how != "whole" else lambda: None)
+        if how == "ours":
+            assert_ragged(model)
+        if how == "stock":
+            return _note(leg, losses)
+        if stop < STEPS:
+            return _note(leg, losses)
+        if how == "ours":
+            trained = get_model_state_dict(model, options=WHOLE)
+            merged = {n: t.clone() for n, t in weights.stream(model, dtype=torch.float32, to=0).tensors()}
+        else:
+            trained, merged = get_model_state_dict(model, options=WHOLE), _merged(model)
+    if dist.get_rank() == 0:
+        out = leg.folder / how
+        if method != "full":
+            model.save_pretrained(out, state_dict=trained)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in merged.items()}, leg.folder / f"{how}.safetensors"
+        )
+    _note(leg, losses)
+    return None
+
+
+def _note(leg, losses):
+    if dist.get_rank() == 0:
+        (leg.folder / f"{leg.how}-{leg.start}.json").write_text(json.dumps(losses))
+    dist.barrier()
+
+
+def _losses(folder: Path, how: str, start: int) -> list[float]:
+    return json.loads((folder / f"{how}-{start}.json").read_text())
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_cell_equals_one_process_and_fsdp2(tmp_path, method, loop):
+    for package in ("peft", "bitsandbytes", *(("trl",) if loop == "trl" else ())):
+        pytest.importorskip(package)
+    import peft
+    import transformers
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **SIZES, vocab_size=VOCABULARY, use_cache=False, tie_word_embeddings=False
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
+
+    def run(ranks, *told):
+        params = dict(zip(("method", "loop", "how", "start", "stop"), (method, loop, *told)))
+        rank_pool._pool(ranks).run("test_tuning_matrix", "run_leg", params, tmp_path, 600)
+
+    first, second = (1, 4) if loop == "plain" else (2, 3)
+    run(1, "whole", 0, STEPS)
+    run(2, "stock", 0, HALF)
+    run(first, "ours", 0, HALF)
+    run(second, "ours", HALF, STEPS)
+    # TRL casts the adapters of a quantised base to bf16: steps of one unit there
+    close = 2e-2 if (method, loop) == ("qlora", "trl") else 1e-4
+    expected = _losses(tmp_path, "whole", 0)
+    assert len(set(expected)) == STEPS
+    assert _losses(tmp_path, "stock", 0) == pytest.approx(expected[:HALF], abs=close)
+    assert [*_losses(tmp_path, "ours", 0), *_losses(tmp_path, "ours", HALF)] == pytest.approx(
+        expected, abs=close
+    )
+    ours, whole = (load_file(tmp_path / f"{how}.safetensors") for how in ("ours", "whole"))
+    assert whole.keys() <= ours.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(ours[name], value.float(), atol=close, rtol=close, msg=name)
+    if method == "full":
+        return
+    adapters = [load_file(tmp_path / how / "adapter_model.safetensors") for how in ("ours", "whole")]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, value in adapters[1].items():
+        torch.testing.assert_close(adapters[0][name], value, atol=10 * close, rtol=10 * close, msg=name)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "ours").merge_and_unload()
+    merged.save_pretrained(tmp_path / "exported")
+    assert type(merged) is type(base) and (tmp_path / "exported" / "model.safetensors").exists()
+    if method == "lora":
+        for name, value in whole.items():
+            torch.testing.assert_close(merged.get_parameter(name), value, atol=close, rtol=close, msg=name)
