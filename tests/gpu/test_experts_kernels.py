@@ -66,7 +66,7 @@ def test_kernels_are_the_plain_functions(shape, dtype, weight_dtype, bound):
 
 
 @pytest.mark.parametrize("slots", [0, 1, 130, 1000])
-@pytest.mark.parametrize("groups", [1, 5, 128])
+@pytest.mark.parametrize("groups", [1, 5, 128, 1000])
 def test_the_order_of_rows_is_that_of_a_stable_sort(slots, groups):
     """Also where slots are numbered anew, and some are of no group."""
     from ragged_fsdp.experts import permute_triton

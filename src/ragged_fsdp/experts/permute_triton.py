@@ -25,6 +25,8 @@ _TILE = 4096
 """Elements of all slots of a token that a program holds at a time."""
 _SLOTS = 128
 """That a program orders."""
+_GROUPS = 256
+"""That a program counts at a time."""
 
 
 @triton.jit
@@ -44,13 +46,15 @@ def _count_groups(
     slots,
     groups,
     GROUPS: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     NUMBERED: tl.constexpr,
 ):
     _, number = _numbers_of(chosen, number_of, slots, groups, BLOCK, NUMBERED)
-    group = tl.arange(0, GROUPS)
-    count = tl.sum((number[:, None] == group[None, :]).to(tl.int32), axis=0)
-    tl.store(counts + group * tl.num_programs(0) + tl.program_id(0), count, mask=group <= groups)
+    for first in range(0, GROUPS, CHUNK):  # all at once would not fit the registers
+        group = first + tl.arange(0, CHUNK)
+        count = tl.sum((number[:, None] == group[None, :]).to(tl.int32), axis=0)
+        tl.store(counts + group * tl.num_programs(0) + tl.program_id(0), count, mask=group <= groups)
 
 
 @triton.jit
@@ -166,7 +170,8 @@ def order(chosen: Tensor, groups: int, number_of: Tensor | None) -> tuple[Tensor
         "BLOCK": _SLOTS,
         "NUMBERED": number_of is not None,
     }
-    _count_groups[(blocks,)](chosen, given, counts, slots, groups, **options)
+    chunk = min(options["GROUPS"], _GROUPS)
+    _count_groups[(blocks,)](chosen, given, counts, slots, groups, CHUNK=chunk, **options)
     ends = counts.cumsum(0, dtype=torch.int32)
     _find_rows[(blocks,)](chosen, given, counts, ends, row_of, totals, slots, groups, **options)
     return row_of, totals
