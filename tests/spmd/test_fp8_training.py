@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from collective_calls import noted
@@ -260,6 +261,32 @@ def test_refusals_change_nothing(rank):
     with pytest.raises(ValueError, match=r"FP8: .* is sharded already; call it before"):
         fp8.fp8_training(model)
     assert isinstance(model.up_proj.fp8_products["weight"], Fp8Product)
+
+
+@spmd(4)
+def test_linear_layers_that_tensor_parallelism_split(rank):
+    mesh = rank.mesh(2, 2, names=("dp", "tp"))
+    odd = parallelize_module(nn.Sequential(nn.Linear(WIDE, 129)), mesh["tp"], {"0": ColwiseParallel()})
+    with pytest.raises(ValueError, match=r"0.weight is placed as .* one even Shard: exclude it"):
+        fp8.fp8_training(odd, include=lambda name, module: True)
+    # halves of 256 have the blocks of the whole, and the same codes; halves of 288 have others
+    for tiles, wide, tolerance in ((False, 256, 1e-6), (True, 288, 5e-3)):
+        torch.manual_seed(0)
+        layers = nn.Linear(WIDE, wide), nn.ReLU(), nn.Linear(wide, WIDE)
+        reference = fp8.fp8_training(nn.Sequential(*layers).to(rank.device), tiles=tiles)
+        model = copy.deepcopy(reference)
+        model = parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fp8.fp8_training(model, tiles=tiles)
+        assert len(fp8.fp8_modules(model)) == 2
+        stored = {"orig_param_policy": fp8.orig_param_policy} if tiles else {}
+        fully_shard(model, mesh=mesh["dp"], gather_policy=fp8.gather_policy, **stored)
+        batch = tokens(rank.device)
+        with pytest.raises(RuntimeError, match=r"fp8: 0.weight is placed as .*, not gathered"):
+            model[0](batch)
+        torch.testing.assert_close(step(model, batch), step(reference, batch), rtol=tolerance, atol=0)
+        for name, p in reference.named_parameters():
+            got = full(model.get_parameter(name).grad).to(p.device)
+            assert (got - p.grad).norm() <= 10 * tolerance * p.grad.norm(), (tiles, name)
 
 
 HF = {  # fused experts as (experts, out, in), and as (experts, in, out) with biases

@@ -15,10 +15,11 @@ from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.experts import Here, expert_modules, mix
-from ragged_fsdp.experts.layers import expert_parameters
+from ragged_fsdp.experts.layers import expert_parameters, held_part
 from ragged_fsdp.fp8.autograd import Fp8Product
 from ragged_fsdp.fp8.groups import BLOCK
 from ragged_fsdp.fp8.products import BACKENDS
@@ -53,12 +54,27 @@ class Fp8Linear(nn.Linear):
         """``x @ weight.T + bias``."""
         weight, product = self.weight, self.fp8_products["weight"]
         if isinstance(weight, DTensor):
-            raise NotImplementedError(
-                f"fp8: {product.name} is a DTensor of tensor parallelism; exclude it: "
-                "fp8_training(model, include=lambda name, module: ...)."
-            )
-        out = product.linear(x, weight)
+            out = _split_linear(product, x, weight)
+        else:
+            out = product.linear(x, weight)
         return out if self.bias is None else out + self.bias
+
+
+def _split_linear(product: Fp8Product, x: Tensor, weight: DTensor) -> Tensor:
+    """The product with a weight that tensor parallelism split, by its rows or its columns."""
+    if len(weight.placements) > 1 or type(weight.placements[0]) is not Shard:
+        raise RuntimeError(
+            f"fp8: {product.name} is placed as {weight.placements}, not gathered; call the module that "
+            "fully_shard was applied to."
+        )
+    mesh, (placement,) = weight.device_mesh, weight.placements
+    rows: Any = x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+    if placement.is_shard(0):  # each rank has columns of the output; the gradients of its input are added up
+        here = rows.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        made: Placement = Shard(x.ndim - 1)
+    else:
+        here, made = rows.redistribute(placements=[Shard(x.ndim - 1)]).to_local(), Partial()
+    return DTensor.from_local(product.linear(here, held_part(weight)), mesh, [made], run_check=False)
 
 
 class Fp8Experts(nn.Module):
@@ -88,8 +104,8 @@ def fp8_training(
 
     Call it before ``fully_shard``, and pass ``gather_policy=ragged_fsdp.fp8.gather_policy`` to that: the
     owners of a weight then quantise it once per gather, and codes travel. A model that is not sharded
-    quantises its weights where it computes, to the same bits. Tensor parallelism is not supported; experts
-    may be spread over ranks (:func:`ragged_fsdp.experts.expert_parallel`) before.
+    quantises its weights where it computes, to the same bits. Before it, ``parallelize_module`` may split
+    linear layers, and :func:`ragged_fsdp.experts.expert_parallel` spread experts over ranks.
 
     Args:
         model: any module.
@@ -210,7 +226,17 @@ def _broken_rule(weights: Mapping[str, Tensor], tiles: bool) -> str:
     for name, weight in weights.items():
         if getattr(weight, MANAGED_ATTRIBUTE, False):
             return f"{name} is sharded already; call it before fully_shard"
-        rows, columns = weight.shape[-2:]
+        if isinstance(weight, DTensor) and weight.ndim == 2:
+            split = weight.placements[0]
+            if (
+                len(weight.placements) > 1
+                or not split.is_shard()
+                or weight.shape[split.dim] % weight.device_mesh.size()
+            ):
+                return (
+                    f"{name} is placed as {weight.placements}; FP8 products take one even Shard: exclude it"
+                )
+        rows, columns = (weight.to_local() if isinstance(weight, DTensor) else weight).shape[-2:]
         if rows % multiple or columns % multiple:
             fits_tiles = not (tiles or rows % _TILED_MULTIPLE or columns % _TILED_MULTIPLE)
             return (
