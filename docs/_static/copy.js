@@ -1,5 +1,9 @@
-// A button on each code block that copies its text; comments and prompts are left as they are.
+// A button on each code block that copies its text, comments and prompts too; and places in long names of tables where a narrow
+// screen may break them.
 document.addEventListener("DOMContentLoaded", () => {
+  for (const name of document.querySelectorAll("table.docutils code .pre")) {
+    name.replaceChildren(...name.textContent.split(/(?<=_)/).flatMap((part) => [part, document.createElement("wbr")]));
+  }
   for (const block of document.querySelectorAll("div.highlight")) {
     const button = document.createElement("button");
     button.className = "copy-code";

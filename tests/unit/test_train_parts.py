@@ -425,3 +425,19 @@ def test_the_real_weights_and_biases_writes_one_run_over_a_resume(tmp_path, monk
     identity = (tmp_path / "wandb-id").read_text()
     written = list(tmp_path.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb"))
     assert written and all(path.stat().st_size > 100 for path in written)
+
+
+@pytest.mark.parametrize(
+    ("processes", "told"),
+    [(1, "see dmesg"), (2, "the other process was ended"), (4, "the other 3 processes were ended")],
+)
+def test_the_story_of_a_killed_rank_counts_the_others(processes, told):
+    """One process has no others: it used to hear that 0 of them were ended."""
+    from types import SimpleNamespace
+
+    from ragged_fsdp.trainer.launch import _Rank, _story
+
+    killed = _Rank(0, SimpleNamespace(exitcode=-9), None, failed_at=1.0)
+    lines = _story([killed], processes, None).splitlines()
+    assert lines[0] == "rank 0 died without a traceback:" and lines[1].startswith("killed by SIGKILL; ")
+    assert lines[-1].endswith(told) and len(lines) == 2 + (processes > 1)

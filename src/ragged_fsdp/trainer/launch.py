@@ -214,7 +214,8 @@ def _story(failed: list[_Rank], processes: int, oom_kills_before: int | None) ->
         if code == -signal.SIGKILL:
             what += f"; {_memory_killer(oom_kills_before)}"
         headline = f"rank {cause.index} died without a traceback:"
-    return f"{headline}\n{what}\nthe other {processes - 1} of {processes} processes were ended"
+    others = {1: "", 2: "\nthe other process was ended"}
+    return f"{headline}\n{what}" + others.get(processes, f"\nthe other {processes - 1} processes were ended")
 
 
 @contextmanager
