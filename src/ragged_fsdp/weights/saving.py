@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ragged_fsdp.agreement import together
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
+from ragged_fsdp.fsdp.parts.packing import is_packed
 from ragged_fsdp.weights.adapters import Adapters
 from ragged_fsdp.weights.names import Naming
 from ragged_fsdp.weights.sources import whole_of
@@ -117,6 +118,8 @@ def _describe(base: Any, folder: Path, dtype: torch.dtype | None, source: str | 
     library = next(cls for cls in type(base).__mro__ if cls.__module__.startswith("transformers."))
     config.architectures = config.architectures or [library.__name__]
     given = json.loads(config.to_json_string())
+    if any(is_packed(parameter) for parameter in base.parameters()):
+        given.pop("quantization_config", None)  # what is written are values: a reader would look for codes
     if dtype is not None:
         given["dtype"] = str(dtype).removeprefix("torch.")
     origin = Path(source if source is not None else base.name_or_path or "/nowhere")

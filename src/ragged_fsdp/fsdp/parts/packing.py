@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.torch_internals import is_traceable_wrapper_subclass
 
-__all__ = ["Packing", "mark", "packing_of", "value_meta", "values_of"]
+__all__ = ["Packing", "is_packed", "mark", "packing_of", "value_meta", "values_of"]
 
 _ALIGN_BYTES = 16
 _ATTRIBUTE = "_ragged_fsdp_packing"
@@ -80,6 +80,11 @@ def mark(sharded: nn.Parameter, packing: Packing, modules: Sequence[nn.Module]) 
     """Let ``sharded`` be the sharded form of what ``packing`` packs."""
     setattr(sharded, _ATTRIBUTE, packing)
     packing.attach(sharded, modules)
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Whether a model's tensor is the sharded form of codes."""
+    return hasattr(tensor, _ATTRIBUTE)
 
 
 def value_meta(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
