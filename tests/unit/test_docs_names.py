@@ -17,7 +17,7 @@ _PATH = re.compile(
 _DOTTED = re.compile(r"(ragged_fsdp(?:\.\w+)+)\b")
 _FOLDERS = ["src", "docs", "benchmarks", "tests", "examples"]
 _OF_READERS = {"config.toml", "best.json", "manifest.json", "owner.json", "config.json", "tensors.json"}
-_OF_READERS |= {"ten_lines.py"}
+_OF_READERS |= {"ten_lines.py", "adapter_config.json"}
 
 
 def _spans(document):
