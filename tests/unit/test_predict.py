@@ -690,6 +690,23 @@ def test_offloaded_state_is_not_on_the_device_and_comes_over_the_bus():
         replace(setup, offload=True, optimizer="muon")
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_an_optimizer_whose_state_alone_is_on_the_host(optimizer):
+    workload = workload_of("nano")
+    setup = Setup(gpus=8, tokens_per_gpu=64, seq_len=64, optimizer=optimizer)
+    here, there = (
+        predict(workload, replace(setup, offload_optimizer=way), CARD, PROFILES["flat"])
+        for way in (False, True)
+    )
+    state = f"optimizer ({optimizer})"
+    assert there.memory[state] == 0 < here.memory[state]
+    assert there.memory["weights"] == here.memory["weights"]
+    longer_s = there.seconds.value - here.seconds.value
+    assert 0 < longer_s <= 2.01 * here.memory[state] / (CARD.host_gb_s * 1e9)
+    with pytest.raises(ValueError, match="on the host already"):
+        replace(setup, optimizer="adamw", offload=True, offload_optimizer=True)
+
+
 @pytest.mark.parametrize("command", documented_commands())
 def test_documented_commands_run(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -67,15 +67,16 @@ def elementwise(name: str, shard_numel: int, card: Card, offload: bool) -> Updat
 def with_state_on_host(update: Update, shard_numel: int, card: Card, *, in_parts: bool) -> Update:
     """An update whose state comes from the host and goes back (``optim.offload_state``).
 
-    Both ways are used at once, and the update hides behind them, except for the first part's way in and the
-    last one's way out. Without parts, as Muon has it, nothing is hidden.
+    Both ways are used at once, and the update hides behind them, except for what one part waits for: its way
+    in, its update, its way out. Without parts, as Muon has it, nothing is hidden.
     """
     way_s = update.state_bytes / (card.host_gb_s * 1e9)
     if not in_parts:
         return Update(2 * way_s + update.seconds, 0, update.peak_bytes + update.state_bytes)
     part = min(1.0, _PART_NUMEL / max(1, shard_numel))
     at_once = int(update.state_bytes * min(1.0, _PARTS_AT_ONCE * part))
-    return Update(max(way_s, update.seconds) + 2 * way_s * part, 0, update.peak_bytes + at_once)
+    shown_s = part * (way_s + min(way_s, update.seconds))
+    return Update(max(way_s, update.seconds) + shown_s, 0, update.peak_bytes + at_once)
 
 
 def muon(parts: Iterable[tuple[Part, int]], gpus: int, shard: int, card: Card, network: Network) -> Update:
