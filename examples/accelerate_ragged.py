@@ -60,4 +60,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20)
-    train(parser.parse_args().steps)
+    given = parser.parse_args()
+    if not torch.accelerator.is_available():
+        parser.error("Accelerate has FSDP on accelerators only; on CPUs it would train with DDP, unsharded")
+    train(given.steps)

@@ -87,4 +87,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", help="a folder that from_pretrained reads (default: a small model)")
     parser.add_argument("--lora", type=int, default=0, help="the rank of adapters; 0 trains all weights")
     given = parser.parse_args()
+    if not torch.accelerator.is_available():
+        parser.error("Accelerate has FSDP on accelerators only; on CPUs it would train with DDP, unsharded")
     train(settings(given.out, given.steps), given.model, given.lora)

@@ -90,4 +90,6 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", default="runs/sft")
     given = parser.parse_args()
+    if not torch.accelerator.is_available():
+        parser.error("Accelerate has FSDP on accelerators only; on CPUs it would train with DDP, unsharded")
     train(settings(given.out, given.steps, bf16=torch.cuda.is_available()), given.model, given.data)

@@ -5,6 +5,7 @@ import runpy
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -237,6 +238,10 @@ def test_the_whole_scripts_of_the_pages_train(rank):
     def script(name):
         return runpy.run_path(str(examples / name))
 
+    if not torch.accelerator.is_available():  # Accelerate would train with DDP, without a word
+        for name in ("accelerate_ragged.py", "trainer_ragged.py"):
+            with mock.patch("sys.argv", [name]), pytest.raises(SystemExit):
+                runpy.run_path(str(examples / name), run_name="__main__")
     with fsdp_on_cpu() as count_as_accelerator:
         count_as_accelerator()
         accelerate = script("accelerate_ragged.py")["train"](12)
