@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -102,12 +103,13 @@ def plot_scaling(path: Path, title: str, curves: Mapping[str, Sequence[Predictio
     speed.set_yscale("log")
     speed.set_ylabel("tokens per second")
     share.set_ylabel("MFU (%)")
-    share.set_ylim(bottom=0)
+    share.set_ylim(0, 1.15 * max(100 * p.mfu for predictions in curves.values() for p in predictions))
     for axes in (speed, share):
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")  # 1,024 and not a power of two
         axes.set_xlabel("GPUs")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
-    figure.suptitle(title)
+    figure.suptitle("\n".join(textwrap.wrap(title, 90)), fontsize=10)
     figure.savefig(path, metadata={"Date": None} if path.suffix.lower() == ".svg" else None)
     plt.close(figure)
