@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 
@@ -253,6 +254,72 @@ def test_what_a_user_does_to_an_optimizer():
         assert all(map(torch.equal, group["params"], other["params"]))
 
 
+@pytest.mark.parametrize("kind", ["torch_fused", "fused", "8bit", "muon"])
+def test_hooks_on_loading_and_pickles(kind):
+    """A hook may adapt what is loaded, as torch's for other orders of parameters do, or read it after."""
+    params = plain_parameters("cpu")
+    optimizer = offload_state(OPTIMIZERS[kind](params.items()), part_numel=PART_NUMEL)
+    set_grads(params, gradients(0, "cpu"))
+    optimizer.step()
+    sevens, seen = copy.deepcopy(optimizer.state_dict()), []
+    for entries in sevens["state"].values():
+        entries["step"] = torch.tensor(7.0)
+    optimizer.register_load_state_dict_pre_hook(lambda _, loaded: {**loaded, "state": sevens["state"]})
+    optimizer.register_load_state_dict_post_hook(
+        lambda loaded: seen.extend(float(entries["step"]) for entries in loaded.state.values())
+    )
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == [7.0] * len(params)
+    twin = pickle.loads(pickle.dumps(optimizer))
+    assert type(twin) is type(optimizer)
+    groups = twin.param_groups
+    theirs = {name: param for group in groups for name, param in zip(group["param_names"], group["params"])}
+    for side, stepped in ((params, optimizer), (theirs, twin)):
+        set_grads(side, gradients(1, "cpu"))
+        stepped.step()
+    assert_equal(twin, optimizer)
+
+
+class Counted(torch.optim.SGD):
+    """An optimizer of a user, with state that belongs to no parameter."""
+
+    def step(self, closure=None):
+        shared = self.state["shared"]
+        shared["calls"] = shared.get("calls", 0) + 1
+        return super().step(closure)
+
+
+def test_state_of_no_parameter_stays():
+    params = plain_parameters("cpu")
+    optimizer = Counted(params.values(), lr=1e-2, momentum=0.9)
+    for step in range(4):
+        set_grads(params, gradients(step, "cpu"))
+        optimizer.step()
+        if step == 0:
+            offload_state(optimizer)
+        if step == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert optimizer.state["shared"]["calls"] == step + 1
+
+
+def test_slots_are_given_back_if_one_of_them_does_not_fit():
+    params = plain_parameters("cpu")
+    optimizer = offload_state(FusedAdamW(params.items(), lr=1e-2), part_numel=PART_NUMEL)
+    for _ in range(2):
+        set_grads(params, gradients(0, "cpu"))
+        optimizer.step()
+    slots = list(dict.fromkeys(part.slot for part in optimizer._offload.parts))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slots[-1].memory, "materialize", lambda: torch.empty(1 << 60))
+        with pytest.raises(RuntimeError, match="memory"):
+            optimizer.step()
+    assert not [slot for slot in slots if slot.memory.untyped.nbytes()]
+    for index, entries in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[index][key]) for key, value in entries.items())
+    optimizer.step()
+
+
 def test_no_state_is_kept_on_the_device():
     """What an optimizer makes for a part is free after the part's step, not when the collector comes."""
     params = plain_parameters("cpu")
@@ -303,6 +370,9 @@ def test_what_is_refused():
     params = [nn.Parameter(torch.zeros(4))]
     with pytest.raises(TypeError, match="expected an optimizer, got list"):
         offload_state(params)
+    wrapper = torch.optim.Optimizer.__new__(torch.optim.Optimizer)
+    with pytest.raises(TypeError, match="no state of its own; give the optimizer that it wraps"):
+        offload_state(wrapper)
     with pytest.raises(ValueError, match="LBFGS"):
         offload_state(torch.optim.LBFGS(params))
     with pytest.raises(ValueError, match="differentiable=False"):

@@ -61,6 +61,8 @@ def offload_state(optimizer: _OptimizerT, *, part_numel: int = 1 << 23) -> _Opti
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"offload_state: expected an optimizer, got {type(optimizer).__name__}.")
     name = type(optimizer).__name__
+    if "state" not in vars(optimizer):
+        raise TypeError(f"offload_state: {name} has no state of its own; give the optimizer that it wraps.")
     if isinstance(optimizer, OffloadedState):
         raise ValueError(f"offload_state: the state of this {name} is on the host already.")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -75,15 +77,24 @@ def offload_state(optimizer: _OptimizerT, *, part_numel: int = 1 << 23) -> _Opti
     if part_numel < 1:
         raise ValueError(f"part_numel: expected at least 1, got {part_numel}.")
     _devices(optimizer)
-    kind = type(optimizer)
-    if kind not in _KINDS:
-        _KINDS[kind] = type(f"Offloaded{kind.__name__}", (OffloadedState, kind), {"_kind": kind})
-    optimizer.__class__ = _KINDS[kind]  # type: ignore[assignment]
+    optimizer.__class__ = _class_over(type(optimizer))  # type: ignore[assignment]
     optimizer._part_numel = part_numel  # type: ignore[attr-defined]
     return optimizer
 
 
+def _class_over(kind: type[Optimizer]) -> type[Optimizer]:
+    if kind not in _KINDS:
+        _KINDS[kind] = type(f"Offloaded{kind.__name__}", (OffloadedState, kind), {"_kind": kind})
+    return _KINDS[kind]
+
+
 _KINDS: dict[type[Optimizer], type[Optimizer]] = {}
+
+
+def _new(kind: type[Optimizer]) -> Optimizer:
+    """An optimizer that a copy or a pickle is about to give its state."""
+    made = _class_over(kind)
+    return made.__new__(made)
 
 
 def _steps_whole(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
@@ -142,28 +153,53 @@ class OffloadedState(Optimizer):
     @disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict, of this optimizer with or without offload; a part at a time is on the device.
-
-        Where parameters are stepped in parts, hooks on loading see the groups, not the state.
-        """
-        whole = _steps_whole(self, self._kind)
-        before, groups = self.state, self.param_groups
+        """Load a state dict, of this optimizer with or without offload; a part at a time is on the device."""
+        before = self.state, self.param_groups, self._offload
         try:
-            super().load_state_dict(state_dict if whole else {**state_dict, "state": {}})
-            fresh = _Offload(self)
-            if whole:
+            if _steps_whole(self, self._kind):
+                super().load_state_dict(state_dict)
+                fresh = _Offload(self)
                 fresh.take()
+                fresh.publish()
+                self._offload = fresh
             else:
-                for part in fresh.parts:
-                    part.load(state_dict)
-            fresh.publish()
+                self._load_parts(state_dict)
         except Exception:
-            self.__setstate__({"state": before, "param_groups": groups})
+            state, groups, self._offload = before
+            self.__setstate__({"state": state, "param_groups": groups})
             raise
-        self._offload = fresh
+
+    def _load_parts(self, state_dict: dict[str, Any]) -> None:
+        """Let torch load the groups, between the hooks of the user, which see the state too."""
+        adapted: list[dict[str, Any]] = []
+
+        def hide(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:  # behind all hooks that adapt it
+            adapted.append(loaded)
+            return {**loaded, "state": {}}
+
+        def load(_: Optimizer) -> None:  # before all hooks that look at what was loaded
+            fresh = _Offload(self)
+            for part in fresh.parts:
+                part.load(adapted[0])
+            fresh.publish()
+            self._offload = fresh
+
+        handles = [
+            self.register_load_state_dict_pre_hook(hide),
+            self.register_load_state_dict_post_hook(load, prepend=True),
+        ]
+        try:
+            Optimizer.load_state_dict(self, state_dict)  # parts load as their kind does
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
         return {**super().__getstate__(), "_part_numel": self._part_numel}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy or a pickle, which finds the optimizer's own class: this one is made as it is needed."""
+        return _new, (self._kind,), self.__getstate__()
 
     def _offloaded(self) -> _Offload:
         """The parts; made anew if parameters or state were exchanged since the last step."""
@@ -269,7 +305,7 @@ class _Part:
 
     def take(self, state: State) -> None:
         """Move what state the optimizer has of these parameters, wherever it is, to the part's buffer."""
-        for param in self.params:
+        for param in list(state) if self.steps_whole else self.params:  # some keep more than parameters'
             if found := state.get(param):
                 self.state[param].update(found)
         self.lay_out()
@@ -429,13 +465,13 @@ class _Lane:
         """Step all parts that have work, with the copies of their neighbours beside each."""
         at_work = [part for part in self.parts if part.has_work()]
         slots = list(dict.fromkeys(part.slot for part in at_work))
-        for slot in slots:
-            slot.open()
-        ready = self.record()
-        for slot in slots:
-            slot.stored = ready  # nothing is copied into memory that is still somebody's
         ahead: _Part | None = None
         try:
+            for slot in slots:
+                slot.open()
+            ready = self.record()
+            for slot in slots:
+                slot.stored = ready  # nothing is copied into memory that is still somebody's
             for part, following in zip(at_work, [*at_work[1:], None]):
                 if part is not ahead:
                     self._fetch(part)
