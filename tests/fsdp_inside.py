@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ragged_fsdp import collectives
+from ragged_fsdp.block_codes import quantize_dequantize
 from ragged_fsdp.dbuffer import redistribute
 from ragged_fsdp.fsdp import watch
 from ragged_fsdp.fsdp.construct import builder, call, network
-from ragged_fsdp.fsdp.gather.block_codes import quantize_dequantize
 from ragged_fsdp.fsdp.parts import left_out
 from ragged_fsdp.fsdp.reduce import exchange
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence

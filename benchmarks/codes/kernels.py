@@ -20,7 +20,7 @@ import triton
 from benchmarks.device_time import device_ms
 from benchmarks.saving import save
 
-from ragged_fsdp.fsdp.gather import block_codes
+from ragged_fsdp import block_codes
 from ragged_fsdp.fsdp.gather import codes_triton as block_codes_triton
 from ragged_fsdp.fsdp.gather.codes import MessageLayout
 from ragged_fsdp.fsdp.parts.plan import GroupTensors, make_plan

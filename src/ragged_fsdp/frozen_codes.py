@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragged_fsdp.fsdp.gather import block_codes
-from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
+from ragged_fsdp import block_codes
+from ragged_fsdp.block_codes import band_shape, code_dtype
 from ragged_fsdp.policy import BlockCodes
 from ragged_fsdp.torch_internals import make_wrapper_subclass, return_and_correct_aliasing
 

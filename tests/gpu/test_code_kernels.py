@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from ragged_fsdp.fsdp.gather import block_codes
+from ragged_fsdp import block_codes
 from ragged_fsdp.fsdp.gather.codes import MessageLayout
 from ragged_fsdp.fsdp.parts.plan import GroupTensors, make_plan
 from ragged_fsdp.policy import BlockCodes, Tiles

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.fsdp.construct.builder import GroupBuilder
 from ragged_fsdp.fsdp.construct.call import Agreement, collect
-from ragged_fsdp.fsdp.parts.members import ManagedParam
+from ragged_fsdp.fsdp.parts.members import PRODUCT_ATTRIBUTE, ManagedParam
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
 from ragged_fsdp.policy import Elements, Granularity, Tiles
@@ -54,6 +54,10 @@ def cut_again(module: nn.Module, placements: Mapping[str, Sequence[Placement]]) 
         try:
             for name, param in old.items():
                 fresh = nn.Parameter(inners[name], requires_grad=before[name].requires_grad)
+                if (
+                    param.product is not None
+                ):  # what computes with its codes
+                    setattr(fresh, PRODUCT_ATTRIBUTE, param.product)
                 for place in param.places:
                     setattr(place.module, place.attribute, fresh)
             managed = collect([module], options.ignored)

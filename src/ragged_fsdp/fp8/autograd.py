@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragged_fsdp.block_codes import encode_matrices
 from ragged_fsdp.fp8 import products
 from ragged_fsdp.fp8.gathered import CodedWeight, KeptCodes
 from ragged_fsdp.fp8.products import backend_name
-from ragged_fsdp.fsdp.gather.block_codes import encode_matrices
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
 from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE
 from ragged_fsdp.torch_internals import version_of

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ragged_fsdp.block_codes import encode
 from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned, groups_of
-from ragged_fsdp.fsdp.gather.block_codes import encode
 from ragged_fsdp.policy import BlockCodes
 from ragged_fsdp.tiling import untiled
 

@@ -26,9 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ragged_fsdp import block_codes
+from ragged_fsdp.block_codes import band_shape
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
-from ragged_fsdp.fsdp.gather import block_codes
-from ragged_fsdp.fsdp.gather.block_codes import band_shape
 from ragged_fsdp.fsdp.gather.codes import MessageLayout, code_kernels
 from ragged_fsdp.fsdp.gather.transport import InPlace, Message
 from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE, Members

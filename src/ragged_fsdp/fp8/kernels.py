@@ -27,8 +27,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ragged_fsdp.block_codes import LARGEST, SMALLEST_SCALE
 from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned
-from ragged_fsdp.fsdp.gather.block_codes import LARGEST, SMALLEST_SCALE
 from ragged_fsdp.fsdp.gather.codes_triton import nearest_float8
 
 __all__ = [

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ragged_fsdp.fsdp.gather.block_codes import encode_matrices
+from ragged_fsdp.block_codes import encode_matrices
 from ragged_fsdp.weights.buckets import Bucket, Record
 
 __all__ = ["BLOCK", "IsCoded", "block_fp8", "coded", "encoded_bucket", "encoded_records", "is_coded_record"]

@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ragged_fsdp.fsdp.gather import block_codes
-from ragged_fsdp.fsdp.gather.block_codes import band_shape, code_dtype
+from ragged_fsdp import block_codes
+from ragged_fsdp.block_codes import band_shape, code_dtype
 from ragged_fsdp.fsdp.gather.transport import InPlace, Message
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.plan import GroupPlan

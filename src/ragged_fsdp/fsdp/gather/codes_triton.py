@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ragged_fsdp.fsdp.gather.block_codes import LARGEST, SMALLEST_SCALE
+from ragged_fsdp.block_codes import LARGEST, SMALLEST_SCALE
 from ragged_fsdp.policy import BlockCodes
 
 if TYPE_CHECKING:
