@@ -54,9 +54,7 @@ def cut_again(module: nn.Module, placements: Mapping[str, Sequence[Placement]]) 
         try:
             for name, param in old.items():
                 fresh = nn.Parameter(inners[name], requires_grad=before[name].requires_grad)
-                if (
-                    param.product is not None
-                ):  # what computes with its codes
+                if param.product is not None:  # what computes with its codes
                     setattr(fresh, PRODUCT_ATTRIBUTE, param.product)
                 for place in param.places:
                     setattr(place.module, place.attribute, fresh)
