@@ -36,16 +36,34 @@ def encode_frozen(model: nn.Module, policy: Callable[[str, nn.Parameter], BlockC
 
     Args:
         policy: ``policy(name, weight)``, the codes of a frozen weight of an ``nn.Linear``; None leaves it.
+            Asked once of a weight that several layers share, by the first of its names; they go on sharing.
 
     Raises:
         TypeError, ValueError: naming the weight, if the answer is not usable for it; nothing is changed.
     """
-    found: list[tuple[str, nn.Linear, BlockCodes]] = []
+    chosen = _choose(model, policy)
+    for _, modules, codes in chosen:
+        weight: Any = modules[0].weight
+        coded = nn.Parameter(CodedWeight.encode(weight.detach(), codes), requires_grad=False)
+        for module in modules:
+            module.weight = coded
+    return [name for name, _, _ in chosen]
+
+
+def _choose(
+    model: nn.Module, policy: Callable[[str, nn.Parameter], BlockCodes | None]
+) -> list[tuple[str, list[nn.Module], BlockCodes]]:
+    """Name, layers and codes of each weight to encode; not the weights, which go one by one as it is done."""
+    places: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
     for path, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(module, nn.Linear) or weight is None or weight.requires_grad:
+        for key, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            places.setdefault(parameter, []).append((key, module))
+    found: list[tuple[str, list[nn.Module], BlockCodes]] = []
+    for weight, users in places.items():
+        linear = [(key, module) for key, module in users if _is_weight_of_linear(key, module)]
+        if not linear or weight.requires_grad:
             continue
-        name = f"{path}.weight" if path else "weight"
+        name = linear[0][0]
         codes = policy(name, weight)
         if codes is None:
             continue
@@ -62,11 +80,15 @@ def encode_frozen(model: nn.Module, policy: Callable[[str, nn.Parameter], BlockC
             codes.check(weight.shape)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        found.append((name, module, codes))
-    for _, module, codes in found:
-        coded = CodedWeight.encode(module.weight.detach(), codes)
-        module.weight = nn.Parameter(coded, requires_grad=False)
-    return [name for name, _, _ in found]
+        if len(linear) < len(users):  # it would keep the values beside the codes, tied no more
+            other = next(key for key, module in users if not _is_weight_of_linear(key, module))
+            raise ValueError(f"{name}: is also {other}, which needs its values; the policy must return None.")
+        found.append((name, [module for _, module in linear], codes))
+    return found
+
+
+def _is_weight_of_linear(key: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and key.rpartition(".")[2] == "weight"
 
 
 class CodedWeight(Tensor):
@@ -147,7 +169,7 @@ class _Linear(torch.autograd.Function):
         return (
             grad @ ctx.weight.dequantize(grad.dtype) if to_x else None,
             None,
-            grad.flatten(0, -2).sum(0) if to_bias else None,
+            grad.reshape(-1, grad.shape[-1]).sum(0) if to_bias else None,
         )
 
 

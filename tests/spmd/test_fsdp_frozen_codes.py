@@ -6,6 +6,7 @@ whole model. Libraries that are not installed are skipped by name; ``make test-t
 """
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -276,6 +277,75 @@ def test_a_class_with_hooks_is_gathered_by_them(rank):
         for module in (reference, model):
             module(x).float().square().sum().backward()
     assert torch.equal(_whole(model[0].bias.grad), reference[0].bias.grad)
+
+
+@spmd(2)
+def test_shared_weights_stay_shared(rank):
+    """Layers with one weight have one weight after it, sharded too; an embedding's is left to its values."""
+    from ragged_fsdp import BlockCodes, encode_frozen, fully_shard
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(DIM, DIM), *(nn.Linear(DIM, DIM) for _ in range(3)))
+        model[2].weight = model[1].weight
+        model[3].weight = model[0].weight
+        for layer in model:
+            layer.weight.requires_grad_(False)
+        return model.to(rank.device)
+
+    reference, model = make(), make()
+    with pytest.raises(ValueError, match=r"3.weight: is also 0.weight, which needs its values"):
+        encode_frozen(model, lambda name, weight: BlockCodes("int8", (16, 32)))
+    assert type(model[1].weight.data) is torch.Tensor, "nothing is changed"
+    asked = []
+
+    def choose(name, weight):
+        asked.append(name)
+        return None if name == "3.weight" else BlockCodes("int8", (16, 32))
+
+    for built in (reference, model):
+        assert encode_frozen(built, choose) == ["1.weight"]
+    assert asked == ["3.weight", "1.weight"] * 2
+    assert model[1].weight is model[2].weight and model[3].weight is model[0].weight
+    fully_shard(model)
+    assert model[1].weight is model[2].weight
+    tokens = torch.arange(8, device=rank.device)
+    for built in (reference, model):
+        built(tokens).square().sum().backward()
+    for layer in (1, 2, 3):
+        assert torch.equal(_whole(model[layer].bias.grad), reference[layer].bias.grad)
+
+
+def test_one_row_is_an_input_too():
+    """A linear layer takes a vector, and its bias may train."""
+    from ragged_fsdp import BlockCodes, encode_frozen
+
+    layer = nn.Linear(DIM, WIDE)
+    layer.weight.requires_grad_(False)
+    encode_frozen(layer, lambda name, weight: BlockCodes("int8", (16, 32)))
+    x = torch.randn(DIM, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.ones(WIDE))
+    torch.testing.assert_close(x.grad, layer.weight.dequantize().sum(0))
+
+
+def test_a_weight_is_let_go_when_it_is_encoded():
+    """Weights and codes of a whole model would not fit beside each other."""
+    from ragged_fsdp import BlockCodes, encode_frozen
+    from ragged_fsdp.frozen_codes import CodedWeight
+
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(3))).requires_grad_(False)
+    held = [weakref.ref(layer.weight) for layer in model]
+    alive, encode = [], CodedWeight.encode
+
+    def noting(weight, codes):
+        alive.append(sum(ref() is not None for ref in held))
+        return encode(weight, codes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CodedWeight, "encode", noting)
+        encode_frozen(model, lambda name, weight: BlockCodes("int8", (16, 32)))
+    assert alive == [3, 2, 1]
 
 
 @spmd(2)
