@@ -218,7 +218,7 @@ class FourBit:
         self._state = copy.copy(state)
         self._state.absmax = None
         if state.nested:
-            self._state.state2 = copy.copy(state.state2)
+            self._state.offset, self._state.state2 = None, copy.copy(state.state2)
             self._state.state2.absmax = None
 
     @classmethod
@@ -234,7 +234,8 @@ class FourBit:
     @staticmethod
     def _parts(param: Any) -> list[Tensor]:
         state = param.quant_state
-        return [param.data, state.absmax, *([state.state2.absmax] if state.nested else [])]
+        # the offset is a mean of this weight's magnitudes: other codes that are loaded come with theirs
+        return [param.data, state.absmax, *([state.state2.absmax, state.offset] if state.nested else [])]
 
     def pack(self, original: nn.Parameter) -> Tensor:
         return _pack(self._parts(original))
@@ -250,9 +251,9 @@ class FourBit:
         state = copy.copy(self._state)
         state.absmax, state.code = absmax, state.code.to(gathered.device)
         if nested:
-            state.offset = state.offset.to(gathered.device)
             state.state2 = copy.copy(state.state2)
-            state.state2.absmax, state.state2.code = nested[0], state.state2.code.to(gathered.device)
+            state.state2.absmax, state.offset = nested
+            state.state2.code = state.state2.code.to(gathered.device)
         return self._kind(codes, requires_grad=False, quant_state=state, bnb_quantized=True, **self._settings)
 
     def values(self, gathered: Tensor) -> Tensor:
