@@ -230,6 +230,10 @@ def test_what_is_saved_is_loaded_again(rank):
         patch.setattr(saving, "write_safetensors", _no_space)
         with pytest.raises((OSError, RuntimeError), match=r"no space|ended before bucket"):
             weights.save(model, folder, names=cut_experts)
+        patch.setattr(saving, "write_safetensors", _no_space_at_the_end)
+        for sharded in (model, Model()):  # after the last gather, or without any, no pass tells the others
+            with pytest.raises((OSError, RuntimeError), match="no space"):
+                weights.save(sharded, folder)
         patch.setattr(saving.os, "rename", _no_space)
         patch.setattr(
             saving, "write_safetensors", lambda folder, planned, take, **_: [take(t.name) for t in planned]
@@ -244,6 +248,12 @@ def test_what_is_saved_is_loaded_again(rank):
     for name, value in other.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(whole.cpu(), expected[name]), name
+
+
+def _no_space_at_the_end(folder, planned, take, **_):
+    for tensor in planned:
+        take(tensor.name)
+    raise OSError("no space left")
 
 
 def _no_space(*_, **__):

@@ -78,14 +78,18 @@ def save(
         return
     made = stream(model, dtype=dtype, names=names, to=0)
     with ExitStack() as stack:
-        with iter(made) as buckets:  # what fails on rank 0 ends the pass on all
-            if first:
-                writing = stack.enter_context(new_folder(folder, overwrite=overwrite))
-                _describe(Adapters(model).base, writing, dtype, source)
-                _write(made, buckets, writing, max_file_bytes)
-            else:
-                for _ in buckets:
-                    pass
+
+        def pass_on() -> None:
+            with iter(made) as buckets:  # what fails on rank 0 ends the pass on all
+                if first:
+                    writing = stack.enter_context(new_folder(folder, overwrite=overwrite))
+                    _describe(Adapters(model).base, writing, dtype, source)
+                    _write(made, buckets, writing, max_file_bytes)
+                else:
+                    for _ in buckets:
+                        pass
+
+        _on_all(pass_on)  # after the last gather the pass tells nobody: the others would wait below for rank 0
         _on_all(stack.pop_all().close)
 
 
