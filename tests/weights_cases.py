@@ -75,12 +75,12 @@ def write(folder: Path, tensors, files=2):
     (folder / "model.safetensors.index.json").write_text(index)
 
 
-def handed_over(stream, receives, **options):
+def handed_over(stream, receives, pipe=None, **options):
     """What a receiver in a thread takes of one hand-over; None on ranks that have none."""
     if not receives:
         weights.hand_over(stream, None, **options)
         return None
-    ours, theirs = multiprocessing.Pipe()
+    ours, theirs = pipe or multiprocessing.Pipe()
     received, failures = {}, []
 
     def take():

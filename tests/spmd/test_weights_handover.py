@@ -3,6 +3,7 @@
 import multiprocessing
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def _receiver(theirs, how, errors, device):
 
 @spmd(3)
 @pytest.mark.parametrize(
-    "how", ["raises", "stops", "cannot copy", "gone", "silent", "rank fails", "no slots"]
+    "how", ["raises", "stops", "cannot copy", "gone", "silent", "late", "rank fails", "0 fails", "no slots"]
 )
 def test_what_fails_on_one_end_ends_the_pass_on_all(rank, how):
     """A receiver or a rank; every rank raises, the receiver too, and the next pass is not disturbed."""
@@ -110,7 +111,15 @@ def test_what_fails_on_one_end_ends_the_pass_on_all(rank, how):
                 raise OSError("no memory")
             return write(self, index, *args)
 
-        if rank.rank == 1 and how == "rank fails":
+        copy_to = _Opened.copy_to
+
+        def late(self, place):
+            time.sleep(0.3)
+            copy_to(self, place)
+
+        if how == "late":
+            patch.setattr(_Opened, "copy_to", late)
+        if rank.rank == (how != "0 fails") and how in ("rank fails", "0 fails"):
             patch.setattr(Stream, "write_shard", failing)
         if how == "cannot copy":
             patch.setattr(_Opened, "copy_to", _no_copy)
@@ -123,21 +132,23 @@ def test_what_fails_on_one_end_ends_the_pass_on_all(rank, how):
             "cannot copy": "the receiver failed: RuntimeError: no copy",
             "gone": "closed the connection|Broken pipe",
             "silent": "the receiver was silent for 0.5 s",
+            "late": "the receiver was silent for 0.5 s",
         }
         match = own.get(how, "") if rank.rank == 0 else ""
         with pytest.raises(Exception, match=match or "ended early|no memory|by zero|failed") as raised:
             weights.hand_over(
-                stream, ours if rank.rank == 0 else None, timeout_s=0.5 if how == "silent" else 20
+                stream, ours if rank.rank == 0 else None, timeout_s=0.5 if how in ("silent", "late") else 20
             )
         if rank.rank != 0 and how in own:
             assert isinstance(raised.value, RuntimeError)
-    if rank.rank == 0:
-        thread.join(20)
-        assert not thread.is_alive()
-        if how in ("rank fails", "no slots"):
-            assert "not whole" in str(errors[0])
-    received = handed_over(stream, rank.rank == 0)
-    assert rank.rank or len(received) == 10
+        if rank.rank == 0:
+            thread.join(20)
+            assert not thread.is_alive()
+            if how in ("late", "rank fails", "0 fails", "no slots"):
+                assert "not whole" in str(errors[0])
+    pipe = None if how in ("gone", "silent") else (ours, theirs)  # what was left in it does not count
+    received = handed_over(stream, rank.rank == 0, pipe)
+    assert rank.rank or (len(received) == 10 and not (pipe and ours.poll()))
 
 
 @spmd(2)

@@ -10,13 +10,18 @@ they go on, and from that know::
               bucket t is written next, into the slots of t - 2, beside the receivers' copies of t - 1
 
 A receiver's stream waits for the events of the ranks; no rank waits for its device.
+
+Messages and answers carry the name of their pass: one that ended early may leave some of them in the
+connection, and an old answer that counted in the next pass would let a slot be overwritten too early.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import socket
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +40,8 @@ __all__ = ["Connection", "hand_over", "take_over"]
 
 _SLOTS = 2
 _END = "end"
+_LEFT: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""By a receiver's connection: the pass that it left before the end, of which messages may still come."""
 
 
 class Connection(Protocol):
@@ -214,18 +221,21 @@ class _Receiver:
 
     def __init__(self, connection: Connection, timeout_s: float) -> None:
         self._connection, self._timeout_s = connection, timeout_s
+        self._pass = secrets.token_hex(8)
         self._unanswered = 0
 
     def put(self, messages: Sequence[Any]) -> None:
         """Send messages."""
         for message in messages:
             self._unanswered += 1
-            self._connection.send(message)
+            self._connection.send((self._pass, message))
 
     def settle(self) -> None:
         """Wait until every message has been answered."""
         while self._unanswered:
-            answer = _heard(self._connection, self._timeout_s, "the receiver")
+            of_pass, answer = _heard(self._connection, self._timeout_s, "the receiver")
+            if of_pass not in (self._pass, None):
+                continue
             self._unanswered -= 1
             if answer is not None:
                 raise RuntimeError(f"the receiver failed: {answer}")
@@ -233,7 +243,7 @@ class _Receiver:
     def give_up(self, error: BaseException) -> None:
         """Let the receiver raise too, if it still listens."""
         with contextlib.suppress(OSError):
-            self._connection.send(_Failed(f"{type(error).__name__}: {error}"))
+            self._connection.send((self._pass, _Failed(f"{type(error).__name__}: {error}")))
 
 
 def _heard(connection: Connection, timeout_s: float, who: str) -> Any:
@@ -256,12 +266,16 @@ def take_over(
     """
     device = torch.device(device)
     slots: list[list[list[_Opened]]] = []
+    of_pass: str | None = None
     answer: str | None = (
         "its loop ended before the last bucket"  # what the trainer hears of an end that is not the trainer's
     )
     try:
         while True:
-            message = _heard(connection, timeout_s, "the trainer")
+            came_of, message = _heard(connection, timeout_s, "the trainer")
+            if came_of == _LEFT.get(connection):
+                continue
+            of_pass = came_of
             if isinstance(message, _Failed):
                 answer = None
                 raise RuntimeError(
@@ -274,7 +288,7 @@ def take_over(
                 bucket = _joined(message, slots, device)
             else:
                 slots, answer = [], None
-            connection.send(None)
+            connection.send((of_pass, None))
             if answer is None:
                 return
             if bucket is not None:
@@ -286,8 +300,10 @@ def take_over(
         raise
     finally:
         if answer is not None:
+            if of_pass is not None:
+                _LEFT[connection] = of_pass
             with contextlib.suppress(OSError):
-                connection.send(answer)
+                connection.send((of_pass, answer))
 
 
 class _Opened:
