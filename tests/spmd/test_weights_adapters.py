@@ -1,10 +1,12 @@
 """LoRA adapters: merged weights under the names of the model without them, and folders of both."""
 
 import copy
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 
 from ragged_fsdp import MixedPrecisionPolicy, fully_shard, weights
@@ -332,3 +334,63 @@ def test_saved_folders_are_merged_or_the_adapter_alone(rank):
     dist.barrier()
     weights.save(model, merged, dtype=torch.bfloat16, overwrite=True)
     assert transformers.AutoModelForCausalLM.from_pretrained(merged).dtype == torch.bfloat16
+
+
+@spmd(2)
+def test_nothing_of_an_adapter_or_a_tied_weight_is_lost_without_a_word(rank):
+    """Biases that an adapter trains, a tied weight of which one layer has a copy, another scaling, dtypes."""
+    peft = pytest.importorskip("peft")
+    transformers = pytest.importorskip("transformers")
+
+    def sharded(*, tied=False, modules=("q_proj",), **options):
+        config = _llama_config()
+        config.attention_bias, config.tie_word_embeddings = True, tied
+        torch.manual_seed(0)
+        plain = transformers.AutoModelForCausalLM.from_config(config)
+        lora = {"r": 4, "lora_alpha": 8, "target_modules": list(modules), **options}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PEFT, about what is tied
+            model = peft.get_peft_model(plain, peft.LoraConfig(**lora))
+        whole = copy.deepcopy(model)
+        return fully_shard(model, mesh=rank.mesh()), whole
+
+    for bias, count in (("lora_only", 2), ("all", 8)):
+        model, _ = sharded(bias=bias)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    parameter.fill_(7)
+        folder = rank.shared_dir / bias
+        weights.save(model, folder, adapter="default", dtype=torch.bfloat16)
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert sum(name.endswith("bias") for name in saved) == count
+        assert {value.dtype for value in saved.values()} == {torch.bfloat16}
+        other, _ = sharded(bias=bias)
+        weights.load(other, folder)
+        got = [p.full_tensor() for n, p in other.named_parameters() if n.endswith("q_proj.base_layer.bias")]
+        assert len(got) == 2 and all((value == 7).all() for value in got)
+    for changed, message in (
+        ({"lora_alpha": 32}, r"lora_alpha = 8; the model's 'default' has 32"),
+        ({"bias": "none"}, r"bias = 'all'; the model's 'default' has 'none'"),
+    ):
+        other, _ = sharded(**{"bias": "all", **changed})
+        with pytest.raises(ValueError, match=message):
+            weights.load(other, folder)
+    with pytest.raises(ValueError, match="names= and source= are for whole models"):
+        weights.save(model, folder, adapter="default", names={})
+
+    model, whole = sharded(tied=True, modules_to_save=["embed_tokens"])
+    for built in (model, whole):
+        with torch.no_grad():
+            for name, parameter in built.named_parameters():
+                if "modules_to_save" in name:
+                    parameter.mul_(2)
+    weights.save(model, rank.shared_dir / "tied")
+    served = transformers.AutoModelForCausalLM.from_pretrained(rank.shared_dir / "tied")
+    prompt = torch.arange(1, 9)[None]
+    assert not torch.equal(served.lm_head.weight, served.model.embed_tokens.weight)
+    torch.testing.assert_close(served(prompt).logits, whole(prompt).logits)
+    for modules in (("q_proj", "embed_tokens"), ("q_proj", "lm_head")):
+        model, _ = sharded(tied=True, modules=modules)
+        with pytest.raises(ValueError, match="are one tied weight, and the adapter 'default' is"):
+            weights.stream(model)

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ragged_fsdp.fsdp.parts.packing import value_meta
 from ragged_fsdp.weights.names import plain_name
+from ragged_fsdp.weights.targets import Target
 
 __all__ = ["Adapters", "Addition", "added", "fresh"]
 
@@ -89,6 +90,11 @@ class Adapters:
         self._layers: dict[str, list[str]] = {}
         """Layers with adapters: their names, and the adapters that are active."""
         self._copies: dict[str, str | None] = {}
+        self._biases = {
+            adapter: getattr(config, "bias", "none")
+            for adapter, config in getattr(model, "peft_config", {}).items()
+        }
+        """Which biases of the model each adapter trains: none, all, or lora_only."""
         if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
             self.base = model.get_base_model()  # type: ignore[operator]
             inside = next(name for name, module in model.named_modules() if module is self.base)
@@ -108,6 +114,20 @@ class Adapters:
                     return None
                 name = f"{path}.{name.removeprefix(inside)}"
         return self._without_layers(name)
+
+    def sent(self, target: Target) -> Target | None:
+        """A tensor under its names in the model without adapters alone; None for what only adapters have.
+
+        ``ValueError`` for an adapter of one of several names: what it adds is not what the others have.
+        """
+        kept = tuple(name for name in target.names if self.plain(name) is not None)
+        if len(kept) > 1 and id(target.tensor) in self.of:
+            added_to = self.of[id(target.tensor)][0].adapter
+            raise ValueError(
+                f"{kept[0]} and {kept[1]} are one tied weight, and the adapter {added_to!r} is of one layer: "
+                "merged, it would change both; untie them before the adapter is added"
+            )
+        return Target(kept, target.tensor) if kept else None
 
     def loaded(self, name: str) -> str | None:
         """The name under which a folder of the model without adapters has a tensor; copies have it too."""
@@ -132,7 +152,16 @@ class Adapters:
             ):
                 own = ".".join([path.removeprefix(self._prefix), kind, *rest[:-1]])
                 return f"{_PEFT_PREFIX}{own}"
-        return None
+        return f"{_PEFT_PREFIX}{name.removeprefix(self._prefix)}" if self._is_trained(name, which) else None
+
+    def _is_trained(self, name: str, which: str | None) -> bool:
+        """Whether it is a bias of the model that is trained, and stored, with an adapter."""
+        kinds = {kind for adapter, kind in self._biases.items() if which in (None, adapter)}
+        if any(name.startswith(f"{path}.") for path in self._copies):
+            return False
+        layer, _, own = name.rpartition(".base_layer.")
+        of_a_layer = own == "bias" and layer in self._layers
+        return ("lora_only" in kinds and of_a_layer) or ("all" in kinds and name.endswith("bias"))
 
     def _without_layers(self, name: str) -> str | None:
         for path in self._layers:  # outer ones first: a layer may lie in another's base_layer

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import socket
 import sys
@@ -45,6 +46,8 @@ from ragged_fsdp.weights.targets import (
 __all__ = ["LoadReport", "load"]
 
 Progress = Callable[[int, int], None]
+_COMPUTES = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias")
+"""Settings of an adapter that say what is made of its tensors."""
 _SHOWN = 5  # names of an error; the rest is counted
 
 
@@ -122,6 +125,8 @@ def load(
     )
     unexpected = tuple(name for name in plan.unexpected if not ignored(name))
     drawn = _drawn(model, targets) if kind == "plain" else {}
+    if kind == "adapter" and strict:
+        ranks.refuse(_other_adapter(model, folder, ranks.first(lambda: _adapter_config(folder))))
     ranks.refuse(_complaint(folder, plan, unexpected, strict, model, init, drawn))
     materialize_meta(model, device, init)
     held = {target.name: target.tensor for target in targets_of(model)}
@@ -145,6 +150,27 @@ def _kind(folder: Path) -> str:
     if (folder / ".metadata").exists():
         return "dcp"
     return "adapter" if (folder / "adapter_config.json").exists() else "plain"
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    """The settings of an adapter that PEFT wrote."""
+    try:
+        return dict(json.loads((folder / "adapter_config.json").read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / 'adapter_config.json'} is damaged: {error}") from error
+
+
+def _other_adapter(model: Any, folder: Path, stored: Mapping[str, Any]) -> str | None:
+    """Why the model's active adapter does not compute what the stored one does, or None."""
+    active = getattr(model, "active_adapter", None)
+    config = getattr(model, "peft_config", {}).get(active if isinstance(active, str) else None)
+    for key in _COMPUTES if config is not None else ():
+        if key in stored and hasattr(config, key) and (stored[key] or None) != (getattr(config, key) or None):
+            return (
+                f"{folder} is of an adapter with {key} = {stored[key]!r}; the model's {active!r} has "
+                f"{getattr(config, key)!r}, and would compute something else with these weights"
+            )
+    return None
 
 
 def _wanted(

@@ -74,7 +74,9 @@ def save(
     """
     folder, first = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
     if adapter is not None:
-        _save_adapter(model, folder, adapter, first, overwrite)
+        if names is not None or source is not None:
+            raise ValueError("save: adapter= writes PEFT's files; names= and source= are for whole models")
+        _save_adapter(model, folder, adapter, dtype, first, overwrite)
         return
     made = stream(model, dtype=dtype, names=names, to=0)
     with ExitStack() as stack:
@@ -83,13 +85,14 @@ def save(
             with iter(made) as buckets:  # what fails on rank 0 ends the pass on all
                 if first:
                     writing = stack.enter_context(new_folder(folder, overwrite=overwrite))
-                    _describe(Adapters(model).base, writing, dtype, source)
+                    sent = {record.name for record in made.metadata()}
+                    _describe(Adapters(model).base, writing, dtype, source, sent)
                     _write(made, buckets, writing, max_file_bytes)
                 else:
                     for _ in buckets:
                         pass
 
-        _on_all(pass_on)  # after the last gather the pass tells nobody: the others would wait below for rank 0
+        _on_all(pass_on)  # after the last gather a pass tells nobody: the others would wait for rank 0 below
         _on_all(stack.pop_all().close)
 
 
@@ -111,7 +114,9 @@ def _on_all(action: Callable[[], None]) -> None:
     together(action, None) if dist.is_initialized() else action()
 
 
-def _describe(base: Any, folder: Path, dtype: torch.dtype | None, source: str | Path | None) -> None:
+def _describe(
+    base: Any, folder: Path, dtype: torch.dtype | None, source: str | Path | None, sent: set[str]
+) -> None:
     """Write the config of a model of transformers, and copy what a server needs."""
     folder.mkdir(parents=True)
     if not hasattr(getattr(base, "config", None), "to_json_string"):
@@ -126,6 +131,8 @@ def _describe(base: Any, folder: Path, dtype: torch.dtype | None, source: str | 
         given.pop("quantization_config", None)  # what is written are values: a reader would look for codes
     if dtype is not None:
         given["dtype"] = str(dtype).removeprefix("torch.")
+    if given.get("tie_word_embeddings") and sent & set(getattr(base, "_tied_weights_keys", None) or ()):
+        given["tie_word_embeddings"] = False  # an adapter has trained a copy of one: both are there
     origin = Path(source if source is not None else base.name_or_path or "/nowhere")
     if (origin / "config.json").is_file():
         stored = json.loads((origin / "config.json").read_text())
@@ -165,7 +172,9 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
         raise
 
 
-def _save_adapter(model: Any, folder: Path, adapter: str, first: bool, overwrite: bool) -> None:
+def _save_adapter(
+    model: Any, folder: Path, adapter: str, dtype: torch.dtype | None, first: bool, overwrite: bool
+) -> None:
     """The adapter's own tensors, gathered one by one, in the files PEFT reads."""
     if adapter not in getattr(model, "peft_config", {}):
         known = sorted(getattr(model, "peft_config", {}))
@@ -175,7 +184,7 @@ def _save_adapter(model: Any, folder: Path, adapter: str, first: bool, overwrite
         if adapters.in_adapter(target.name, adapter) is not None:
             value = whole_of(target.tensor)  # every rank takes part
             if first:
-                whole[target.name] = value.cpu()
+                whole[target.name] = value.cpu().to(dtype or value.dtype)
 
     def write() -> None:
         if not first:

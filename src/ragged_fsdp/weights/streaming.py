@@ -125,8 +125,8 @@ class Stream:
             raise ValueError(f"stream: {without[0]!r} is on the meta device and has no weights")
         members = [
             Member(target, ())
-            if adapters.plain(target.name) is None
-            else member_of(target, self._naming, adapters.of.get(id(target.tensor), ()))
+            if (sent := adapters.sent(target)) is None
+            else member_of(sent, self._naming, adapters.of.get(id(target.tensor), ()))
             for target in targets
         ]
         self._sources = sources_of(model, members, dtype, one_dtype=delta)
