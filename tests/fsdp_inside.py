@@ -285,15 +285,18 @@ def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int, rail_calls: int =
 
 
 def gradients_held_by_exchanges(patch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The names of the gradients that each exchange holds while it runs, beside what is packed."""
+    """The names of the gradients whose memory each exchange holds while it runs."""
     held: list[list[str]] = []
-    scatter = exchange.Exchange.scatter
+    ready = exchange.Exchange.ready
 
     def note(self: Any, *args: Any) -> None:
-        held.append([self.members.params[index].fqn for index in self._grads])
-        scatter(self, *args)
+        before = {index: grad.untyped_storage().data_ptr() for index, grad in self._grads.items()}
+        ready(self, *args)
+        kept = [*self._grads.values(), *(piece for sent in self._sends for piece in sent)]
+        alive = {tensor.untyped_storage().data_ptr() for tensor in kept}
+        held.append([self.members.params[index].fqn for index, place in before.items() if place in alive])
 
-    patch.setattr(exchange.Exchange, "scatter", note)
+    patch.setattr(exchange.Exchange, "ready", note)
     return held
 
 

@@ -13,7 +13,7 @@ other rank its piece as autograd produced it, and the receiver adds the m pieces
 
 It is one exchange per group: one per tensor would load few ranks at a time, since a tensor lies on few
 ranks. A rank whose shard lies inside one tensor (most do, where tensors are larger than shards) is sent a
-view; only shards that several tensors share are packed, and gradients of which nothing else is sent are let
+view; only shards that several tensors share are packed, and gradients of which no view is sent are let
 go. Small shards are all packed and exchanged in one
 round, since a list of views costs the host more than a pass over them costs the device; so are those of
 backends that cannot send a list of views (gloo).
@@ -85,11 +85,6 @@ class SendPlan:
     """Per rank: its row among the packed ones; None if it is sent views or nothing."""
     extents: tuple[tuple[int, int], ...]
     """Per rank: where in its shard the elements it gets start, and how many they are."""
-
-    @cached_property
-    def viewed(self) -> frozenset[int]:
-        """The parameters of whose gradients views are sent."""
-        return frozenset(view[0] for view in self.views if view is not None)
 
 
 def packs_all(device: torch.device, shard_numel: int) -> bool:
@@ -350,8 +345,7 @@ class Exchange:
             return
         pieces = [self._cut(index, sizes) for index, sizes in enumerate(sends.cuts)]
         rows = self._pack(sends, pieces)
-        if sends.packed:  # or small parameters would be held twice until the exchange is over
-            self._grads = {index: grad for index, grad in self._grads.items() if index in sends.viewed}
+        self._grads = {}  # views hold their own; what was packed or cast would be held twice until the end
         shares = [self._share(sends, rank, pieces, rows) for rank in range(self.members.mesh.shard_size)]
         self._sends = [list(sent) for sent in zip(*shares)]
 
@@ -531,8 +525,8 @@ class Exchange:
         rail.post(step.position, total, step.source, memory.arrivals[step.source, start : start + numel])
 
     def hand_over(self) -> Callable[[], None]:
-        """Gradients, packed rows and received rows are held until the function is called."""
-        held: list[Any] = [self._sends, self._memory, self._grads]
+        """Views of gradients, packed rows and received rows are held until the function is called."""
+        held: list[Any] = [self._sends, self._memory]
         leased, arena = self._leased, self.members.context.arena
         self._sends, self._memory, self._grads, self._leased = [], None, {}, None
 
