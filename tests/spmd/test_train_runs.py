@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from ragged_fsdp.checkpoint.dcp import Saver, first_good_step, shared_damage
+from ragged_fsdp.checkpoint.dcp import Saver, newest_good, shared_damage
 from ragged_fsdp.checkpoint.store import CheckpointStore, open_store
 from ragged_fsdp.cli.main import main
 from ragged_fsdp.trainer.config_file import ConfigError
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_alone_keeps_no_other_waiting(rank, what):
             if what == "damage":
                 shared_damage(rank.shared_dir, None)
             elif what == "steps":
-                first_good_step(store, None, print)
+                newest_good(store, None, print)
             else:
                 saver.save(1, state, {})
                 saver.wait()
@@ -135,6 +135,19 @@ def test_a_rank_that_fails_alone_keeps_no_other_waiting(rank, what):
     saver.save(2, {"a": torch.ones(2)}, {})
     saver.wait()
     assert store.steps() == [2]
+
+
+@spmd(2)
+def test_ranks_to_which_an_object_store_shows_different_lists_take_the_same_checkpoint(rank):
+    store = open_store(f"file://{rank.shared_dir}/checkpoints")
+    saver = Saver(store, background=False, timeout_s=30)
+    for step in (1, 2):
+        saver.save(step, {"a": torch.ones(2)}, {})
+    expected = str(store.path(2))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.rank == 1:
+            patch.setattr(type(store), "_complete_ones", _fails)
+        assert str(newest_good(store, None, print)) == expected
 
 
 class _SlowToGo:

@@ -112,6 +112,16 @@ def test_the_last_and_the_best_are_kept_and_a_step_again_replaces_the_first(url)
     assert store.steps() == [2, 4, 5] and _value(store.path(5)) == [8.0] * 3
 
 
+def test_a_checkpoint_that_was_copied_from_a_folder_counts_until_it_is_written_again(url):
+    store = open_store(url)
+    _save(store, 5, value=2.0)  # without an attempt, as in a folder
+    assert store.path(5).name == "step-00000005" and open_store(url).steps() == [5]
+    store.attempt = "-1a"
+    _save(store, 5, value=3.0)
+    assert store.steps() == [5] and _value(store.path(5)) == [3.0] * 3
+    assert [path.name for path in store.root.iterdir()] == ["step-00000005-1a"]
+
+
 def test_damage_and_objects_that_vanish_are_named(url):
     store = open_store(url)
     store.attempt = "-1a"

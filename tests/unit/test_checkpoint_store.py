@@ -31,6 +31,8 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)]:
         _save(store, step, loss)
     assert store.steps() == [2, 4, 5] and store.best_step() == 2
+    _save(store, 6, float("nan"))  # no number is lower than that one, nor higher
+    assert store.steps() == [2, 5, 6] and store.best_step() == 2
     without = CheckpointStore(tmp_path / "other", keep_last=1, keep_best=False)
     for step in (1, 2):
         _save(without, step, 1.0)

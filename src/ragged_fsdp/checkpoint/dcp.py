@@ -24,7 +24,7 @@ from ragged_fsdp.checkpoint.place import ObjectPath, Place
 from ragged_fsdp.checkpoint.staging import Staging
 from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
 
-__all__ = ["Saver", "first_good_step", "load", "shared_damage", "stored_names"]
+__all__ = ["Saver", "load", "newest_good", "shared_damage", "stored_names"]
 
 
 class Saver:
@@ -133,18 +133,22 @@ def stored_names(path: Place) -> set[str]:
     return set(reading.CheckedReader(path).read_metadata().state_dict_metadata)
 
 
-def first_good_step(
+def newest_good(
     store: CheckpointStore, group: dist.ProcessGroup | None, warn: Callable[[str], None]
-) -> int | None:
-    """The newest step whose checkpoint is whole; ranks check the files between them, then agree.
+) -> Place | None:
+    """The newest checkpoint that is whole; ranks check the files between them, then agree.
 
+    Rank 0 alone lists what there is: an object store may show each rank something else.
     ``warn`` is told what is wrong with each checkpoint that is passed over.
     """
-    steps = together(lambda: store.steps() if dist.get_rank() == 0 else [], group)[0]
-    for step in reversed(steps):
-        problems = shared_damage(store.path(step), group)
+    found = together(
+        lambda: [store.path(step).name for step in store.steps()] if dist.get_rank() == 0 else [], group
+    )[0]
+    for name in reversed(found):
+        problems = shared_damage(store.root / name, group)
         if not problems:
-            return step
+            path: Place = store.root / name
+            return path
         for problem in problems:
             warn(problem)
     return None

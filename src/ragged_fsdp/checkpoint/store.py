@@ -19,6 +19,7 @@ Torch-free: it knows files, not tensors.
 
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -45,7 +46,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})$")
-_OBJECT_NAME = re.compile(r"step-(\d{8,})-[0-9a-f]+")
+_OBJECT_NAME = re.compile(r"step-(\d{8,})(-[0-9a-f]+)?")  # without an attempt: copied from a folder
 _OWNER = "owner.json"
 _WRITING, _DROPPED = ".writing-", ".dropped-"
 _BLOCK_BYTES = 1 << 22
@@ -206,7 +207,11 @@ class CheckpointStore:
 
     def _note_best(self, step: int, eval_loss: float | None) -> None:
         best = self._read_best()
-        if eval_loss is None or (best and best["step"] in self.steps() and best["eval_loss"] <= eval_loss):
+        if (
+            eval_loss is None
+            or not math.isfinite(eval_loss)
+            or (best and best["step"] in self.steps() and best["eval_loss"] <= eval_loss)
+        ):
             return
         self._put("best.json", json.dumps({"step": step, "eval_loss": eval_loss}))
 
@@ -216,7 +221,8 @@ class CheckpointStore:
     def _read_best(self) -> dict[str, Any] | None:
         try:
             best = json.loads((self.root / "best.json").read_text())
-            return best if isinstance(best["step"], int) and isinstance(best["eval_loss"], float) else None
+            is_usable = isinstance(best["step"], int) and isinstance(best["eval_loss"], int | float)
+            return best if is_usable and math.isfinite(best["eval_loss"]) else None
         except (OSError, json.JSONDecodeError, KeyError, TypeError):
             return None
 
@@ -299,7 +305,10 @@ class ObjectStore(CheckpointStore):
         return left
 
     def _complete_ones(self) -> dict[int, list[Any]]:
-        """Folders with a manifest, by step, those of one step by name: attempts begin with their time."""
+        """Folders with a manifest, by step, those of one step by name: attempts begin with their time.
+
+        One that was copied from a folder has no attempt, and counts as the first.
+        """
         found: dict[int, list[Any]] = {}
         for path in sorted(self.root.iterdir(), key=str):
             match = _OBJECT_NAME.fullmatch(path.name)

@@ -167,17 +167,20 @@ def _find(mode: str, store: CheckpointStore, ranks: Ranks, warn: Callable[[str],
         return None
     if mode in ("auto", "must"):
         damaged: list[str] = []
-        step = dcp.first_good_step(store, ranks.control, damaged.append)
-        if step is None and damaged:  # to begin again here would overwrite what may still be rescued
+        found = dcp.newest_good(store, ranks.control, damaged.append)
+        if found is None and damaged:  # to begin again here would overwrite what may still be rescued
+            anew = "--resume restart moves them aside and begins at step 0"
+            if isinstance(store, ObjectStore):  # where nothing can be renamed
+                anew = "another checkpoint_dir begins at step 0"
             raise ConfigError(
                 f"resume = {mode}: {store.root} holds only damaged checkpoints ({damaged[0]}); restore one, "
-                "or --resume restart moves them aside and begins at step 0"
+                f"or {anew}"
             )
-        if step is None and mode == "must":
+        if found is None and mode == "must":
             raise ConfigError(f"resume = must: {store.root} holds no complete checkpoint")
         for problem in damaged:
             warn(f"passing over a damaged checkpoint: {problem}")
-        return None if step is None else store.path(step)
+        return found
     path = place(mode)
     if not (path / ".metadata").exists():
         raise ConfigError(f"resume: {path} is not a checkpoint folder")
