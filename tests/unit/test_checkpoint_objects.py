@@ -163,6 +163,8 @@ def test_one_run_has_a_place(url):
 def test_places_that_cannot_be_opened_say_what_is_missing(tmp_path, monkeypatch):
     assert place("runs/one") == type(tmp_path)("runs/one")
     assert isinstance(place("memory://one/"), ObjectPath) and str(place("memory://one/")) == "memory://one"
+    with pytest.raises(ValueError, match=r"memory://run\[1\] cannot be opened: '\[' stands for other names"):
+        place("memory://run[1]")  # what is deleted there would be that of run1
     with pytest.raises(ValueError, match="nothing://x cannot be opened: Protocol not known"):
         place("nothing://x")
     known = {"class": "not_installed.Files", "err": "Install s3fs to access S3"}

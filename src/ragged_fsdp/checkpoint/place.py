@@ -109,6 +109,8 @@ def place(text: str) -> Place:
     """The place with this name; ``ValueError`` says what is missing to open a URL."""
     if not is_url(text):
         return Path(text)
+    if odd := sorted(set(text) & set("*?[")):  # fsspec would delete all that match
+        raise ValueError(f"{text} cannot be opened: {odd[0]!r} stands for other names; use one without it")
     from fsspec.core import url_to_fs  # comes with torch
 
     protocol = text.partition("://")[0]
