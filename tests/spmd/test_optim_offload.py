@@ -5,6 +5,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -300,6 +301,20 @@ def test_state_of_no_parameter_stays():
         if step == 2:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         assert optimizer.state["shared"]["calls"] == step + 1
+
+
+@pytest.mark.parametrize("kind", ["fused", "torch_sgd", "muon"])
+def test_a_step_does_not_wait_for_the_last_one(kind):
+    """An optimizer may read its state in a step; only who reads it between steps waits."""
+    params, waited = plain_parameters("cpu"), []
+    arrival = SimpleNamespace(synchronize=lambda: waited.append(kind))
+    optimizer = offload_state(OPTIMIZERS[kind](params.items()), part_numel=PART_NUMEL)
+    for step in range(2):
+        set_grads(params, gradients(step, "cpu"))
+        optimizer.step()
+        optimizer._offload._pending = [arrival]
+    assert not waited
+    assert optimizer.state and waited == [kind]
 
 
 def test_slots_are_given_back_if_one_of_them_does_not_fit():

@@ -569,6 +569,7 @@ class _Offload:
 
     def step(self) -> None:
         """One step of all parameters that have work."""
+        self._pending = []  # or an optimizer that reads its state in a step waits for the last one's copies
         try:
             for lane in self._lanes.values():
                 lane.step()
