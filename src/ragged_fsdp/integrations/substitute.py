@@ -9,7 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from ragged_fsdp.api import fully_shard
-from ragged_fsdp.fsdp.parts.packing import packing_of
+from ragged_fsdp.packing import packing_of
 from ragged_fsdp.policy import Granularity
 from ragged_fsdp.torch_internals import rebind
 

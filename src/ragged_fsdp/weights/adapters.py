@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragged_fsdp.fsdp.parts.packing import value_meta
+from ragged_fsdp.packing import value_meta
 from ragged_fsdp.weights.names import plain_name
 from ragged_fsdp.weights.targets import Target
 

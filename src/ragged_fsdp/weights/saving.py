@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ragged_fsdp.agreement import together
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
-from ragged_fsdp.fsdp.parts.packing import is_packed
+from ragged_fsdp.packing import is_packed
 from ragged_fsdp.weights.adapters import Adapters
 from ragged_fsdp.weights.names import Naming
 from ragged_fsdp.weights.sources import whole_of

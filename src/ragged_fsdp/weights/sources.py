@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.collectives import Comm, all_reduce_, wait_all
 from ragged_fsdp.fsdp.parts.members import MainShard
-from ragged_fsdp.fsdp.parts.packing import value_meta, values_of
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
+from ragged_fsdp.packing import value_meta, values_of
 from ragged_fsdp.torch_internals import local_of, storage_id
 from ragged_fsdp.weights.adapters import Addition, added
 from ragged_fsdp.weights.buckets import Bucket, Record

@@ -39,10 +39,10 @@ from ragged_fsdp.fsdp.parts.left_out import (
     note_replaced,
 )
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
-from ragged_fsdp.fsdp.parts.packing import mark, packing_of
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, GroupPlan, gathered_dtype, inner_of
 from ragged_fsdp.fsdp.streams import CommContext
 from ragged_fsdp.layout import ALIGN_BYTES, align_up
+from ragged_fsdp.packing import mark, packing_of
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
     TensorMeta,

@@ -30,11 +30,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ragged_fsdp.layout import ALIGN_BYTES, align_up
 from ragged_fsdp.torch_internals import is_traceable_wrapper_subclass
 
 __all__ = ["Packing", "is_packed", "mark", "packing_of", "value_meta", "values_of"]
 
-_ALIGN_BYTES = 16
 _ATTRIBUTE = "_ragged_fsdp_packing"
 
 
@@ -124,7 +124,7 @@ def _runs(tensors: Sequence[Tensor]) -> tuple[tuple[_Run, ...], int]:
     for tensor in tensors:
         stride = tuple(_in_memory(tensor)[1])
         runs.append(_Run(end, tensor.nbytes, tensor.dtype, tuple(tensor.shape), stride))
-        end += -(-tensor.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        end += align_up(tensor.nbytes, ALIGN_BYTES)
     return tuple(runs), end
 
 
