@@ -93,7 +93,7 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         (
             {"fp8": True, "model_set": {"hidden": "64"}},
             2,
-            "q_proj.weight has matrices of 64 x 64; FP8 products need multiples of 128: pad",
+            "q_proj.weight has matrices of 64 x 64; FP8 products need multiples of 128: store it",
         ),
         ({"model": "dmeo"}, 1, "did you mean 'demo'?"),
         ({"model": "LammaConfig"}, 1, "did you mean 'LlamaConfig'?"),
