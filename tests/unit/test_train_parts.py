@@ -89,7 +89,7 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"gather_codes": {"*.experts.*": "int8:7x8"}}, 2, "gate_up_proj: tiles of 7 x 8 do not cover"),
         ({"gather_codes": {"*": "int4"}}, 2, "codes 'int4': expected one of ('int8',"),
         ({"fp8": True, "sharding": "fsdp2"}, 2, "fp8 does not go with sharding = fsdp2"),
-        ({"fp8": True, "tp": 2}, 2, "fp8 does not go with tp = 2"),
+        ({"fp8": True, "precision": "fp64"}, 2, "fp8 does not go with precision = fp64"),
         (
             {"fp8": True, "model_set": {"hidden": "64"}},
             2,

@@ -182,7 +182,7 @@ class ShardingConfig:
         False,
         "products of linear layers and experts in FP8, forward and both gradients, with a scale per 128 "
         "elements of activations and gradients and per 128 x 128 of weights; weights travel as codes, also "
-        "those in tiles (--granularity '*_proj*=tiles:128x128'); not with tp, fsdp2",
+        "those in tiles (--granularity '*_proj*=tiles:128x128'); not with fsdp2",
     )
     reduction: str = _option(
         "auto",

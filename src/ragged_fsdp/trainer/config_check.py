@@ -111,9 +111,8 @@ def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
             f"internode_dtype = {config.internode_dtype} needs reduction = two_level or auto, not "
             f"{config.reduction}"
         )
-    if config.fp8 and (config.sharding == "fsdp2" or config.tp > 1 or config.precision == "fp64"):
-        against = "precision = fp64" if config.precision == "fp64" else f"tp = {config.tp}"
-        against = "sharding = fsdp2" if config.sharding == "fsdp2" else against
+    if config.fp8 and (config.sharding == "fsdp2" or config.precision == "fp64"):
+        against = "sharding = fsdp2" if config.sharding == "fsdp2" else "precision = fp64"
         raise ConfigError(f"fp8 does not go with {against}; leave one of them")
     for setting in ("granularity", "gather_codes"):
         rules = getattr(config, setting)

@@ -98,7 +98,10 @@ def transformer_layers(model: nn.Module) -> nn.ModuleList:
 def prepare_layers(model: nn.Module, config: ShardingConfig) -> None:
     """FP8 products, activation checkpointing and compilation, in place, before sharding."""
     if config.fp8:
-        fp8_training(model, tiles=stores_tiles(config.granularity))
+        try:  # the whole model was checked before the start; what tensor parallelism left of it was not
+            fp8_training(model, tiles=stores_tiles(config.granularity))
+        except ValueError as error:
+            raise ConfigError(f"fp8: {error}") from error
     layers = transformer_layers(model)
     for index in range(len(layers)):
         if config.activation_checkpointing and index % config.activation_checkpointing == 0:

@@ -1,0 +1,74 @@
+"""FP8 products in the trainer: under tensor and expert parallelism the curve of a plain run."""
+
+from pathlib import Path
+
+import pytest
+
+from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.metrics import losses_by_step
+from rank_pool import spmd
+from train_cases import tensors, train_on_pool
+
+MODEL = {"hidden": "256", "heads": "4", "kv_heads": "4", "expert_hidden": "128", "layers": "1"}
+LLAMA = {
+    "num_hidden_layers": "1",
+    "hidden_size": "256",
+    "num_attention_heads": "4",
+    "num_key_value_heads": "4",
+    "intermediate_size": "512",
+    "vocab_size": "257",
+}
+QWEN = {
+    "num_hidden_layers": "1",
+    "hidden_size": "256",
+    "num_attention_heads": "4",
+    "num_key_value_heads": "4",
+    "head_dim": "64",
+    "vocab_size": "257",
+    "num_experts": "4",
+    "num_experts_per_tok": "2",
+    "moe_intermediate_size": "128",
+}
+SPLITS = {
+    "tp2-tiles": {"tp": 2, "granularity": {"*_proj*": "tiles:128x128"}, "activation_checkpointing": 1},
+    "tp2-hsdp": {"tp": 2, "replicas": 2, "accumulate": 2},
+    "llama-tp2": {"tp": 2, "model": "LlamaConfig", "model_set": LLAMA},
+    "qwen-ep2-tp2": {"ep": 2, "tp": 2, "model": "Qwen3MoeConfig", "model_set": QWEN},
+}
+
+
+@spmd(4, timeout=400)
+def test_a_split_run_has_the_curve_and_the_gradients_of_a_plain_one(rank):
+    """Blocks of rows lie in one sequence, but those of an expert: they are rounded by rank."""
+    plain: dict[str, Path] = {}
+    for case, changes in SPLITS.items():
+        model = {"model": "nano", "model_set": MODEL} | {k: v for k, v in changes.items() if "model" in k}
+        common = {**model, "fp8": True, "steps": 2, "warmup": 1, "batch": 4, "seq_len": 128, "lr": 1e-3}
+        common |= {"eval_every": 100, "clip": 0.0}
+        if model["model"] not in plain:
+            plain[model["model"]] = rank.shared_dir / f"plain-{len(plain)}"
+            train_on_pool(plain[model["model"]], **common)
+        folders = rank.shared_dir / case, plain[model["model"]]
+        train_on_pool(folders[0], **{**common, **changes})
+        got, expected = (losses_by_step(folder) for folder in folders)
+        assert got.keys() == expected.keys() == {1, 2}
+        assert abs(got[1] - expected[1]) < 1e-6 and abs(got[2] - expected[2]) < 5e-4, (case, got, expected)
+        if rank.rank == 0:
+            moments, whole = (tensors(folder / "checkpoints/step-00000002") for folder in folders)
+            tolerance = 1e-3 if case == "llama-tp2" else 0.05
+            assert moments.keys() == whole.keys()
+            for name in (name for name in whole if name.endswith(".exp_avg")):  # means of the gradients
+                error = (moments[name] - whole[name]).norm() / whole[name].norm()
+                assert error < tolerance, (case, name, error)
+
+
+@spmd(2)
+def test_what_tensor_parallelism_leaves_must_fit(rank):
+    narrow = {**LLAMA, "hidden_size": "128", "intermediate_size": "128", "num_attention_heads": "2"}
+    common = {"fp8": True, "tp": 2, "batch": 2, "model": "LlamaConfig"}
+    with pytest.raises(
+        ConfigError, match=r"fp8: .*q_proj.weight has matrices of 64 x 128; .*multiples of 128"
+    ):
+        train_on_pool(
+            rank.shared_dir / "run", **common, model_set={**narrow, "num_key_value_heads": "2"}, steps=1
+        )
