@@ -1,7 +1,8 @@
 """The two components, turned off one at a time, as a system without them would have to work.
 
-Without the buffer, communication needs memory of its own: shards are copied in before a gather, parameters
-copied out after it, gradients copied in before a reduction. Without the planner, shards are cut anywhere, so
+Without the buffer, communication needs memory of its own: parameters are copied out of it after a gather, in
+one pass on the compute stream, the least that is possible. Before a reduction there is one pass into its
+buffer either way, since it casts, so nothing is added there. Without the planner, shards are cut anywhere, so
 blocks are not whole on a rank: weights, gradients and moments are redistributed to whole blocks for the
 optimizer step, and weights and moments back. How that move is made matters, so there are two ways: a single
 uneven all-to-all per tensor, which our placements allow, and what a placement without it must do, gather the
@@ -24,62 +25,28 @@ from ragged_fsdp.dtensor import RaggedShard
 from ragged_fsdp.optim import AdamW8bit
 from ragged_fsdp.optim.blocks import block_grid
 
-__all__ = ["CopyingGather", "CopyingReduce", "RedistributingAdamW8bit"]
+__all__ = ["CopyingGather", "RedistributingAdamW8bit"]
 
 _CODES = ("exp_avg_codes", "exp_avg_sq_codes")
 _COMM = Comm()
 
 
-class _Copying:
-    """A communication buffer beside the parameters, copied in as many pieces as the group has tensors."""
+class CopyingGather:
+    """An all-gather into memory of its own.
 
-    def __init__(self, tensors: int) -> None:
-        self._tensors = tensors
+    Because it has an ``allocate``, the runtime copies the parameters out of that memory, in one pass on the
+    compute stream once the gather is done.
+    """
 
-    def sizes(self, shard_numel: int) -> list[int]:
-        """The pieces of a shard."""
-        piece = -(-shard_numel // self._tensors)
-        return [min(piece, shard_numel - start) for start in range(0, shard_numel, piece)]
-
-
-class CopyingGather(_Copying):
-    """An all-gather through memory of its own: copy in, gather, copy out tensor by tensor."""
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for one gather."""
+        return _COMM.allocate(size, dtype=dtype, device=device)
 
     def __call__(
         self, *, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> None:
-        sizes = self.sizes(input_tensor.numel())
-        sent, received = torch.empty_like(input_tensor), torch.empty_like(output_tensor)
-        torch._foreach_copy_(list(sent.split(sizes)), list(input_tensor.split(sizes)))
-        _COMM.gather(received, sent, group)
-        _copy_columns(output_tensor, received, group.size(), sizes)
-
-
-class CopyingReduce(_Copying):
-    """A reduce-scatter through memory of its own: copy in tensor by tensor, reduce, copy out."""
-
-    def __call__(
-        self,
-        *,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool,
-    ) -> None:
-        sizes = self.sizes(output_tensor.numel())
-        sent, received = torch.empty_like(input_tensor), torch.empty_like(output_tensor)
-        _copy_columns(sent, input_tensor, group.size(), sizes)
-        _COMM.reduce(received, sent, group, op=op)
-        output_tensor.copy_(received)
-
-
-def _copy_columns(target: Tensor, source: Tensor, ranks: int, sizes: Sequence[int]) -> None:
-    """Copy (ranks, shard) tensor by tensor: each is a stretch of columns."""
-    for to, of in zip(
-        target.view(ranks, -1).split(list(sizes), 1), source.view(ranks, -1).split(list(sizes), 1)
-    ):
-        to.copy_(of)
+    ) -> Any:
+        """Gather."""
+        return _COMM.gather(output_tensor, input_tensor, group, async_op=async_op)
 
 
 class RedistributingAdamW8bit:

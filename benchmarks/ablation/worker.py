@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from benchmarks.ablation.components import CopyingGather, CopyingReduce, RedistributingAdamW8bit
+from benchmarks.ablation.components import CopyingGather, RedistributingAdamW8bit
 from benchmarks.ranks import join_ranks
 
 from ragged_fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,7 +23,7 @@ from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.optim import AdamW8bit, block_policy
 from ragged_fsdp.predict.network import network_of, wire_text
 
-__all__ = ["run_rank"]
+__all__ = ["SIZES", "VARIANTS", "run_rank", "training"]
 
 VARIANTS = (
     "all on",
@@ -43,7 +43,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     """Measure the variants in turn, round by round; rank 0 writes the table."""
     device = _joined(rank, arguments, port)
     config = SIZES[arguments.size]
-    steps = {variant: _training_step(variant, config, arguments, device) for variant in VARIANTS}
+    steps = {variant: training(variant, config, arguments, device)[1] for variant in VARIANTS}
     losses = {variant: [step() for _ in range(3)] for variant, step in steps.items()}
     times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for _ in range(arguments.rounds):
@@ -64,9 +64,10 @@ def _joined(rank: int, arguments: argparse.Namespace, port: int) -> torch.device
     return torch.device(arguments.device)
 
 
-def _training_step(
+def training(
     variant: str, config: MoEConfig, arguments: argparse.Namespace, device: torch.device
-) -> Callable[[], float]:
+) -> tuple[MoETransformer, Callable[[], float]]:
+    """A variant's model, and one training step of it, which returns its loss."""
     model = _model(variant, config, device)
     named: list[Any] = list(model.named_parameters())
     optimizer: Any
@@ -86,7 +87,7 @@ def _training_step(
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return step
+    return model, step
 
 
 def _model(variant: str, config: MoEConfig, device: torch.device) -> MoETransformer:
@@ -98,13 +99,10 @@ def _model(variant: str, config: MoEConfig, device: torch.device) -> MoETransfor
     }
     if "planner" not in variant:
         options["orig_param_policy"] = block_policy()
-    in_layers = sum(1 for layer in model.layers for _ in layer.parameters())
     for module in [*model.layers, model]:
-        tensors = sum(1 for _ in module.parameters()) - (in_layers if module is model else 0)
         fully_shard(module, **options)
         if variant == "without DBuffer":
-            module.set_custom_all_gather(CopyingGather(tensors))
-            module.set_custom_reduce_scatter(CopyingReduce(tensors))
+            module.set_custom_all_gather(CopyingGather())
     materialize(model, twin, twin.init_module, seed=0, device=device)
     return model
 
@@ -146,6 +144,7 @@ def _write(
         loss = f"{losses[variant][-1]:.4f}" if arguments.wire is None else "-"
         lines.append(f"| {variant} | {seconds * 1e3:.1f} | {share:.1%} | {loss} |")
     lines.append("| without RaggedShard | - | not runnable: no placement describes the shards | - |")
+    lines += ["", "Without DBuffer: gathered weights are copied once, on the compute stream."]
     stem = f"ablation-{arguments.size}-{device.type}"
     if arguments.wire is not None:
         stem += f"-{arguments.ranks}-{wire_text(arguments.wire)}"
