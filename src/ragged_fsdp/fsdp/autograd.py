@@ -37,49 +37,39 @@ __all__ = [
 ]
 
 
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """``value`` with every tensor in it replaced: lists, tuples, dicts, sets, named tuples, dataclasses."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    kind = type(value)
-    if kind is tuple or kind is list:
-        items = [map_tensors(function, v) for v in value]
-        return value if _same(value, items) else kind(items)
-    if kind is dict:
-        plain = {k: map_tensors(function, v) for k, v in value.items()} if value else value
-        return value if _same(value.values(), plain.values()) else plain
-    return value if kind in _LEAVES else _map_special(function, value)
-
-
 _LEAVES = frozenset((type(None), bool, int, float, str))
 
 
-def _map_special(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """The containers that are not just a tuple, a list or a dict."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """``value`` with every tensor in it replaced: lists, tuples, dicts, sets, named tuples, dataclasses.
+
+    What has no tensor that changed is the same object afterwards.
+    """
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    kind = type(value)
+    if kind in _LEAVES:
+        return value
+    if hasattr(kind, "__dataclass_fields__"):
         return _map_dataclass(function, value)
     if isinstance(value, dict):
-        changed = {k: map_tensors(function, v) for k, v in value.items()}
-        return value if _same(value.values(), changed.values()) else _like_mapping(value, changed)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = [map_tensors(function, v) for v in value]
-        return value if _same(value, fields) else type(value)(*fields)
+        changed = {k: map_tensors(function, v) for k, v in value.items()} if value else value
+        if _same(value.values(), changed.values()):
+            return value
+        made = {} if kind is dict else copy.copy(value)  # a model output that is a dict keeps its class
+        for key, item in changed.items():
+            made[key] = item
+        return made
     if isinstance(value, (list, tuple, set)):
         items = [map_tensors(function, v) for v in value]
-        return value if _same(value, items) else type(value)(items)
+        if _same(value, items):
+            return value
+        return kind(*items) if isinstance(value, tuple) and hasattr(kind, "_fields") else kind(items)
     return value
 
 
 def _same(old: Any, new: Any) -> bool:
     return all(map(operator.is_, old, new))
-
-
-def _like_mapping(old: Any, new: dict) -> Any:
-    """Keep the class of a mapping, such as a model output that is a dict."""
-    made = copy.copy(old)
-    for key, item in new.items():
-        made[key] = item
-    return made
 
 
 def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
