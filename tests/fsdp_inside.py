@@ -31,14 +31,10 @@ from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
 from ragged_fsdp.fsdp.streams import CommContext, PendingReduction
 
-GATHERS, REDUCTIONS = network.GATHERS, network.REDUCTIONS
-
 __all__ = [
     "BROKEN",
-    "GATHERS",
     "PHASES",
     "PHASE_MOVES",
-    "REDUCTIONS",
     "RESIDENCES",
     "RESIDENCE_MOVES",
     "Watch",

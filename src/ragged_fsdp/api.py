@@ -19,8 +19,10 @@ from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.fsdp.construct.builder import GroupBuilder
 from ragged_fsdp.fsdp.construct.call import (
     Agreement,
+    Gather,
     Managed,
     Options,
+    Reduction,
     collect,
     moved_buffers,
     replace_buffers,
@@ -39,7 +41,7 @@ from ragged_fsdp.fsdp.runtime.module import (
 from ragged_fsdp.fsdp.runtime.schedule import outside
 from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
 from ragged_fsdp.policy import BlockCodes, Granularity
-from ragged_fsdp.torch_internals import REGISTRY_KEY, STATE_KEY, contract, get_root_modules
+from ragged_fsdp.torch_internals import get_registry, get_root_modules
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -53,9 +55,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
-
-Reduction = Literal["reduce_scatter", "all_to_all", "two_level", "auto"]
-Gather = Literal["flat", "two_level", "auto"]
 
 if TYPE_CHECKING:
 
@@ -191,68 +190,52 @@ def fully_shard(
             internode_dtype=internode_dtype,
             conditional=conditional,
         )
-        modules = [module] if isinstance(module, nn.Module) else _listed(module)
+        modules = _checked_modules(module)
+        managed = collect(modules, options.ignored)
+        builder, groups = _make_groups(modules, managed, options, agreement)
+        call = (options, own_mesh)
+        state = ModuleState(modules, groups, agreement.device, call, gathers_first=builder.gathers_first)
+        _mark(managed)
         for one in modules:
-            _check_module(one)
-        fresh = [one for one in modules if "fully_shard" not in one.__dict__.get(REGISTRY_KEY, {})]
-        try:
-            return _APPLY(module, options, agreement)
-        except BaseException:
-            _forget(fresh)
-            raise
-
-
-def _listed(module: Any) -> list[nn.Module]:
-    if not isinstance(module, (list, tuple)) or not module:
-        raise TypeError(
-            f"fully_shard: module must be a module or a non-empty list of modules, got {module!r}."
-        )
-    return list(module)
-
-
-def _check_module(module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"fully_shard: module must be an nn.Module, got {module!r}.")
-    container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    if container and type(module).forward is nn.Module.forward:
-        raise ValueError(f"fully_shard does not support containers that do not implement forward: {module}")
-
-
-def _composable() -> Any:
-    """The composable API of this name: it keeps one state per module and refuses a second application."""
-
-    @contract(state_cls=ModuleState)  # type: ignore[arg-type]
-    def fully_shard(module: Any, options: Options, agreement: Agreement) -> Any:
-        roots = [module] if isinstance(module, nn.Module) else get_root_modules(list(module))
-        _attach(roots, options, agreement)
+            register_stage(one, state)
+            swap_class(one)
         return module
 
-    return fully_shard
+
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-_APPLY = _composable()
-fully_shard.state = _APPLY.state  # type: ignore[attr-defined]
-
-
-def _attach(modules: Sequence[nn.Module], options: Options, agreement: Agreement) -> None:
-    device = agreement.device
-    managed = collect(modules, options.ignored)
-    builder, groups = _make_groups(modules, managed, options, agreement)
-    call = (options, agreement.mesh)
-    _APPLY.state(modules[0]).init(modules, groups, device, call, gathers_first=builder.gathers_first)
-    _mark(managed)
-    for module in modules:
-        register_stage(module, _APPLY.state(modules[0]))
-        swap_class(module)
+def _checked_modules(given: Any) -> list[nn.Module]:
+    """The modules of a call, without those below others in a list; raise on what cannot be sharded."""
+    listed = [given] if isinstance(given, nn.Module) else given
+    if not isinstance(listed, (list, tuple)) or not listed:
+        raise TypeError(
+            f"fully_shard: module must be a module or a non-empty list of modules, got {given!r}."
+        )
+    for module in listed:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"fully_shard: module must be an nn.Module, got {module!r}.")
+        container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        if container and type(module).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {module}"
+            )
+    roots = get_root_modules(list(listed))
+    for module in roots:
+        if "fully_shard" in (get_registry(module) or {}):
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard "
+                f"has already been applied to the following module:\n{module}"
+            )
+    return roots
 
 
 def _make_groups(
     modules: Sequence[nn.Module], managed: Managed, options: Options, agreement: Agreement
 ) -> tuple[GroupBuilder, list[ParamGroup]]:
     """The groups of what one call manages, registered once all ranks agree."""
-    device = agreement.device
-    moved = moved_buffers(managed, device)  # before the shards are cut, which may stay on the host
-    builder = GroupBuilder(options, managed, agreement.mesh, device)
+    moved = moved_buffers(managed, agreement.device)  # before the shards are cut, which may stay on the host
+    builder = GroupBuilder(options, managed, agreement.mesh, agreement.device)
     drafts = builder.draft()
     agreement.reach(builder.statements(drafts), managed.params[0].name if managed.params else "")
     pick = functools.partial(builder.pick, drafts)
@@ -300,16 +283,3 @@ def adopt_parameters(module: nn.Module) -> list[str]:
         state.groups += groups
         adopted += found
     return adopted
-
-
-def _forget(modules: Sequence[nn.Module]) -> None:
-    """Undo the registration of a call that failed, so that it can be repeated."""
-    for module in modules:
-        registry: dict[str, Any] = module.__dict__.get(REGISTRY_KEY, {})
-        registry.pop("fully_shard", None)
-        states: dict[Any, Any] = module.__dict__.get(STATE_KEY, {})
-        for function in [f for f, state in states.items() if isinstance(state, ModuleState)]:
-            del states[function]
-        for key in (REGISTRY_KEY, STATE_KEY):
-            if not module.__dict__.get(key, True):
-                del module.__dict__[key]

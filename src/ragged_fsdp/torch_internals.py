@@ -56,7 +56,6 @@ __all__ = [
     "OutputSharding",
     "Private",
     "RuntimeSchemaInfo",
-    "State",
     "StridedShard",
     "TensorMeta",
     "TorchDispatchMode",
@@ -69,7 +68,6 @@ __all__ = [
     "checkpoint_wrapper",
     "composite_kernel",
     "concatenate_meshes",
-    "contract",
     "current_graph_task_id",
     "current_mesh",
     "cut_order_of",
@@ -300,10 +298,8 @@ until a public timeout of the backend's options:
     torch._C._distributed_c10d:Backend.Options._timeout [optional]
         how long a collective may take before the watch reports it
 until a public registry of composable APIs:
-    torch.distributed._composable.contract:REGISTRY_KEY STATE_KEY contract _get_registry
+    torch.distributed._composable.contract:REGISTRY_KEY STATE_KEY _get_registry
         modules say which API manages them: checkpoints, replicate and pipelines ask
-    torch.distributed._composable_state:_State
-        pipelines and torch's utilities find the state of a module by this class
     torch.distributed.utils:_to_kwargs _get_root_modules
         inputs go to the device, and modules are grouped, exactly as FSDP2 does
 until a public wrapper for activation checkpointing:
@@ -442,9 +438,8 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd import _unsafe_preserve_version_counter as unsafe_preserve_version_counter
 from torch.distributed import ProcessGroup
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, contract
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable.contract import _get_registry as get_registry
-from torch.distributed._composable_state import _State as State
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._functional_collectives import _are_we_tracing as tracing
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper

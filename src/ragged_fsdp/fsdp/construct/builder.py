@@ -436,14 +436,7 @@ class GroupBuilder:
 
     @cached_property
     def _network(self) -> Network:
-        options = self.options
-        return Network(
-            self.device,
-            reduction=options.reduction,
-            gather=options.gather,
-            ranks_per_node=options.node_size,
-            between=options.internode_dtype,
-        )
+        return Network(self.options, self.device)
 
     @property
     def gathers_first(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import Disagreement, compare
 from ragged_fsdp.collectives import explain_failure
-from ragged_fsdp.fsdp.construct.network import GATHERS, REDUCTIONS
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Place
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
@@ -25,7 +24,19 @@ from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.topology import given_ranks_per_node
 from ragged_fsdp.torch_internals import get_registry, is_traceable_wrapper_subclass, parameters_of
 
-__all__ = ["Agreement", "Managed", "Options", "collect", "moved_buffers", "replace_buffers"]
+__all__ = [
+    "Agreement",
+    "Gather",
+    "Managed",
+    "Options",
+    "Reduction",
+    "collect",
+    "moved_buffers",
+    "replace_buffers",
+]
+
+Reduction = Literal["reduce_scatter", "all_to_all", "two_level", "auto"]
+Gather = Literal["flat", "two_level", "auto"]
 
 logger = logging.getLogger("ragged_fsdp")
 T = TypeVar("T")
@@ -77,8 +88,8 @@ class Options:
                 raise ValueError(
                     f"fully_shard: mp_policy.{name} must be a floating torch.dtype or None, got {dtype!r}."
                 )
-        choices = {"reduction": REDUCTIONS, "gather": GATHERS, "internode_dtype": _INTERNODE_DTYPES}
-        for name, values in choices.items():
+        choices = {"reduction": get_args(Reduction), "gather": get_args(Gather)}
+        for name, values in {**choices, "internode_dtype": _INTERNODE_DTYPES}.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"fully_shard: {name} must be one of {values}, got {getattr(self, name)!r}.")
         self.node_size = given_ranks_per_node(self.ranks_per_node)

@@ -25,16 +25,15 @@ import torch
 import torch.distributed as dist
 
 from ragged_fsdp.collectives import Comm, LevelComm, explain_failure
+from ragged_fsdp.fsdp.construct.call import Options
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.reduce.exchange import Exchange
 from ragged_fsdp.fsdp.reduce.transport import GradTransport, ReduceScatter
 from ragged_fsdp.topology import Levels, find_levels, level_groups
 
-__all__ = ["GATHERS", "REDUCTIONS", "Network", "Route", "pick_gather", "pick_reduction"]
+__all__ = ["Network", "Route", "pick_gather", "pick_reduction"]
 
-REDUCTIONS = ("reduce_scatter", "all_to_all", "two_level", "auto")
-GATHERS = ("flat", "two_level", "auto")
 logger = logging.getLogger("ragged_fsdp")
 _MANY_RANKS = 128  # from here on the steps of a ring cost more than two levels do
 _SAID: set[str] = set()
@@ -81,17 +80,8 @@ class Network:
     compares what became of it.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        reduction: str,
-        gather: str,
-        ranks_per_node: int | None,
-        between: torch.dtype | None,
-    ) -> None:
-        self._device, self._ranks_per_node, self._between = device, ranks_per_node, between
-        self._reduction, self._gather = reduction, gather
+    def __init__(self, options: Options, device: torch.device) -> None:
+        self._options, self._device = options, device
 
     def find(self, mesh: ParallelMesh) -> None:
         """Let the ranks of ``mesh`` tell each other where they are."""
@@ -99,21 +89,19 @@ class Network:
             self._levels(mesh)
 
     def _levels(self, mesh: ParallelMesh) -> Levels:
-        return find_levels(mesh.shard_group, self._device, self._ranks_per_node)
+        return find_levels(mesh.shard_group, self._device, self._options.node_size)
 
     def pick(self, mesh: ParallelMesh, *, widens: bool) -> tuple[str, str]:
         """How gradients are reduced and weights are gathered on ``mesh``; the log has what ``auto`` is."""
         _check_order(mesh)
-        levels = self._levels(mesh)
-        reduction = pick_reduction(self._reduction, levels, widens=widens)
-        gather = pick_gather(self._gather, levels)
+        levels, options = self._levels(mesh), self._options
+        reduction = pick_reduction(options.reduction, levels, widens=widens)
+        gather = pick_gather(options.gather, levels)
         if levels.has_two and not _may_split():
-            reduction = _without_levels("reduction", self._reduction, reduction, "reduce_scatter")
-            gather = _without_levels("gather", self._gather, gather, "flat")
-        for name, asked, picked in (
-            ("reduction", self._reduction, reduction),
-            ("gather", self._gather, gather),
-        ):
+            reduction = _without_levels("reduction", options.reduction, reduction, "reduce_scatter")
+            gather = _without_levels("gather", options.gather, gather, "flat")
+        chosen = ("reduction", options.reduction, reduction), ("gather", options.gather, gather)
+        for name, asked, picked in chosen:
             if asked != picked or (asked == "two_level" and not levels.has_two):
                 what = picked if levels.has_two or picked != "two_level" else "one level"
                 _say_once(logging.INFO, f"fully_shard: {name}={asked!r} is {what!r} here: {levels}")
@@ -137,9 +125,8 @@ class Network:
         comm = LevelComm(over) if over is not None and gather == "two_level" else None
         if reduction == "reduce_scatter":
             return ReduceScatter, comm
-        return partial(
-            Exchange, levels=over if reduction == "two_level" else None, between=self._between
-        ), comm
+        over = over if reduction == "two_level" else None
+        return partial(Exchange, levels=over, between=self._options.internode_dtype), comm
 
 
 def _check_order(mesh: ParallelMesh) -> None:

@@ -454,4 +454,4 @@ class _StageState:
 
 def register_stage(module: nn.Module, state: ModuleState) -> None:
     """Let ``torch.distributed.fsdp.fully_shard.state`` find ``module``, should it become a stage."""
-    module.__dict__[STATE_KEY][_TORCH_KEY] = _StageState(state)
+    module.__dict__.setdefault(STATE_KEY, {})[_TORCH_KEY] = _StageState(state)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ragged_fsdp.fsdp.autograd import (
     BackwardHooks,
@@ -26,7 +25,7 @@ from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.runtime.conditional import Conditional, Conditionals
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.fsdp.runtime.schedule import IN_BACKWARD, Schedule, Turn
-from ragged_fsdp.torch_internals import State, are_functorch_transforms_active, base_of, to_kwargs
+from ragged_fsdp.torch_internals import REGISTRY_KEY, are_functorch_transforms_active, base_of, to_kwargs
 
 __all__ = ["ModuleState", "state_of"]
 
@@ -38,22 +37,10 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(_STATE_ATTRIBUTE)
 
 
-class ModuleState(Turn, State):
-    """The modules of one call and their hooks; the composable contract makes it empty."""
+class ModuleState(Turn):
+    """The modules of one call, with its options and its mesh, and their hooks."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.modules: tuple[nn.Module, ...] = ()
-        self.device = torch.device("cpu")
-        self.mp_policy = MixedPrecisionPolicy()
-        self.call: Any = None
-        """Options and mesh of the call, should parameters be attached later or be cut again."""
-        self.schedule = Schedule(self)
-        self._lists: list[ModuleState] = []
-        """The states below the root that were given a list of modules, which may run in parts."""
-        self._backward_hooks = BackwardHooks(self.post_backward, self.pre_backward)
-
-    def init(
+    def __init__(
         self,
         modules: Sequence[nn.Module],
         groups: Sequence[ParamGroup],
@@ -62,17 +49,27 @@ class ModuleState(Turn, State):
         *,
         gathers_first: bool,
     ) -> None:
-        """Attach to ``modules``, with the options and the mesh of the call."""
-        self.modules, self.groups, self.device, self.call = tuple(modules), list(groups), device, call
-        self.gathers_first, options = gathers_first, call[0]
+        super().__init__()
+        self.modules, self.groups = tuple(modules), list(groups)
+        self.device, self.gathers_first = device, gathers_first
+        self.call = call
+        """Options and mesh of the call, should parameters be attached later or be cut again."""
+        options = call[0]
         self.mp_policy, self.ignored = options.mp_policy, options.ignored
         self.auto_reshard = options.reshard_after_forward in (None, "auto")
         self.gathered_budget_bytes = options.gathered_budget_bytes or 0
-        for module in self.modules:
+        self.schedule = Schedule(self)
+        self._lists: list[ModuleState] = []
+        """The states below the root that were given a list of modules, which may run in parts."""
+        self._backward_hooks = BackwardHooks(self.post_backward, self.pre_backward)
+        single = len(modules) == 1
+        for module in modules:
             module.__dict__[_STATE_ATTRIBUTE] = self
-            pre = self.pre_forward if len(self.modules) == 1 else self._list_pre_forward
+            # by which torch's composable APIs know what was applied to a module
+            module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = self
+            pre = self.pre_forward if single else self._list_pre_forward
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True)
-            post = self.post_forward if len(self.modules) == 1 else self._list_post_forward
+            post = self.post_forward if single else self._list_post_forward
             module.register_forward_hook(post, prepend=False)
 
     # -- root ------------------------------------------------------------------------------------
