@@ -48,6 +48,7 @@ __all__ = [
     "gather_stream",
     "gradient_memory_kept",
     "gradient_memory_lent",
+    "group_names",
     "intercept_streams",
     "no_memory_for_shards",
     "on_sum_of_exchange",
@@ -105,6 +106,12 @@ def forward_is_running(root: nn.Module) -> bool:
 def forget_warnings() -> None:
     """Warnings that are given once in a process are given again."""
     left_out._WARNED.clear()
+
+
+def group_names(root: nn.Module) -> list[str]:
+    """What the groups below ``root`` are called in errors and profiles."""
+    turns = root._get_fsdp_state().schedule.turns
+    return [group.label for turn in turns for group in turn.groups]
 
 
 def pending_reductions(root: nn.Module) -> list[str]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import experts_cases as cases
+from fsdp_inside import group_names
 from ragged_fsdp import fully_shard
 from ragged_fsdp.experts import (
     ExpertSplit,
@@ -57,13 +58,14 @@ def test_experts_move_with_their_state_bit_for_bit(rank):
             _step(model, own, rank)
             _step(still, its, rank)
             before, objects = _wholes(model, own), list(model.parameters())
-            names = list(split_experts_of(model))
+            names, groups = list(split_experts_of(model)), group_names(model)
             moved = move_experts(model, {names[0]: ExpertSplit(held)}, own)
             assert moved == ([names[0]] if held != (3, 2) else [])
             after = _wholes(model, own)
             assert before.keys() == after.keys()
             assert all(torch.equal(before[n], after[n]) for n in before), optimizer
             assert all(p is q for p, q in zip(objects, model.parameters()))
+            assert group_names(model) == groups
             first = split_experts_of(model)[names[0]].module
             rows = first.gate_up_proj.to_local().shape
             assert held[rank.rank % 2] or not rows.numel()

@@ -67,7 +67,6 @@ class Turn:
     """One ``fully_shard`` call in the iteration: its groups, and its phase, which the schedule changes."""
 
     def __init__(self) -> None:
-        super().__init__()
         self.groups: list[ParamGroup] = []
         self.phase = Phase.IDLE
         self.is_root: bool | None = None
@@ -158,8 +157,6 @@ class Schedule:
         """Whether no module has ended the backward that is running: no gradients wait for a reduction."""
         self._arena_bytes = self._pooled_bytes = 0
         """What the root's gradient buffers and gathered layers need of the memory that is kept."""
-        self._copies_from_host = False
-        """Whether gathers copy from memory of the host, which does not wait for them."""
 
     # -- the root --------------------------------------------------------------------------------
 
@@ -185,17 +182,12 @@ class Schedule:
     def adopt(self, root: Turn, turns: Sequence[Turn], module: nn.Module, device: torch.device) -> None:
         """Run all ``turns`` from now on and prepare their groups; if that raises nothing was adopted."""
         groups = [group for turn in turns for group in turn.groups]
-        try:
-            _name(groups, module)
-            _check_shared(groups)
-            _check_dense(groups)
-            for group in groups:
-                group.lazy_init()
-            check_managed(module, *outside(turns))
-        except BaseException:  # parameters on the meta device, for example: the next forward tries again
-            for group in groups:
-                group.fqn = None
-            raise
+        _name(groups, module)
+        _check_shared(groups)
+        _check_dense(groups)
+        for group in groups:  # may raise, on parameters on the meta device: the next forward tries again
+            group.lazy_init()
+        check_managed(module, *outside(turns))
         self.turns = list(turns)
         for turn in turns:
             turn.is_root = turn is root
@@ -207,7 +199,6 @@ class Schedule:
             [group.reducer.nbytes for group in groups if not group.reducer.transport.companion]
         )
         self._pooled_bytes = pooled_bytes([group.transport.nbytes for group in groups])
-        self._copies_from_host = any(group.pin_memory for group in groups)
         self.use_comm(self.comm or CommContext(device))
 
     def forget_root(self) -> None:
@@ -216,8 +207,6 @@ class Schedule:
             raise RuntimeError("parameters can be adopted between steps, not inside a forward or a backward.")
         for turn in self.turns:
             turn.is_root = None
-            for group in turn.groups:
-                group.fqn = None
 
     def follow_settings(self) -> None:
         """Derive from the settings of each group what all share: the most gradient buffers any asks for."""
@@ -371,9 +360,10 @@ class Schedule:
         self._order.end()
         self._choose_kept()
         self._leave_forward()
-        if self._copies_from_host and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and any(g.pin_memory for turn in self.turns for g in turn.groups):
             assert self.comm is not None
-            self.comm.streams["gather"].synchronize()  # no backward will wait: the user may write the weights
+            # gathers copy from the host's memory; no backward will wait, and the user may write the weights
+            self.comm.streams["gather"].synchronize()
 
     def abort_forward(self, turn: Turn) -> None:
         """The forward of ``turn`` raised: be ready for the next one, which must gather anew what it gathered.
@@ -599,13 +589,9 @@ def _name(groups: Sequence[ParamGroup], module: nn.Module) -> None:
     for name, registered in module.named_parameters():
         if registered in by_param:
             by_param[registered].fqn = name
-    by_module: dict[nn.Module, list[ParamGroup]] = {}
+    names = {owner: name for name, owner in module.named_modules()}
     for group in groups:
-        for owner in group.modules:
-            by_module.setdefault(owner, []).append(group)
-    for name, owner in module.named_modules():
-        for group in by_module.get(owner, ()):
-            group.fqn = name if group.fqn is None else f"{group.fqn}, {name}"
+        group.fqn = ", ".join(names[owner] for owner in group.modules if owner in names)
 
 
 def _check_shared(groups: Sequence[ParamGroup]) -> None:
