@@ -123,11 +123,6 @@ class CommContext:
         if event is not None and self.device_module is not None:
             self.current_stream().wait_event(event)
 
-    def wait_user_event(self, event: Any) -> None:
-        """Let gathers wait for an event the user recorded after the optimizer step."""
-        if event is not None and self.streams:
-            self.streams["gather"].wait_event(event)
-
     # -- memory of gradient buffers --------------------------------------------------------------
 
     def lease(self, nbytes: int) -> FlatStorage | None:

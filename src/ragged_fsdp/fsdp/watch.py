@@ -137,15 +137,12 @@ class CollectiveWatch:
 
     def _know(self, pg: dist.ProcessGroup) -> None:
         """Look after a process group, from its first collective on."""
-        self._timeouts_s[pg] = _timeout_s(pg, self._device)
+        timeout = timeout_of(pg, self._device)  # None: its backend, like one in Python, does not say
+        self._timeouts_s[pg] = math.inf if timeout is None else timeout.total_seconds()
         self._names[pg] = pg.group_name
         self._rank = dist.get_rank()
-        self._look_often(self._timeouts_s[pg] / _LOOKS_PER_TIMEOUT)
-
-    def _look_often(self, pause_s: float) -> None:
-        """Let a thread report after each pause; one with shorter pauses takes the place of the last."""
-        pause_s = min(pause_s, _LONGEST_PAUSE_S)
-        if pause_s < self._pause_s:
+        pause_s = min(self._timeouts_s[pg] / _LOOKS_PER_TIMEOUT, _LONGEST_PAUSE_S)
+        if pause_s < self._pause_s:  # a thread with shorter pauses takes the place of the last
             self._pause_s = pause_s
             looking = threading.Thread(target=_look, args=(weakref.ref(self), pause_s), daemon=True)
             looking.name = "ragged_fsdp watch"
@@ -175,10 +172,7 @@ class CollectiveWatch:
         """The collective that the host is in, as old as the first look that found it there."""
         inside = self.inside
         if inside is not self._seen[0]:
-            launch = None
-            if inside is not None:
-                phase, label, pg, number = inside
-                launch = Launch(phase, label, pg, None, now_s, number)
+            launch = None if inside is None else Launch(*inside[:3], None, now_s, inside[3])
             self._seen = inside, launch
         return self._seen[1]
 
@@ -297,12 +291,6 @@ def _runs(launch: Launch) -> bool:
         return not launch.event.query()
     except RuntimeError:
         return False
-
-
-def _timeout_s(pg: dist.ProcessGroup, device: torch.device) -> float:
-    """How long a collective of the group may take; for ever if its backend, like one in Python, is silent."""
-    timeout = timeout_of(pg, device)
-    return math.inf if timeout is None else timeout.total_seconds()
 
 
 _ENDING = threading.Event()

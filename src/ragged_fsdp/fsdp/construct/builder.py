@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -164,11 +164,9 @@ class GroupBuilder:
                 'fully_shard: reshard_after_forward="auto" and gathered_budget_bytes go together, '
                 f"got {value!r} and {budget!r}."
             )
-        if value == "auto":
-            if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
-                raise ValueError(f"fully_shard: gathered_budget_bytes must be an int >= 0, got {budget!r}.")
-            return
-        if value is None or isinstance(value, bool):
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+            raise ValueError(f"fully_shard: gathered_budget_bytes must be an int >= 0, got {budget!r}.")
+        if value in (None, "auto") or isinstance(value, bool):
             return
         if not isinstance(value, int):
             raise ValueError(
@@ -216,7 +214,13 @@ class GroupBuilder:
         granularity = self._granularity(name, param, shapes)
         if isinstance(granularity, Tiles) and not mesh.shards:
             granularity = None  # every rank has all of it, in rows
-        block = self._policy_block(name, granularity, shapes)
+        block: int | None = None
+        if granularity is not None:
+            try:
+                blocks = [block_numel(shape, granularity) for shape in shapes if math.prod(shape)]
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            block = max(blocks, default=1)
         codes = self._codes(name, param, shapes, granularity)
         if isinstance(granularity, Tiles):
             if placement is not None and explicit:
@@ -286,19 +290,6 @@ class GroupBuilder:
                     f"{name}: {granularity} of a dim that is cut unevenly, into {shapes}."
                 )
         return granularity
-
-    @staticmethod
-    def _policy_block(
-        name: str, granularity: Granularity | None, shapes: Sequence[tuple[int, ...]]
-    ) -> int | None:
-        """Elements of the blocks that a granularity asks for; None where there is none."""
-        if granularity is None:
-            return None
-        try:
-            blocks = [block_numel(shape, granularity) for shape in shapes if math.prod(shape)]
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        return max(blocks, default=1)
 
     def _codes(
         self,
@@ -428,11 +419,10 @@ class GroupBuilder:
         """
         if not self.options.asks_the_network:
             return [(self.options.reduction, self.options.gather)] * len(drafts)
-        for draft in drafts:
-            self._network.find(draft.choices[0].mesh)
-        return [
-            self._network.pick(draft.choices[0].mesh, widens=self._widens(draft.choices)) for draft in drafts
-        ]
+        asked = [(d.choices[0].mesh, self._widens(choice.param for choice in d.choices)) for d in drafts]
+        for mesh, _ in asked:
+            self._network.find(mesh)
+        return [self._network.pick(mesh, widens=widens) for mesh, widens in asked]
 
     @cached_property
     def _network(self) -> Network:
@@ -449,18 +439,13 @@ class GroupBuilder:
             self.options.reduction == "auto" and self._widens(self.managed.params)
         )
 
-    def _widens(self, params: Sequence[Any]) -> bool:
-        """Whether the gradients of parameters, or of choices of them, are added in a wider dtype."""
+    def _widens(self, params: Iterable[ManagedParam]) -> bool:
+        """Whether the gradients of parameters are added in a wider dtype."""
         policy = self.options.mp_policy
-        made = {gathered_dtype(getattr(p, "param", p).dtype, policy.param_dtype) for p in params}
+        made = {gathered_dtype(param.dtype, policy.param_dtype) for param in params}
         return any((policy.reduce_dtype or dtype).itemsize > dtype.itemsize for dtype in made)
 
-    def _make_group(
-        self,
-        modules: tuple[nn.Module, ...],
-        draft: Draft,
-        route: Route,
-    ) -> ParamGroup:
+    def _make_group(self, modules: tuple[nn.Module, ...], draft: Draft, route: Route) -> ParamGroup:
         options, first = self.options, draft.choices[0]
         reduce, gather_comm = route
         params = [choice.param for choice in draft.choices]

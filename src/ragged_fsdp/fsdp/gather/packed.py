@@ -223,11 +223,11 @@ class Extensions(_Packed):
             if any(has) and not all(has):
                 raise AssertionError(
                     "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined "
-                    f"if using all-gather extensions: {param.fqn or param.name}"
+                    f"if using all-gather extensions: {param.fqn}"
                 )
             if not any(has):
                 raise NotImplementedError(
-                    f"{param.fqn or param.name}: a {type(local).__name__} has no fsdp_pre_all_gather and "
+                    f"{param.fqn}: a {type(local).__name__} has no fsdp_pre_all_gather and "
                     "fsdp_post_all_gather, so how to gather it is unknown."
                 )
 

@@ -210,8 +210,7 @@ class InPlace:
         for index, param in enumerate(self.members.params):
             if param.inner_spec is not None:
                 raise NotImplementedError(
-                    "Resharding to smaller mesh is not supported for DTensor parameters yet: "
-                    f"{param.fqn or param.name}"
+                    f"Resharding to smaller mesh is not supported for DTensor parameters yet: {param.fqn}"
                 )
             trains = param.sharded.requires_grad
             param.register(nn.Parameter(kept.dtensor(index), requires_grad=trains))

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, count
 from typing import Any
 
 import torch
@@ -205,10 +205,6 @@ class ManagedParam:
         # without DTensor.__init__, which does nothing but costs as much as the rest
         return DTensor.__new__(DTensor, local, self.spec, requires_grad=False)
 
-    def empty_grad(self, like: torch.Tensor) -> DTensor:
-        """The gradient of a parameter of which this rank holds nothing, on the device of ``like``."""
-        return self.sharded_grad(like.new_empty(self.local_shape))
-
     def make_unsharded(self, view: torch.Tensor) -> nn.Parameter:
         """The unsharded parameter over a slice of the gathered buffer."""
         data = view
@@ -222,7 +218,7 @@ class ManagedParam:
             self.unsharded = self.packing.unpack(data)
         else:
             self.unsharded = nn.Parameter(data, requires_grad=self.trains)
-        note_gathered(self.unsharded, self.fqn or self.name)
+        note_gathered(self.unsharded, self.fqn)
         setattr(self.unsharded, MANAGED_ATTRIBUTE, True)
         if self.product is not None:
             setattr(self.unsharded, PRODUCT_ATTRIBUTE, self.product)
@@ -260,6 +256,7 @@ class MainShard:
         self.dtypes = tuple(dtypes)
         self.device = device
         self.buffer: DBuffer | None = None
+        numels = [plan.local_range(i, self.rank).numel for i in range(len(self.dtypes))]
         if plan.same_items and len(set(self.dtypes)) == 1:
             self.buffer = DBuffer(
                 plan.layout,
@@ -275,9 +272,9 @@ class MainShard:
                 for i in range(len(self.dtypes))
             ]
         else:
-            starts, nbytes = self._packed_starts()
+            sizes = (numel * dtype.itemsize for numel, dtype in zip(numels, self.dtypes))
+            *starts, nbytes = accumulate((align_up(size, ALIGN_BYTES) for size in sizes), initial=0)
             self.storage = FlatStorage(nbytes, device, pin_memory=pin_memory)
-        numels = [plan.local_range(i, self.rank).numel for i in range(len(self.dtypes))]
         # views of one tensor, not tensors over one storage: the compiler can only trace the former
         whole = self.storage.tensor(0, (self.storage.nbytes,), torch.uint8)
         self.pieces = tuple(
@@ -294,14 +291,6 @@ class MainShard:
     def nbytes(self) -> int:
         """Bytes of this rank's shard, padding included."""
         return self.storage.nbytes
-
-    def _packed_starts(self) -> tuple[list[int], int]:
-        starts, position = [], 0
-        for index, dtype in enumerate(self.dtypes):
-            starts.append(position)
-            nbytes = self.plan.local_range(index, self.rank).numel * dtype.itemsize
-            position += align_up(nbytes, ALIGN_BYTES)
-        return starts, position
 
     def holds(self, index: int, local: torch.Tensor) -> bool:
         """Whether ``local`` still is this shard's piece of parameter ``index``."""
@@ -370,40 +359,33 @@ class GroupSettings:
     """A process group of its own for reductions over the shards, if asked for."""
 
 
+@dataclass(eq=False)
 class Members:
     """Parameters that are gathered and reduced together: their plan, shards, mesh, dtypes and settings."""
 
-    def __init__(
-        self,
-        params: Sequence[ManagedParam],
-        modules: tuple[nn.Module, ...],
-        mesh: ParallelMesh,
-        plan: GroupPlan,
-        main: MainShard | RowPieces,
-        device: torch.device,
-        mp_policy: MixedPrecisionPolicy,
-        offload_policy: OffloadPolicy,
-    ) -> None:
-        self.params = list(params)
-        self.modules = modules
-        self.mesh = mesh
-        self.plan = plan
-        self.main = main
-        self.device = device
-        self.mp_policy = mp_policy
-        self.offload = isinstance(offload_policy, CPUOffloadPolicy)
-        self.pin_memory = pins_memory(offload_policy, device)
-        self.settings = GroupSettings()
-        self.planned_comm = _TORCH
-        """What gathers where the user says nothing else."""
-        self.context: CommContext = None  # type: ignore[assignment]  # the schedule's, once there is one
-        self.fqn: str | None = None
-        self.label_suffix = ""
-        """Which of the groups of its call this one is, if there are several."""
-        self.without_values = False
-        """Whether shards that replace others hold nothing yet, so that copying them would be in vain."""
-        self.reduce_dtype: torch.dtype | None = None
-        """In which gradients are summed, if not in the dtype that autograd produces."""
+    params: list[ManagedParam]
+    modules: tuple[nn.Module, ...]
+    mesh: ParallelMesh
+    plan: GroupPlan
+    main: MainShard | RowPieces
+    device: torch.device
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    settings: GroupSettings = field(default_factory=GroupSettings)
+    planned_comm: Comm = _TORCH
+    """What gathers where the user says nothing else."""
+    context: CommContext = None  # type: ignore[assignment]  # the schedule's, once there is one
+    fqn: str | None = None
+    label_suffix: str = ""
+    """Which of the groups of its call this one is, if there are several."""
+    without_values: bool = False
+    """Whether shards that replace others hold nothing yet, so that copying them would be in vain."""
+    reduce_dtype: torch.dtype | None = None
+    """In which gradients are summed, if not in the dtype that autograd produces."""
+
+    def __post_init__(self) -> None:
+        self.offload = isinstance(self.offload_policy, CPUOffloadPolicy)
+        self.pin_memory = pins_memory(self.offload_policy, self.device)
 
     @property
     def label(self) -> str:

@@ -75,6 +75,13 @@ class ParallelMesh:
         self.shard_size = self.shard_group.size()
         self.shard_rank = self.shard_group.rank()
         self.replicate_size = self.replicate_group.size() if self.replicate_group else 1
+        self._shard_at: tuple[int, ...] = ()
+        """Dims of ``spmd_mesh`` that shard, and those that replicate."""
+        self._replicate_at: tuple[int, ...] = ()
+        if self.spmd_mesh is not None:
+            at = {name: dim for dim, name in enumerate(self.spmd_mesh.mesh_dim_names or ())}
+            self._shard_at = tuple(at[name] for name in self.dims.shard_names)
+            self._replicate_at = tuple(at[name] for name in self.dims.replicate_names)
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -101,8 +108,7 @@ class ParallelMesh:
     def _spmd_placements(self, param: DTensor, ragged: Any) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """The parameter already lives on the full mesh: its Replicate on the shard dims becomes ragged."""
         mesh, placements = param.device_mesh, list(param.placements)
-        names: tuple[str, ...] = mesh.mesh_dim_names or ()
-        shard_at = [names.index(n) for n in self.dims.shard_names]
+        shard_at = self._shard_at
         if not shard_at:
             return mesh, tuple(placements)
         later = tuple(p for dim, p in enumerate(placements) if dim > shard_at[-1])
@@ -111,7 +117,8 @@ class ParallelMesh:
             placements[shard_at[0]] = own
             return mesh, tuple(placements)
         # several shard dims act as one: the parameter moves to a mesh where they are flattened
-        skip = {names.index(n) for n in self.dims.replicate_names} | set(shard_at[1:])
+        names: tuple[str, ...] = mesh.mesh_dim_names or ()
+        skip = {*self._replicate_at, *shard_at[1:]}
         meshes: list[DeviceMesh] = []
         kept: list[Placement] = []
         for dim, placement in enumerate(placements):
@@ -138,21 +145,17 @@ class ParallelMesh:
                 f"mesh objects for parameter '{name}': {param.device_mesh} and {self.spmd_mesh}."
             )
         names: tuple[str, ...] = self.spmd_mesh.mesh_dim_names or ()
-        for kind, dims in (("shard", self.dims.shard_names), ("replicate", self.dims.replicate_names)):
-            for dim_name in dims:
-                index = names.index(dim_name)
-                if not isinstance(param.placements[index], Replicate):
-                    raise ValueError(
-                        f"Expected Replicate() on DP {kind} dim '{dim_name}' (index {index}) but got "
-                        f"{param.placements[index]} for parameter '{name}'"
-                    )
+        for index in (*self._shard_at, *self._replicate_at):
+            if not isinstance(param.placements[index], Replicate):
+                kind = "shard" if index in self._shard_at else "replicate"
+                raise ValueError(
+                    f"Expected Replicate() on DP {kind} dim '{names[index]}' (index {index}) but got "
+                    f"{param.placements[index]} for parameter '{name}'"
+                )
 
     def gradient_placements(self, grad: DTensor, wanted: Sequence[Placement]) -> tuple[Placement, ...]:
         """What a DTensor gradient must be before the reduction: data-parallel dims keep their Partial."""
-        if self.spmd_mesh is None:
-            return tuple(wanted)
-        names: tuple[str, ...] = self.spmd_mesh.mesh_dim_names or ()
-        own = {names.index(n) for n in (*self.dims.shard_names, *self.dims.replicate_names)}
+        own = (*self._shard_at, *self._replicate_at)
         return tuple(grad.placements[d] if d in own else p for d, p in enumerate(wanted))
 
 

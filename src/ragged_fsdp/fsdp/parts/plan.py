@@ -265,10 +265,7 @@ def chunk_plan(
 ) -> ChunkPlan:
     """Plan parameters of ``shapes`` that are cut along ``dims``; no search is needed."""
     specs = tuple(TensorSpec(name, math.prod(shape)) for name, shape in zip(names, shapes))
-    offsets, end = [], 0
-    for spec in specs:
-        offsets.append(end)
-        end += spec.numel
+    *offsets, end = itertools.accumulate((spec.numel for spec in specs), initial=0)
     layout = GroupLayout(specs, ranks, 1, -(-end // ranks), tuple(offsets), 0)
     fixed = tuple(tuple(shape) for shape in shapes)
     kinds = tuple(str(dtype) for dtype in dtypes)
@@ -304,14 +301,15 @@ def outer_shapes(param: torch.Tensor) -> list[tuple[int, ...]]:
 
 def shrink_to(plan: GroupPlan, shapes: Sequence[Sequence[int]]) -> GroupPlan:
     """The plan of the largest inner tensors as it is for this rank's ``shapes``."""
-    if plan.shapes == tuple(tuple(s) for s in shapes):
+    own = tuple(tuple(shape) for shape in shapes)
+    if plan.shapes == own:
         return plan
     specs = tuple(
         TensorSpec(spec.name, math.prod(shape) * (item // plan.cell_bytes), spec.block_numel)
         for spec, shape, item in zip(plan.layout.specs, shapes, plan.item_bytes)
     )
     layout = replace(plan.layout, specs=specs, lower_bound=0)
-    return replace(plan, shapes=tuple(tuple(s) for s in shapes), layout=layout)
+    return replace(plan, shapes=own, layout=layout)
 
 
 def ragged_placement(plan: GroupPlan, index: int, param: torch.Tensor) -> PlacementRule:

@@ -293,31 +293,24 @@ class Exchange:
         levels = self._over.levels
         nodes, places = len(levels.nodes), levels.ranks_per_node
         wire = self.members.wire_dtype
-        dtypes = wire, self._asked_between or (torch.float32 if wire == torch.float16 else wire)
+        between = self._asked_between or (torch.float32 if wire == torch.float16 else wire)
         if packs_all(self.members.device, shard_numel):
             rail = (nodes, shard_numel) if nodes > 1 else (0, 0)
-            rows = (1, places, nodes * shard_numel)
-            return _Plan(
-                layout, *dtypes, None, (0, shard_numel), rows, layout.layout.buffer_numel, rail, rail
+            extent, rows, packed = (
+                (0, shard_numel),
+                (1, places, nodes * shard_numel),
+                layout.layout.buffer_numel,
             )
+            return _Plan(layout, wire, between, None, extent, rows, packed, rail, rail)
         sends = plan_sends(layout, mesh.shard_size, rounds=self._rounds(shard_numel))
         steps = tuple(plan_steps(sends, levels, mesh.shard_rank))
         numel = max(step.numel for step in steps)
         rows = (min(2, len(steps)), places, align_up(numel, _ALIGN_NUMEL))
-        extent = sends.extents[mesh.shard_rank]
-        if nodes == 1:
-            return _Plan(layout, *dtypes, sends, extent, rows, steps=steps)
-        longest = max(sends.extents[slot][1] for slot in levels.rails[self._over.place])
-        return _Plan(
-            layout,
-            *dtypes,
-            sends,
-            extent,
-            rows,
-            sums=(nodes, longest),
-            arrivals=(nodes, extent[1]),
-            steps=steps,
-        )
+        extent, sums, arrivals = sends.extents[mesh.shard_rank], (0, 0), (0, 0)
+        if nodes > 1:
+            longest = max(sends.extents[slot][1] for slot in levels.rails[self._over.place])
+            sums, arrivals = (nodes, longest), (nodes, extent[1])
+        return _Plan(layout, wire, between, sends, extent, rows, 0, sums, arrivals, steps)
 
     def _rounds(self, shard_numel: int) -> int:
         if self.members.device.type == "cpu":

@@ -112,9 +112,10 @@ def _packed_layout(plan: GroupPlan, members: Sequence[int]) -> GradLayout:
     for rank, chunk in enumerate(chunks):
         position = rank * shard
         for at, (i, tensor_start, numel) in enumerate(chunk):
-            continues = tensor_start + numel < _numel(plan, i)
+            whole = plan.layout.specs[i].numel * plan.cell_bytes // plan.item_bytes[i]
             last = at == len(chunk) - 1
-            offset = (rank + 1) * shard - numel if continues and last else position
+            continues = last and tensor_start + numel < whole
+            offset = (rank + 1) * shard - numel if continues else position
             placed[i].append((tensor_start, offset, numel))
             position += align_up(numel, _ALIGN_ELEMENTS)
     return _in_runs(plan, placed, shard)
@@ -142,10 +143,6 @@ def _in_runs(plan: GroupPlan, placed: dict[int, list[tuple[int, int, int]]], sha
         runs[i] = tuple(own)
     layout = GroupLayout(tuple(specs), plan.layout.ranks, 1, shard, tuple(offsets), 0)
     return GradLayout(layout, tuple(shapes), tuple(runs), False)
-
-
-def _numel(plan: GroupPlan, index: int) -> int:
-    return plan.layout.specs[index].numel * plan.cell_bytes // plan.item_bytes[index]
 
 
 @dataclass(frozen=True)

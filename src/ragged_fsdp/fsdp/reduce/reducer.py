@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ragged_fsdp.dbuffer import DBuffer
 from ragged_fsdp.dtensor.geometry import contiguous_stride, is_ragged
 from ragged_fsdp.dtensor.saving import claim
-from ragged_fsdp.fsdp.autograd import on_parameters
-from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
+from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.plan import rank_major
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling, grad_layout, scaling
 from ragged_fsdp.fsdp.reduce.transport import GradTransport, make_buffer, scattered
@@ -59,13 +58,8 @@ class GradReducer:
             return 0
         return self.transport.nbytes(self._choose_layout())
 
-    @on_parameters
-    def store(self, index: int, grad: torch.Tensor) -> None:
-        """Take over one gradient."""
-        self.store_many([(index, grad)])
-
-    def store_many(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Take over several gradients, with one call for all."""
+    def store(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Take over gradients, by parameter, with one call for all; by a caller that is ``on_parameters``."""
         params, written = self.members.params, self.written
         if not written:
             self._begin(grads[0][1].dtype)
@@ -75,8 +69,8 @@ class GradReducer:
         again: dict[int, torch.Tensor] = {}
         for index, grad in grads:
             inner = grad if params[index].grad_as_is else self._inner(index, grad)
-            if not layout.same_as_weights:
-                self._check_place(layout, index)
+            if not layout.runs[index] and params[index].inner_shape.numel():
+                self._raise_changed(params[index].fqn)  # it was frozen when gradients were laid out
             (again if index in written else fresh)[index] = inner
         self.transport.store(fresh, again)
         written.update(fresh)
@@ -89,12 +83,6 @@ class GradReducer:
             context.make_room(self.transport.companion)
         self.transport.begin(self._choose_layout(), self.members.reduce_dtype or dtype)
 
-    def _check_place(self, layout: GradLayout, index: int) -> None:
-        """Raise on the gradient of a parameter that was frozen when its group's gradients were laid out."""
-        param = self.members.params[index]
-        if not layout.runs[index] and param.inner_shape.numel():
-            self._raise_changed(param.fqn or param.name)
-
     @staticmethod
     def _raise_changed(name: str) -> NoReturn:
         raise RuntimeError(
@@ -104,23 +92,15 @@ class GradReducer:
 
     def _inner(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """The part of a gradient that data parallelism reduces, in the order in which the ranks cut it."""
-        param = self.members.params[index]
-        if param.inner_spec is not None:
-            grad = self._inner_local(param, grad)
-        return rank_major(grad, param.shard_dim, self.members.mesh.shard_size) if param.shard_dim else grad
-
-    def _inner_local(self, param: ManagedParam, grad: torch.Tensor) -> torch.Tensor:
-        """A DTensor gradient's local tensor in the parameter's placements."""
-        if isinstance(grad, AsyncCollectiveTensor):
-            grad = grad.wait()
-        if not isinstance(grad, DTensor):
-            raise AssertionError(f"{param.name}: expected a DTensor gradient, got {type(grad).__name__}.")
-        assert param.inner_spec is not None
-        wanted = self.members.mesh.gradient_placements(grad, param.inner_spec.placements)
-        if grad.placements != wanted:
-            grad = grad.redistribute(placements=wanted)
-        local = local_of(grad)
-        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+        param, mesh = self.members.params[index], self.members.mesh
+        if param.inner_spec is not None:  # the local tensor, in the parameter's placements
+            grad = grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+            if not isinstance(grad, DTensor):
+                raise AssertionError(f"{param.name}: expected a DTensor gradient, got {type(grad).__name__}.")
+            wanted = mesh.gradient_placements(grad, param.inner_spec.placements)
+            grad = local_of(grad if grad.placements == wanted else grad.redistribute(placements=wanted))
+            grad = grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+        return rank_major(grad, param.shard_dim, mesh.shard_size) if param.shard_dim else grad
 
     def _choose_layout(self) -> GradLayout:
         trainable = tuple([p.trains for p in self.members.params])
@@ -276,7 +256,9 @@ class GradReducer:
                 if existing is None:
                     grad = self._empty_grads.get(index)
                     if grad is None:
-                        grad = self._empty_grads[index] = param.empty_grad(flat)
+                        grad = self._empty_grads[index] = param.sharded_grad(
+                            flat.new_empty(param.local_shape)
+                        )
                     param.sharded.grad = grad
             elif existing is None:
                 param.sharded.grad = param.sharded_grad(flat.as_strided(*place))

@@ -104,15 +104,6 @@ class ReduceScatter:
         self._partial = (Partial(),) * members.mesh.mesh.ndim
         self._scattered = scattered(members)
 
-    @property
-    def _leases(self) -> bool:
-        """Whether the buffer has a place in the arena.
-
-        Without sync the gradients of every group stay, and memory of the user's communication is not ours.
-        """
-        settings = self.members.settings
-        return settings.reduce_grads and settings.reduce_comm.common_memory and not self.companion
-
     def nbytes(self, layout: GradLayout) -> int:
         """Bytes of the buffer."""
         return self.members.plan.layout.buffer_numel * self.members.gradient_dtype.itemsize
@@ -127,7 +118,9 @@ class ReduceScatter:
             storage = FlatStorage.over(given)
             self.full = make_buffer(members, layout, dtype, self._partial, storage=storage)
             return
-        self._leased = members.context.lease(numel * dtype.itemsize) if self._leases else None
+        # without sync the gradients of every group stay, and memory of the user's communication is not ours
+        lends = members.settings.reduce_grads and comm.common_memory and not self.companion
+        self._leased = members.context.lease(numel * dtype.itemsize) if lends else None
         full = self._fulls.get(self._leased)
         if full is None or full.dtype != dtype or full.layout is not layout.layout:
             options = {"allocate": False, "storage": self._leased}

@@ -278,6 +278,7 @@ class ParamGroup(Members):
         take = partial(self._take_gradient, self.params.index(param))
         return unsharded.register_post_accumulate_grad_hook(take)
 
+    @on_parameters
     def _take_gradient(self, index: int, unsharded: torch.Tensor) -> None:
         """Move a large gradient into the buffer at once, if there is or may be a buffer now.
 
@@ -287,7 +288,7 @@ class ParamGroup(Members):
         grad = unsharded.grad
         if grad is not None and (self.context.max_grad_buffers > 1 or self.reducer.written):
             unsharded.grad = None
-            self.reducer.store(index, grad)
+            self.reducer.store([(index, grad)])
 
     def settle(self) -> None:
         """Take for both forms what ``requires_grad_`` changed on the one that was registered, or held."""
@@ -362,7 +363,7 @@ class ParamGroup(Members):
         if release and self.residence is not Residence.SHARDED:
             self._release()  # before the gradient buffer is allocated: it may take the same memory
         if grads:
-            self.reducer.store_many(grads)
+            self.reducer.store(grads)
 
     def reduce(self, zeros: bool = False) -> None:
         """Reduce what was collected, unless gradients are not synchronised now."""

@@ -264,16 +264,13 @@ class FSDPModule(TorchFSDPModule):
         """Whether reduce-scatters get a communicator of their own and can overlap gathers on the wire."""
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for group in self._groups(recurse):
-            settings = group.settings
+            settings, whole = group.settings, group.mesh.shard_group
             if not enable:
                 settings.reduce_group = None
                 continue
-            ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
-            if settings.reduce_group is None:
-                if ranks not in made:
-                    whole = group.mesh.shard_group
-                    made[ranks] = subgroup(whole, range(whole.size()), group.device)
-                settings.reduce_group = made[ranks]
+            ranks = tuple(dist.get_process_group_ranks(whole))
+            own = settings.reduce_group or made.get(ranks)
+            settings.reduce_group = own or subgroup(whole, range(whole.size()), group.device)
             made.setdefault(ranks, settings.reduce_group)
 
     def set_all_reduce_hook(

@@ -137,6 +137,7 @@ class Schedule:
         self.is_last_backward = True
         self.manual_finalization = False
         self.post_optim_event: Any = None
+        """Which the user recorded after the optimizer step, for the next gathers to wait for."""
         self.conditionals: Conditionals | None = None
         """Votes on modules that not every rank runs, if there are such below the root."""
         self._orders: dict[Turn, ForwardOrder] = {}
@@ -244,9 +245,9 @@ class Schedule:
                     group.reshard()
         if fills_arena and torch.is_grad_enabled():
             self.comm.fill_arena()
-        if self.post_optim_event is not None:
-            self.comm.wait_user_event(self.post_optim_event)
-            self.post_optim_event = None
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None and self.comm.streams:
+            self.comm.streams["gather"].wait_event(event)
 
     def start(self, turn: Turn) -> bool:
         """Gather for the forward of ``turn``, and what comes next, and wait for the first.
