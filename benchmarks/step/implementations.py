@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -23,6 +23,7 @@ from torch import nn
 from .case import Case
 from .layers import Layer, MixtureOfExperts, Stack
 from .shapes import layer_numel
+from .torchao_layers import RECIPES, after_update, convert
 
 __all__ = ["IMPLEMENTATIONS", "SETTINGS", "Trainer", "build", "missing", "per_layer"]
 
@@ -126,6 +127,20 @@ def _fsdp2(
     trainer = per_layer(case, device, fully_shard, policy, **extra)
     _keep(trainer, kept)
     return trainer
+
+
+def _torchao(case: Case, device: torch.device, recipe: str) -> Trainer:
+    """FSDP2 with torchao's linear layers."""
+    trainer = _fsdp2(case, device, prepare=partial(convert, recipe=recipe, device=device))
+    if recipe != "gathered":
+        return trainer
+    step = trainer.update
+
+    def update() -> None:
+        step()
+        after_update(trainer.stack)
+
+    return replace(trainer, update=update)
 
 
 def _keep(trainer: Trainer, kept: int) -> None:
@@ -323,6 +338,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     "ours-fp8": partial(_ours, fp8=True),
     "ours-fp8-nothing-kept": partial(_ours, fp8=True, **_NOTHING_KEPT),
     "ours-fp8-all-to-all": partial(_ours, fp8=True, reduction="all_to_all"),
+    "ours-fp8-all-to-all-nothing-kept": partial(_ours, fp8=True, reduction="all_to_all", **_NOTHING_KEPT),
     "ours-fp8-two-level": partial(_ours, fp8=True, **_TWO_LEVEL, **_NOTHING_KEPT),
     "ours-fp8-tiles-two-level": partial(_ours, fp8=True, tiles=True, **_TWO_LEVEL, **_NOTHING_KEPT),
     "ours-two-level": partial(_ours, **_TWO_LEVEL),
@@ -346,6 +362,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
     "fsdp2-kept2-bf16": partial(_fsdp2, kept=2, **_BF16),
     "fsdp2-reshard8": partial(_fsdp2, **_NODE_KEEPS),
     "fsdp2-reshard8-kept2": partial(_fsdp2, **_NODE_KEEPS, kept=2),
+    **{f"fsdp2-torchao-{recipe}": partial(_torchao, recipe=recipe) for recipe in RECIPES},
     "fsdp1": _fsdp1,
     "megatron": _megatron,
     "megatron-double": partial(_megatron, fsdp_double_buffer=True),
@@ -362,6 +379,8 @@ SETTINGS: dict[str, str] = {
     **dict.fromkeys((f"ours-two-level-{n}" for n in ("nothing-kept", "fp32-between", "gather")), _EQUAL),
     **dict.fromkeys(("ours-two-level-float8", "ours-two-level-gather-float8"), _EQUAL),
     **dict.fromkeys(("ours-fp8-nothing-kept", "ours-fp8-two-level", "ours-fp8-tiles-two-level"), _EQUAL),
+    "ours-fp8-all-to-all-nothing-kept": _EQUAL,
+    **dict.fromkeys((f"fsdp2-torchao-{recipe}" for recipe in RECIPES), _EQUAL),
     "ours-two-level-reshard8": _NODE,
     **dict.fromkeys(("ours-nothing-kept-bf16", "fsdp2-bf16"), _BF16_SUMS),
     **dict.fromkeys(("ours-bf16", "fsdp2-kept2-bf16"), _KEPT_BF16),
@@ -376,7 +395,7 @@ SETTINGS |= {name: _KEPT for name in IMPLEMENTATIONS if name not in SETTINGS}  #
 Tables group by it and compare with FSDP2 in the same setting; the default of the peers comes first.
 """
 _HYBRID = ("none", "ours", "fsdp2")
-_NEEDS = {"megatron": "megatron_fsdp", "deepspeed": "deepspeed"}
+_NEEDS = {"megatron": "megatron_fsdp", "deepspeed": "deepspeed", "torchao": "torchao"}
 
 
 def build(name: str, case: Case, device: torch.device) -> Trainer:
@@ -388,5 +407,5 @@ def build(name: str, case: Case, device: torch.device) -> Trainer:
 
 def missing(name: str) -> str | None:
     """The module this implementation needs and that is not installed, if so."""
-    module = _NEEDS.get(name.split("-")[0])
-    return module if module is not None and importlib.util.find_spec(module) is None else None
+    needed = [module for part, module in _NEEDS.items() if part in name.split("-")]
+    return next((module for module in needed if importlib.util.find_spec(module) is None), None)

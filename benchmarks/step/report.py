@@ -47,6 +47,7 @@ LABELS = {
     "ours-fp8": "ragged_fsdp, FP8 products",
     "ours-fp8-nothing-kept": "ragged_fsdp, FP8 products, nothing kept",
     "ours-fp8-all-to-all": "ragged_fsdp, FP8 products, all-to-all",
+    "ours-fp8-all-to-all-nothing-kept": "ragged_fsdp, FP8 products, all-to-all, nothing kept",
     "ours-fp8-two-level": "ragged_fsdp, FP8 products, two levels, nothing kept",
     "ours-fp8-tiles-two-level": "ragged_fsdp, FP8 products on tiles, two levels, nothing kept",
     "ours-all-to-all": "ragged_fsdp, all-to-all",
@@ -75,6 +76,9 @@ LABELS = {
     "fsdp2-kept2-bf16": "FSDP2, last two layers kept, sums in bf16",
     "fsdp2-reshard8": "FSDP2, kept by 8 ranks after forward",
     "fsdp2-reshard8-kept2": "FSDP2, last two layers kept, others by 8 ranks",
+    "fsdp2-torchao-blockwise": "FSDP2, torchao's blockwise FP8 linear layers",
+    "fsdp2-torchao-rowwise": "FSDP2, torchao's rowwise FP8 linear layers",
+    "fsdp2-torchao-gathered": "FSDP2, torchao's tensorwise FP8 linear layers, gathered as codes",
     "fsdp1": "FSDP1",
     "megatron": "Megatron-FSDP",
     "megatron-double": "Megatron-FSDP, double buffers",
@@ -86,7 +90,8 @@ _COLUMNS = (
     "implementation", "setting", "wire", "fwd+bwd ms", "/ floor", "/ bound", "/ FSDP2", "step ms", "host ms",
     "alloc GiB", "/ FSDP2", "reserved GiB", "/ FSDP2", "res/alloc", "moved GiB",
 )  # fmt: skip
-_FSDP2 = tuple(name for name in LABELS if name.startswith("fsdp2") and name != "fsdp2-shard1")
+_OTHER_LAYOUTS = ("fsdp2-shard1", "fsdp2-torchao")
+_FSDP2 = tuple(n for n in LABELS if n.startswith("fsdp2") and not n.startswith(_OTHER_LAYOUTS))
 _COMPARED = ("forward_backward_ms", "peak_allocated_gib", "peak_reserved_gib")
 
 

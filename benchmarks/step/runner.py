@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.cuda.is_available():
         found |= {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
-    for package in ("triton", "megatron-fsdp", "deepspeed"):
+    for package in ("triton", "megatron-fsdp", "deepspeed", "torchao"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -49,6 +49,8 @@ _EQUAL = ("fsdp2", "ours-nothing-kept", "ours-two-level-nothing-kept")
 _KEPT_BY_NODES = ("fsdp2-reshard8", "fsdp2-reshard8-kept2")
 _KEPT_BY_NODES += ("ours-two-level-reshard8", "ours-two-level-reshard8-kept2")
 _MORE_KEPT = tuple(f"{name}-kept{n}" for n in (3, 4) for name in ("fsdp2", "ours-two-level"))
+_FP8 = ("ours-fp8-all-to-all", "ours-fp8-all-to-all-nothing-kept")
+_FP8_PEERS = ("fsdp2", "fsdp2-torchao-blockwise", "fsdp2-torchao-rowwise", "fsdp2-torchao-gathered")
 _OTHER_PEERS = ("megatron", "megatron-double", "deepspeed", "deepspeed-layers")
 
 SUITE: dict[str, Planned] = {
@@ -77,6 +79,10 @@ SUITE: dict[str, Planned] = {
     "gpt-oss-nodes-1024": Planned(
         replace(_NODES, ranks=1024), ("ours-two-level-nothing-kept", "fsdp2-shard1")
     ),
+    "llama-64-fp8": Planned(
+        replace(_EXPANDABLE_LLAMA, wires=(400.0,)), ("none", *_FP8, *_FP8_PEERS, "ours-all-to-all")
+    ),
+    "gpt-oss-nodes-64-fp8": Planned(_NODES, (*_LEVELS, "ours-fp8-tiles-two-level")),
     "gpt-oss-64-expandable": Planned(
         _EXPANDABLE_GPT_OSS, (*_MOST, "deepspeed", "ours-all-to-all-nothing-kept")
     ),
