@@ -6,9 +6,9 @@ Also the error for operations that have no meaning on such a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import product
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.placement import RaggedShard, checked_shape
 from ragged_fsdp.policy import Tiles
-from ragged_fsdp.routes import Box, boxes_between, chunk_of_chunks, starts_of
+from ragged_fsdp.routes import Box, Region, boxes_between, chunk_of_chunks, starts_of
 from ragged_fsdp.torch_internals import DTensorSpec, StridedShard, TensorMeta, spec_of
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "ragged_mesh_dim",
     "ragged_spec",
     "refusal",
+    "regions_of",
     "replicated",
     "settled_placements",
     "shard_box",
@@ -370,6 +371,28 @@ def shard_box(
             offsets = (starts_of(rows)[coordinate[d]], *offsets[1:])
             sizes = (rows[coordinate[d]], *sizes[1:])
     return offsets, sizes
+
+
+def regions_of(
+    shape: Shape, mesh_shape: Shape, placements: tuple[Placement, ...]
+) -> Callable[[Shape], Region]:
+    """A function from the coordinate of a rank to what it holds, for who asks for many ranks."""
+    ragged_dim = ragged_mesh_dim(placements)
+    if ragged_dim is None:
+        return lambda coordinate: (shard_box(shape, mesh_shape, coordinate, placements),)
+    cut_before = outer_mesh_dims(placements)
+
+    @cache
+    def layout_of(outer: Shape) -> RaggedLayout:
+        return compute_layout(shape, mesh_shape, outer, placements)
+
+    @cache
+    def region(coordinate: Shape) -> Region:
+        # one layout for all ranks that differ along the ragged dim or in replicas: it is as long as that dim
+        outer = tuple(place if d in cut_before else 0 for d, place in enumerate(coordinate))
+        return tuple(layout_of(outer).boxes_of(coordinate[ragged_dim]))
+
+    return region
 
 
 def outer_index(mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,11 +22,11 @@ from torch.distributed.tensor.placement_types import Partial, Placement, Replica
 from ragged_fsdp.dtensor.geometry import (
     RaggedLayout,
     check_placements,
-    compute_layout,
     is_ragged,
     outer_mesh_dims,
     ragged_layout,
     ragged_mesh_dim,
+    regions_of,
     unragged,
     with_placements,
 )
@@ -277,21 +277,9 @@ class Division:
 
     def regions(self) -> Callable[[Shape], Region]:
         """A function from the coordinate of a rank to its region."""
-        ragged_dim = ragged_mesh_dim(self.placements)
-        if ragged_dim is None:
+        if ragged_mesh_dim(self.placements) is None:
             return lambda coordinate: (self.box_at(coordinate),)
-
-        @cache
-        def layout_of(coordinate: Shape) -> Any:
-            return compute_layout(self.shape, self.mesh_shape, coordinate, self.placements)
-
-        @cache
-        def region(coordinate: Shape) -> Region:
-            # all ranks of the ragged mesh dim share one layout: it is as long as the mesh dim
-            first = (*coordinate[:ragged_dim], 0, *coordinate[ragged_dim + 1 :])
-            return tuple(layout_of(first).boxes_of(coordinate[ragged_dim]))
-
-        return region
+        return regions_of(self.shape, self.mesh_shape, self.placements)
 
 
 def division_of(spec: DTensorSpec) -> Division:

@@ -37,12 +37,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.agreement import compare
-from ragged_fsdp.dtensor.geometry import compute_layout, outer_mesh_dims, ragged_mesh_dim, shard_box
+from ragged_fsdp.dbuffer.checks import device_of
+from ragged_fsdp.dtensor.geometry import regions_of, shard_box
 from ragged_fsdp.optim.exchange.matrices import Flattened, MatrixLayout, MatrixRule, matrix_shape
 from ragged_fsdp.optim.exchange.plan import Cost, ExchangePlan, PlannedParameter, plan_exchange
 from ragged_fsdp.optim.exchange.run import Exchange, Team
 from ragged_fsdp.placement import RaggedShard
-from ragged_fsdp.routes import Box, Region, region_numel
+from ragged_fsdp.routes import Box, region_numel
 from ragged_fsdp.torch_internals import StridedShard, local_of
 
 __all__ = ["Exchanges", "Member", "Spread", "matrix_layout", "spread_of"]
@@ -257,10 +258,7 @@ def _device(member: Member, spread: Spread) -> torch.device:
     """Work is done on the device of the mesh; parameters may be offloaded to the host."""
     if spread.mesh is None:
         return member.parameter.device
-    kind = spread.mesh.device_type
-    if kind == "cpu":
-        return torch.device(kind)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return device_of(spread.mesh)
 
 
 def _checked_layout(member: Member, spread: Spread) -> MatrixLayout:
@@ -295,8 +293,11 @@ def matrix_layout(
     mesh_shape, coordinates = spread.mesh.shape, spread.coordinates
     local = [Replicate() if d in spread.mesh_dims else p for d, p in enumerate(placements)]
     inner = shard_box(shape, mesh_shape, spread.coordinate, local)
-    regions = _regions(shape, mesh_shape, coordinates, placements)
-    as_matrices = tuple(tuple(_matrix_box(box, inner, rule) for box in region) for region in regions)
+    region_at = regions_of(shape, mesh_shape, placements)
+    as_matrices = tuple(
+        tuple(_matrix_box(box, inner, rule) for box in region_at(coordinate) if math.prod(box[1]))
+        for coordinate in coordinates
+    )
     copied = [d for d in spread.mesh_dims if isinstance(placements[d], Replicate)]
     replicas = []
     for coordinate in coordinates:
@@ -305,29 +306,6 @@ def matrix_layout(
             replica = replica * mesh_shape[d] + coordinate[d]
         replicas.append(replica)
     return MatrixLayout(inner[1], rule, as_matrices, tuple(replicas))
-
-
-def _regions(
-    shape: tuple[int, ...],
-    mesh_shape: tuple[int, ...],
-    coordinates: list[tuple[int, ...]],
-    placements: tuple[Placement, ...],
-) -> list[Region]:
-    """What the ranks at these coordinates hold, as boxes of the parameter."""
-    ragged_dim = ragged_mesh_dim(placements)
-    if ragged_dim is None:
-        boxes = [shard_box(shape, mesh_shape, c, placements) for c in coordinates]
-        return [(box,) if math.prod(box[1]) else () for box in boxes]
-    layouts = {}
-    regions: list[Region] = []
-    cut_before = outer_mesh_dims(placements)
-    for coordinate in coordinates:
-        # Ranks that differ only along the ragged dim and in replicas cut the same box.
-        outer = tuple(c if d in cut_before else 0 for d, c in enumerate(coordinate))
-        if outer not in layouts:
-            layouts[outer] = compute_layout(shape, mesh_shape, outer, placements)
-        regions.append(tuple(layouts[outer].boxes_of(coordinate[ragged_dim])))
-    return regions
 
 
 def _matrix_box(box: Box, inner: Box, rule: MatrixRule) -> Box:
