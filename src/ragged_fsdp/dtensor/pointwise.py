@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,7 +51,6 @@ __all__ = [
     "is_elementwise",
     "rule",
     "run_spread",
-    "values_for",
 ]
 
 aten = torch.ops.aten
@@ -324,23 +323,10 @@ def run_spread(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _like(lead: DTensor, operand: torch.Tensor) -> DTensor:
     """The operand repeated to the shape of ``lead``: only the piece that this rank needs of it."""
-    if isinstance(operand, DTensor):
-        operand = whole(operand)
-    values = values_for(lead, operand, (0,) * lead.ndim)
-    return wrap_local(values, with_placements(spec_of(lead), lead.placements, dtype=values.dtype))
-
-
-def values_for(tensor: DTensor, values: torch.Tensor, offset: Sequence[int]) -> torch.Tensor:
-    """What ``values`` has for each element of the local piece of ``tensor``.
-
-    ``values`` broadcasts against the part of the global tensor that begins at ``offset``.
-    """
-    here, missing = _coordinates_of(tensor), tensor.ndim - values.ndim
-    index = [
-        here[d + missing] - offset[d + missing] if size != 1 else torch.zeros_like(here[d + missing])
-        for d, size in enumerate(values.shape)
-    ]
-    return values[tuple(index)] if index else values.expand(local_of(tensor).shape)
+    values = whole(operand) if isinstance(operand, DTensor) else operand
+    here = _coordinates_of(lead)[lead.ndim - values.ndim :]
+    own = values[tuple(at if size != 1 else torch.zeros_like(at) for at, size in zip(here, values.shape))]
+    return wrap_local(own, with_placements(spec_of(lead), lead.placements, dtype=own.dtype))
 
 
 def _coordinates_of(tensor: DTensor) -> list[torch.Tensor]:

@@ -28,7 +28,6 @@ from ragged_fsdp.dtensor.geometry import (
     is_ragged,
     ragged_layout,
 )
-from ragged_fsdp.dtensor.pointwise import values_for
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
@@ -188,13 +187,6 @@ def _dims_of(call: dict[str, Any]) -> list[int]:
     return [dim] if isinstance(dim, int) else list(dim)
 
 
-def _beside(tensor: DTensor, reduced: DTensor) -> torch.Tensor:
-    """A reduction of ``tensor`` that kept its dims, for each element of the local piece of ``tensor``."""
-    if is_ragged(reduced):
-        return local_of(reduced)  # rows are whole: it broadcasts
-    return values_for(tensor, local_of(reduced), ragged_layout(tensor).inner_offset)
-
-
 def _combining(combine: Combine) -> Handler:
     """sum, amax, amin: ops along dims whose local results combine like the elements."""
 
@@ -261,22 +253,23 @@ def _variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor
     tensor, dims = call["self"], _dims_of(call)
     correction = 1 if call.get("correction") is None else call["correction"]
     count = math.prod(tensor.shape[d] for d in dims)
-    mean = settled(aten.mean.dim(tensor, dims, True))
-    squares = torch.square(local_of(tensor) - _beside(tensor, mean))
-    total = settled(aten.sum.dim_IntList(wrap_local(squares, spec_of(tensor)), dims, call["keepdim"]))
+    # one mean of all elements is a number beside any piece; along dims it is spread where rows are cut
+    mean = settled(aten.mean.dim(tensor, dims, len(dims) < tensor.ndim))
+    squares = aten.pow.Tensor_Scalar(aten.sub.Tensor(tensor, mean), 2)
+    total = settled(aten.sum.dim_IntList(squares, dims, call["keepdim"]))
     variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
     return aten.sqrt.default(variance) if op is aten.std.correction else variance
 
 
 def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """any and all of all elements, reduced at once: programs branch on them, alike on every rank."""
-    tensor, reduce_op = args[0], "max" if op is aten.any.default else "min"
-    verdict = op(local_of(tensor)).to(torch.uint8)
-    placements = tuple(
-        Partial(reduce_op) if isinstance(p, (RaggedShard, Shard)) else p for p in tensor.placements
-    )
-    spec = contiguous_spec(tensor.device_mesh, placements, (), verdict.dtype)
-    return aten._to_copy.default(settled(wrap_local(verdict, spec)), dtype=torch.bool)
+
+    def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
+        return op(local).to(torch.uint8)
+
+    combine = Combine("max", lambda dtype: 0) if op is aten.any.default else Combine("min", lambda dtype: 1)
+    verdict = _along_dims(args[0], range(args[0].ndim), False, reduce, combine)
+    return aten._to_copy.default(settled(verdict), dtype=torch.bool)
 
 
 def _allclose(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
