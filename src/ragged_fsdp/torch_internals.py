@@ -563,11 +563,13 @@ def reaches_host(pg: ProcessGroup) -> bool:
 
 
 @contextmanager
-def one_launch(pg: ProcessGroup) -> Iterator[None]:
-    """Gathers over ``pg`` that are called within it run as one collective at its end."""
+def one_launch(
+    pg: ProcessGroup, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[Any]:
+    """Collectives over ``pg`` that are called within it run as one at its end; gives what to wait for."""
     try:
-        with c10d._coalescing_manager(pg):
-            yield
+        with c10d._coalescing_manager(pg, device, async_ops) as launched:
+            yield launched
     except BaseException:  # else what was called before the error would be a part of the next launch
         c10d._world.pg_coalesce_state.pop(pg, None)
         raise
@@ -583,12 +585,8 @@ def joined_launch(pg: ProcessGroup, device: torch.device, async_ops: bool) -> It
     if backend_of(pg, device).name() != "nccl":
         yield works
         return
-    try:
-        with c10d._coalescing_manager(pg, device, async_ops) as launched:
-            yield works
-    except BaseException:
-        c10d._world.pg_coalesce_state.pop(pg, None)
-        raise
+    with one_launch(pg, device, async_ops) as launched:
+        yield works
     works[:] = [launched]
 
 
