@@ -37,11 +37,13 @@ __all__ = [
     "Gradients",
     "StateForm",
     "StepCounters",
+    "are_same",
     "as_tuple",
     "check_options",
     "form_like",
     "is_excluded",
     "local_part",
+    "loss_of",
     "name_patterns",
     "number",
     "require_matching_grad",
@@ -343,9 +345,9 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         Accelerate shards after making the optimizer; users clear state, or move it away and back.
         """
         planned, current = self._planned, [group["params"] for group in self.param_groups]
-        if [*map(len, planned)] != [*map(len, current)] or not all(map(_are_same, planned, current)):
+        if [*map(len, planned)] != [*map(len, current)] or not all(map(are_same, planned, current)):
             self._plan_all()
-        elif self._noted is not None and not _are_same(self._noted, self._state_values()):
+        elif self._noted is not None and not are_same(self._noted, self._state_values()):
             self._require_states()
             self._plan_all()
 
@@ -389,12 +391,15 @@ class ExactStateOptimizer(torch.optim.Optimizer):
             self._plan_all()
             raise
 
-    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a step returns, if there is one; a step runs without gradients, it does not."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
-def _are_same(left: list[Any], right: list[Any]) -> bool:
+def are_same(left: list[Any], right: list[Any]) -> bool:
+    """Whether two lists hold the same objects."""
     return len(left) == len(right) and all(map(operator.is_, left, right))

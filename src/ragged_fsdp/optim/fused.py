@@ -32,6 +32,7 @@ from ragged_fsdp.optim.base import (
     check_options,
     form_like,
     local_part,
+    loss_of,
     require_optimisable,
     require_option,
     state_like,
@@ -294,7 +295,7 @@ class _FlatOptimizer(ExactStateOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         self._follow_changes()
         every = self._current_members()
         every_grad = [members.checked_grads() for members in every]  # raises first, if at all

@@ -16,7 +16,6 @@ the ranks; any that is not torch's or ours) has one part.
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,7 +29,7 @@ from torch.optim import Optimizer
 
 from ragged_fsdp.dbuffer import FlatStorage
 from ragged_fsdp.dtensor import wrap_local
-from ragged_fsdp.optim.base import ExactStateOptimizer, local_part
+from ragged_fsdp.optim.base import ExactStateOptimizer, are_same, local_part, loss_of
 from ragged_fsdp.torch_internals import DTensorSpec, disable_dynamo, spec_of
 
 __all__ = ["OffloadedState", "offload_state"]
@@ -143,10 +142,7 @@ class OffloadedState(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters, a part at a time; the loss of the closure, which runs once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self._offloaded().step()
         return loss
 
@@ -330,7 +326,7 @@ class _Part:
 
     def has_other_tensors(self) -> bool:
         """Whether the step left other tensors in the state than those that are copied in and out."""
-        return not _are_same(self.views, [value for _, _, value in self._movable()])
+        return not are_same(self.views, [value for _, _, value in self._movable()])
 
     def _movable(self) -> Iterator[tuple[Tensor, str, Tensor]]:
         """What belongs on the host: tensors of at least one dim that are there or on the part's device."""
@@ -397,7 +393,7 @@ class _Part:
     def publish(self, state: State) -> bool:
         """Write what has changed to the optimizer's state, tensors as on the host; whether anything had."""
         values = _values(self.state)
-        if _are_same(self.noted, values):
+        if are_same(self.noted, values):
             return False
         self.noted = values
         held = {(entry.param, entry.key): tensor for entry, tensor in zip(self.entries, self.on_host)}
@@ -554,10 +550,10 @@ class _Offload:
     def is_stale(self) -> bool:
         """Whether parameters or state were exchanged since the last step."""
         current = [group["params"] for group in self._whole.param_groups]
-        if len(current) != len(self._params) or not all(map(_are_same, self._params, current)):
+        if len(current) != len(self._params) or not all(map(are_same, self._params, current)):
             return True
         state: State = self._whole.__dict__["state"]
-        return state is not self._seen or not _are_same(self._noted, _values(state))
+        return state is not self._seen or not are_same(self._noted, _values(state))
 
     def take(self) -> None:
         """Move what state the optimizer has to the parts."""
@@ -640,7 +636,3 @@ def _all_bytes(memory: FlatStorage) -> Tensor:
 
 def _values(state: State) -> list[Any]:
     return [value for entries in state.values() for value in entries.values()]
-
-
-def _are_same(left: list[Any], right: list[Any]) -> bool:
-    return len(left) == len(right) and all(map(operator.is_, left, right))

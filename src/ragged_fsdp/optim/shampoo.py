@@ -29,6 +29,7 @@ from ragged_fsdp.optim.base import (
     form_like,
     is_excluded,
     local_part,
+    loss_of,
     name_patterns,
     require_matching_grad,
     require_optimisable,
@@ -149,7 +150,7 @@ class Shampoo(ExactStateOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         self._follow_changes()
         for group in self.param_groups:
             for param in group["params"]:

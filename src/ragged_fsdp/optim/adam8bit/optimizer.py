@@ -28,6 +28,7 @@ from ragged_fsdp.optim.base import (
     form_like,
     is_excluded,
     local_part,
+    loss_of,
     name_patterns,
     require_optimisable,
     state_like,
@@ -269,7 +270,7 @@ class Adam8bit(ExactStateOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; no communication."""
-        loss = self._loss_of(closure)
+        loss = loss_of(closure)
         self._follow_changes()
         every_grad = [members.gradients.read() for members in self._members]  # raises first, if at all
         for group, members, grads in zip(self.param_groups, self._members, every_grad):

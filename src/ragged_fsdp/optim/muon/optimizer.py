@@ -31,6 +31,7 @@ from ragged_fsdp.optim.base import (
     check_options,
     form_like,
     local_part,
+    loss_of,
     number,
     require_matching_grad,
     require_option,
@@ -195,10 +196,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step of all parameters that have a gradient."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         groups = [group for group in self.param_groups if group["algorithm"] == _MUON]
         # Everything that can be wrong is looked at before anything is changed or sent.
         prepared = []
