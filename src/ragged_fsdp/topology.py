@@ -21,6 +21,7 @@ import math
 import os
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -238,7 +239,7 @@ class LevelGroups:
 
 
 _GROUPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Levels, LevelGroups]] = weakref.WeakKeyDictionary()
-_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
 
 
 def level_groups(group: dist.ProcessGroup, levels: Levels, device: torch.device) -> LevelGroups:
@@ -259,16 +260,16 @@ def level_groups(group: dist.ProcessGroup, levels: Levels, device: torch.device)
 def subgroup(group: dist.ProcessGroup, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup:
     """A process group of some ranks of ``group``, made by these ranks alone.
 
-    All ranks of ``group`` make equally many, each those it is in: the number is part of the name under which
-    they meet. Torch's own name counts what else a rank is in, and ranks that differ in that would wait for
-    ever.
+    They meet under a name that counts only what they made together. Torch's own counts what else a rank is
+    in, and ranks that differ in that would wait for ever.
     """
-    made = _MADE[group] = _MADE.get(group, 0) + 1
-    members = [dist.get_global_rank(group, rank) for rank in ranks]
-    name = hashlib.sha256(f"ragged_fsdp {group.group_name} {made} {members}".encode()).hexdigest()[:40]
-    with new_group_named(name):
+    members = tuple(dist.get_global_rank(group, rank) for rank in ranks)
+    made = _MADE.setdefault(group, Counter())
+    made[members] += 1
+    text = f"ragged_fsdp {group.group_name} {made[members]} {members}"
+    with new_group_named(hashlib.sha256(text.encode()).hexdigest()[:40]):
         return dist.new_group(
-            members,
+            list(members),
             timeout=timeout_of(group, device),
             use_local_synchronization=True,
             group_desc="ragged_fsdp",

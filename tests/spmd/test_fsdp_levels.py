@@ -19,7 +19,7 @@ from collective_calls import noted
 from fsdp_cases import Stack, build, fully_shard, logged, placed_on, ragged_only, rows, shard_blocks
 from ragged_fsdp import BlockCodes, CPUOffloadPolicy, MixedPrecisionPolicy, collectives
 from ragged_fsdp.collectives import Comm, LevelComm
-from ragged_fsdp.topology import LevelGroups, find_levels, level_groups
+from ragged_fsdp.topology import LevelGroups, find_levels, level_groups, subgroup
 from rank_pool import Rank, spmd
 
 pytestmark = ragged_only
@@ -275,6 +275,21 @@ def test_a_gather_over_three_nodes(rank: Rank) -> None:
 def _over(rank: Rank, ranks_per_node: int) -> LevelGroups:
     group, device = rank.mesh().get_group(), torch.device(rank.device)
     return level_groups(group, find_levels(group, device, ranks_per_node), device)
+
+
+@spmd(4)
+def test_ranks_that_made_other_groups_before_meet(rank: Rank) -> None:
+    """The name under which ranks make a group together does not depend on what else each of them is in."""
+    world, device = dist.group.WORLD, torch.device(rank.device)
+    alone = [subgroup(world, [rank.rank], device) for _ in range(rank.rank)]
+    pair = [0, 3] if rank.rank in (0, 3) else [1, 2]
+    for _ in range(2):
+        group = subgroup(world, pair, device)
+        assert dist.get_process_group_ranks(group) == pair
+        value = torch.ones(1, device=device)
+        dist.all_reduce(value, group=group)
+        assert value.item() == 2
+    assert len(set(alone)) == rank.rank
 
 
 @spmd(4)

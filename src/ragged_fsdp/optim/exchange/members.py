@@ -44,6 +44,7 @@ from ragged_fsdp.optim.exchange.plan import Cost, ExchangePlan, PlannedParameter
 from ragged_fsdp.optim.exchange.run import Exchange, Team
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.routes import Box, region_numel
+from ragged_fsdp.topology import subgroup
 from ragged_fsdp.torch_internals import StridedShard, local_of
 
 __all__ = ["Exchanges", "Member", "Spread", "matrix_layout", "spread_of"]
@@ -159,7 +160,7 @@ class Exchanges:
     def _bind(self, items: list[tuple[Member, Spread]], device: torch.device) -> Exchange:
         spread = items[0][1]
         ranks = spread.ranks if spread.mesh_dims else (dist.get_rank() if dist.is_initialized() else 0,)
-        team = Team(ranks, spread.index, _process_group(spread), device)
+        team = Team(ranks, spread.index, _process_group(spread, device), device)
         plan, error = None, None
         try:
             planned = [
@@ -235,7 +236,7 @@ def _exchange_dims(
     return tuple(d for d in dims if not whole_matrices(placements[d]))
 
 
-def _process_group(spread: Spread) -> dist.ProcessGroup | None:
+def _process_group(spread: Spread, device: torch.device) -> dist.ProcessGroup | None:
     """The process group of a spread: the mesh's own where there is one, else made once and kept."""
     if spread.mesh is None or not spread.mesh_dims:
         return None
@@ -243,14 +244,13 @@ def _process_group(spread: Spread) -> dist.ProcessGroup | None:
         group = spread.mesh.get_group(spread.mesh_dims[0])
         if tuple(dist.get_process_group_ranks(group)) == spread.ranks:
             return group
-    if spread.ranks == tuple(range(dist.get_world_size())):
-        return dist.group.WORLD
     world = dist.group.WORLD
     assert world is not None  # there is a mesh
+    if spread.ranks == tuple(range(world.size())):
+        return world
     made = _GROUPS.setdefault(world, {})
     if spread.ranks not in made:
-        # Only members come here, so only members may have to take part in making the group.
-        made[spread.ranks] = dist.new_group(list(spread.ranks), use_local_synchronization=True)
+        made[spread.ranks] = subgroup(world, spread.ranks, device)  # only members come here
     return made[spread.ranks]
 
 
