@@ -44,6 +44,7 @@ __all__ = [
     "REGISTRY_KEY",
     "REPLACED",
     "STATE_KEY",
+    "STOCK",
     "AsyncCollectiveTensor",
     "CreationMeta",
     "DTensorSpec",
@@ -110,7 +111,6 @@ __all__ = [
     "set_grad_enabled",
     "set_local",
     "spec_of",
-    "stock",
     "storage_id",
     "timeout_of",
     "to_kwargs",
@@ -494,17 +494,14 @@ reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functiona
 
 _REPLACED = {name: record for record in REPLACED for name in record.names}
 
-
-def stock(name: str) -> Any:
-    """What torch has under a name of ``REPLACED``: its own, if asked before :func:`replace`."""
-    return _plain(_REPLACED[name].found(name))
+STOCK: dict[str, Any] = {name: _plain(record.found(name)) for name, record in _REPLACED.items()}
+"""What torch had under each name of ``REPLACED`` before :func:`replace`: what takes its place may call it."""
 
 
 def replace(name: str, ours: Callable[..., Any]) -> None:
     """Put ``ours`` in the place of a name of ``REPLACED``.
 
-    A function of a module is replaced under every name that loaded modules know it by, except in the module
-    of ``ours``, which keeps the original to call it.
+    A function of a module is replaced under every name that loaded modules know it by.
     """
     record = _REPLACED[name]
     owner, found = record.owner(name), record.found(name)

@@ -6,19 +6,21 @@ import sys
 
 import torch
 
-from ragged_fsdp.torch_internals import REPLACED, stock
+from ragged_fsdp.torch_internals import REPLACED, STOCK
 
 
 def test_every_replaced_name_is_ours_now():
     for record in REPLACED:
         for name in record.names:
-            found = stock(name)
+            found = record.found(name)
+            found = getattr(found, "__func__", found)
             if record.parameters:
+                assert not STOCK[name].__module__.startswith("ragged_fsdp"), name
                 assert found.__module__.startswith("ragged_fsdp"), name
                 assert set(record.parameters) <= set(inspect.signature(found).parameters), name
-    handlers = stock("DTensor._op_dispatcher._custom_op_handlers").values()
+    handlers = STOCK["DTensor._op_dispatcher._custom_op_handlers"].values()
     assert sum(handler.__module__.startswith("ragged_fsdp") for handler in handlers) >= 4
-    info = stock("DTensor._op_dispatcher.sharding_propagator.op_to_schema_info")
+    info = STOCK["DTensor._op_dispatcher.sharding_propagator.op_to_schema_info"]
     assert info[torch.ops.aten._fused_sgd_.default].needs_pytree
 
 

@@ -134,7 +134,7 @@ def test_what_is_replaced_has_a_replacement():
     tables = {name for r in torch_internals.REPLACED if not r.parameters for name in r.names}
     functions = {name for r in torch_internals.REPLACED if r.parameters for name in r.names}
     assert functions == set(patches.REPLACEMENTS)
-    assert all(isinstance(torch_internals.stock(name), dict) for name in tables)
+    assert all(isinstance(torch_internals.STOCK[name], dict) for name in tables)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
 from ragged_fsdp.placement import RaggedShard, ragged_dims
 from ragged_fsdp.routes import overlap
 from ragged_fsdp.torch_internals import (
+    STOCK,
     DTensorSpec,
     TensorMeta,
     current_mesh,
@@ -47,7 +48,6 @@ from ragged_fsdp.torch_internals import (
     return_and_correct_aliasing,
     schema_of,
     spec_of,
-    stock,
 )
 
 __all__ = [
@@ -68,9 +68,6 @@ aten = torch.ops.aten
 _CHUNKABLE = {aten.normal_.default, aten.uniform_.default}
 _CHUNK_NUMEL = 1 << 22
 _BLOCK_NUMEL = 16
-
-# Captured before patches.py replaces the name.
-_stock_distribute_tensor: Any = stock("distribute_tensor")
 
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool = False) -> DTensor:
@@ -128,7 +125,7 @@ def distribute_tensor(
         )
     ragged = isinstance(placements, Iterable) and ragged_mesh_dim(placements) is not None
     if not ragged or isinstance(tensor, DTensor):
-        return _stock_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
+        return STOCK["distribute_tensor"](tensor, device_mesh, placements, src_data_rank=src_data_rank)
     assert placements is not None
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"distribute_tensor: expected a tensor, got {type(tensor).__name__}.")
@@ -150,7 +147,7 @@ def distribute_tensor(
     source = tensor.detach()
     if src_data_rank is not None and not tensor.is_meta:
         source = source.clone()  # stock receives the source rank's values in place
-    base = _stock_distribute_tensor(source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
+    base = STOCK["distribute_tensor"](source, mesh, unragged(spec.placements), src_data_rank=src_data_rank)
     local = local_of(moved(base, spec.placements)).detach().requires_grad_(tensor.requires_grad)
     return DTensor(local, spec, requires_grad=tensor.requires_grad)
 

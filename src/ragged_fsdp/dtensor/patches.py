@@ -27,11 +27,11 @@ from ragged_fsdp.dtensor.geometry import (
 )
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 from ragged_fsdp.torch_internals import (
+    STOCK,
     RuntimeSchemaInfo,
     op_overloads,
     register_constant_class,
     replace,
-    stock,
 )
 
 __all__ = ["REPLACEMENTS", "install"]
@@ -40,20 +40,12 @@ _KINDS = (RaggedShard, StridedRaggedShard)
 _MEMBERS = ("is_shard", "is_partial", "is_replicate", "__eq__", "dims", "local_units", "tile")  # for dynamo
 _RANDOM: dict[Any, Any] = {torch.rand: DTensor.uniform_, torch.randn: DTensor.normal_}
 
-# Captured before install() replaces the names.
-_stock_propagate: Any = stock("OpDispatcher._propagate_op_sharding_dispatch_slow_path")
-_stock_redistribute_backward: Any = stock("Redistribute.backward")
-_stock_local_shape: Any = stock("compute_local_shape_and_global_offset")
-_stock_init_helper: Any = stock("_dtensor_init_helper")
-_stock_from_local: Any = stock("_FromTorchTensor.forward")
-_stock_to_local_backward: Any = stock("_ToTorchTensor.backward")
-
 
 def install() -> None:
     """Apply all patches; the package does, when it is imported."""
     for name, ours in REPLACEMENTS.items():
         replace(name, ours)
-    dispatch.guard_handlers(stock("DTensor._op_dispatcher._custom_op_handlers"))
+    dispatch.guard_handlers(STOCK["DTensor._op_dispatcher._custom_op_handlers"])
     _describe_list_ops()
     torch.serialization.add_safe_globals(list(_KINDS))  # for weights_only loading
     for kind in _KINDS:
@@ -66,8 +58,8 @@ def _describe_list_ops() -> None:
     Without it torch 2.11 caches the sharding of, say, ``_fused_sgd_`` whatever the tensors in its lists:
     a gradient in another layout than at the first call would not be moved.
     """
-    own = stock("DTensor._op_dispatcher.sharding_propagator.op_to_schema_info")
-    other = stock("DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy")
+    own = STOCK["DTensor._op_dispatcher.sharding_propagator.op_to_schema_info"]
+    other = STOCK["DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy"]
     for op in op_overloads(pointwise.LIST_OPS):
         if op not in own and op not in other:
             own[op] = RuntimeSchemaInfo(needs_pytree=True)
@@ -83,21 +75,23 @@ def _propagate(self: Any, op_call: Any, args: Any, kwargs: Any, op_info: Any, tr
     if ragged:
         propagator = self.sharding_propagator
         return dispatch.dispatch(propagator, op_call, args, kwargs, op_info.schema, try_cache)
-    return _stock_propagate(self, op_call, args, kwargs, op_info, try_cache)
+    return STOCK["OpDispatcher._propagate_op_sharding_dispatch_slow_path"](
+        self, op_call, args, kwargs, op_info, try_cache
+    )
 
 
 def _redistribute_backward(ctx: Any, grad_output: DTensor) -> Any:
     if is_ragged(grad_output):
         settled = settled_placements(ctx.current_spec.placements)
         ctx.current_spec = with_placements(ctx.current_spec, settled)
-    return _stock_redistribute_backward(ctx, grad_output)
+    return STOCK["Redistribute.backward"](ctx, grad_output)
 
 
 def _local_shape(
     global_shape: Sequence[int], mesh: Any, placements: Sequence[Placement], skip_offset: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if ragged_mesh_dim(placements) is None:
-        return _stock_local_shape(global_shape, mesh, placements, skip_offset)
+        return STOCK["compute_local_shape_and_global_offset"](global_shape, mesh, placements, skip_offset)
     layout = ragged_layout(ragged_spec(mesh, placements, global_shape, torch.float32))
     if skip_offset:
         return layout.local_shape, ()
@@ -117,9 +111,11 @@ def _init_helper(
 ) -> DTensor:
     """What torch.distributed.tensor.zeros, rand and their relatives call."""
     if init_op not in _RANDOM or ragged_mesh_dim(placements or ()) is None:
-        return _stock_init_helper(init_op, size, device_mesh, placements, **options)
+        return STOCK["_dtensor_init_helper"](init_op, size, device_mesh, placements, **options)
     wants_grad = options.pop("requires_grad", False)
-    made = _stock_init_helper(torch.empty, size, device_mesh, placements, requires_grad=False, **options)
+    made = STOCK["_dtensor_init_helper"](
+        torch.empty, size, device_mesh, placements, requires_grad=False, **options
+    )
     return _RANDOM[init_op](made).requires_grad_(wants_grad)
 
 
@@ -153,14 +149,16 @@ def _from_local(
                 f"from_local: a ragged local tensor must be contiguous, got stride {input.stride()}."
             )
         shape, stride = spec.shape, contiguous
-    return _stock_from_local(ctx, input, device_mesh, placements, run_check, shape, stride, *rest)
+    return STOCK["_FromTorchTensor.forward"](
+        ctx, input, device_mesh, placements, run_check, shape, stride, *rest
+    )
 
 
 def _to_local_backward(ctx: Any, grad_output: torch.Tensor | None) -> tuple[DTensor | None, None]:
     spec, asked = ctx.dtensor_spec, ctx.grad_placements
     involved = is_ragged(spec) or (asked is not None and ragged_mesh_dim(asked) is not None)
     if grad_output is None or not involved:
-        return _stock_to_local_backward(ctx, grad_output)
+        return STOCK["_ToTorchTensor.backward"](ctx, grad_output)
     placements = asked or settled_placements(spec.placements)
     stride = contiguous_stride(spec.shape)
     local = grad_output.contiguous()

@@ -34,6 +34,7 @@ from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.routes import HopKind, Part, Region, Route, chunk_of_chunks, overlap, plan_route
 from ragged_fsdp.tiling import tiled, untiled
 from ragged_fsdp.torch_internals import (
+    STOCK,
     AsyncCollectiveTensor,
     DTensorSpec,
     StridedShard,
@@ -43,7 +44,6 @@ from ragged_fsdp.torch_internals import (
     partition_value,
     reduce_scatter,
     reduce_value,
-    stock,
 )
 
 __all__ = ["Division", "is_cut", "redistribute_cost", "redistribute_local_tensor", "route_between"]
@@ -64,10 +64,6 @@ _COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "min": lambda rows: rows.amin(0),
 }
 
-# Captured before patches.py replaces the names.
-_stock_cost: Callable[..., float] = stock("redistribute_cost")
-_stock_redistribute: Callable[..., torch.Tensor] = stock("redistribute_local_tensor")
-
 
 def redistribute_local_tensor(
     local_tensor: torch.Tensor,
@@ -79,7 +75,7 @@ def redistribute_local_tensor(
 ) -> torch.Tensor:
     """What this rank holds under ``target_spec``, given what it holds under ``current_spec``."""
     if not (is_ragged(current_spec) or is_ragged(target_spec)):
-        return _stock_redistribute(
+        return STOCK["redistribute_local_tensor"](
             local_tensor, current_spec, target_spec, async_op=async_op, **stock_options
         )
     if current_spec.mesh != target_spec.mesh:
@@ -101,12 +97,12 @@ def redistribute_local_tensor(
 def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> float:
     """What a move costs, in stock's measure: 0 where ranks only cut what they have, else that of a gather."""
     if not (is_ragged(current_spec) or is_ragged(target_spec)):
-        return _stock_cost(current_spec, target_spec)
+        return STOCK["redistribute_cost"](current_spec, target_spec)
     if current_spec.placements == target_spec.placements:
         return 0.0
     sharded = with_placements(current_spec, unragged(current_spec.placements, Shard(0)))
     gathered = with_placements(target_spec, unragged(target_spec.placements))
-    return _stock_cost(sharded, gathered)
+    return STOCK["redistribute_cost"](sharded, gathered)
 
 
 def _move(

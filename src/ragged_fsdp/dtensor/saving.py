@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dtensor.construct import own_piece, wrap_local
 from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout, with_placements
-from ragged_fsdp.torch_internals import local_of, raise_if_partial, spec_of, stock
+from ragged_fsdp.torch_internals import STOCK, local_of, raise_if_partial, spec_of
 
 __all__ = [
     "BoxWriteItem",
@@ -46,17 +46,6 @@ __all__ = [
     "split_by_storage_plan",
 ]
 
-# Captured before patches.py replaces the names.
-_stock_write_items: Any = stock("DTensor.__create_write_items__")
-_stock_chunk_list: Any = stock("DTensor.__create_chunk_list__")
-_stock_tensor_shard: Any = stock("DTensor.__get_tensor_shard__")
-_stock_split: Any = stock("HuggingFaceStorageWriter._split_by_storage_plan")
-_stock_reduce_ex: Any = stock("DTensor.__reduce_ex__")
-_stock_deepcopy: Any = stock("DTensor.__deepcopy__")
-_stock_offload: Any = stock("StateDictStager._offload_tensor")
-_stock_distribute_tensors: Any = stock("_distribute_tensors")
-_stock_distribute_state_dict: Any = stock("_distribute_state_dict")
-
 
 @dataclass(frozen=True)
 class BoxWriteItem(WriteItem):
@@ -66,7 +55,7 @@ class BoxWriteItem(WriteItem):
 def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
     """``DTensor.__create_chunk_list__``: the boxes of a ragged piece."""
     if not is_ragged(self):
-        return _stock_chunk_list(self)
+        return STOCK["DTensor.__create_chunk_list__"](self)
     raise_if_partial(self)
     return [
         ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
@@ -77,7 +66,7 @@ def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
 def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
     """``DTensor.__create_write_items__``: one item for each box of a ragged piece."""
     if not is_ragged(self):
-        return _stock_write_items(self, fqn, object)
+        return STOCK["DTensor.__create_write_items__"](self, fqn, object)
     properties = TensorProperties.create_from_tensor(local_of(self))
     return [
         BoxWriteItem(
@@ -92,7 +81,7 @@ def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
 def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
     """``DTensor.__get_tensor_shard__``: a box of a ragged piece, as a view: loading writes through."""
     if not is_ragged(self):
-        return _stock_tensor_shard(self, index)
+        return STOCK["DTensor.__get_tensor_shard__"](self, index)
     flat, position = local_of(self).detach().view(-1), 0
     for offsets, sizes in ragged_layout(self).boxes():
         numel = math.prod(sizes)
@@ -108,7 +97,9 @@ def split_by_storage_plan(
     """Give each further box of a ragged tensor a safetensors file of its own: it holds one box per name."""
     buckets: dict[int, list[WriteItem]] = {}
     last_index = max(storage_plan.values()) if storage_plan else 1
-    for file_index, bucket in _stock_split(self, storage_plan, items).items():
+    for file_index, bucket in STOCK["HuggingFaceStorageWriter._split_by_storage_plan"](
+        self, storage_plan, items
+    ).items():
         boxes: Counter[str] = Counter()
         for item in bucket:
             further = file_index + boxes[item.index.fqn] * last_index
@@ -124,25 +115,25 @@ def claim(storage: torch.UntypedStorage) -> None:
 
 def reduce_ex(self: DTensor, proto: Any) -> Any:
     """``DTensor.__reduce_ex__``: pickling and ``torch.save``."""
-    return _stock_reduce_ex(_compact(self) if _lies_inside(self) else self, proto)
+    return STOCK["DTensor.__reduce_ex__"](_compact(self) if _lies_inside(self) else self, proto)
 
 
 def deepcopy(self: DTensor, memo: dict[int, Any]) -> Any:
     """``DTensor.__deepcopy__``."""
     if not _lies_inside(self):
-        return _stock_deepcopy(self, memo)
+        return STOCK["DTensor.__deepcopy__"](self, memo)
     if id(self) not in memo:
         compact = _compact(self)
         # kept as long as the memo: it is keyed by id, and a freed object's id comes back
         memo.setdefault(id(memo), []).append(compact)
-        memo[id(self)] = _stock_deepcopy(compact, memo)
+        memo[id(self)] = STOCK["DTensor.__deepcopy__"](compact, memo)
     return memo[id(self)]
 
 
 def offload_tensor(self: Any, x: Any, memo: dict[int, Any], non_blocking: bool = False) -> Any:
     """``StateDictStager._offload_tensor``: a tensor on the host for an asynchronous checkpoint."""
     if not isinstance(x, DTensor) or not _lies_inside(x):
-        return _stock_offload(self, x, memo, non_blocking=non_blocking)
+        return STOCK["StateDictStager._offload_tensor"](self, x, memo, non_blocking=non_blocking)
     # the stager knows storages it has seen: the pieces of a buffer share one copy of it
     local = self.deepcopy_with_tensor_offload(local_of(x), memo, non_blocking=non_blocking)
     memo[id(x)] = staged = DTensor(local, spec_of(x), requires_grad=False)
@@ -188,7 +179,7 @@ def distribute_state_dict(
     for key, value, target in pairs:
         if is_ragged(target) and torch.is_tensor(value):
             _check_shape(key, value, target)
-    _stock_distribute_state_dict(full_state_dict, local_state_dict, device, pg)
+    STOCK["_distribute_state_dict"](full_state_dict, local_state_dict, device, pg)
 
 
 def _check_same(mesh: DeviceMesh, lines: Sequence[str]) -> None:
@@ -229,4 +220,4 @@ def distribute_tensors(
         else:
             others.append(key)
     if others or not keys:
-        _stock_distribute_tensors(local_state_dict, others, device, pg)
+        STOCK["_distribute_tensors"](local_state_dict, others, device, pg)
