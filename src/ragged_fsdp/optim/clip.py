@@ -122,12 +122,8 @@ def _counts_here(grad: Tensor, reduced_dims: set[int]) -> bool:
 
 def _power_sum(locals_: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The sum of |g|^p over local parts (their largest magnitude for inf), in fp64: it cannot overflow."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for local in locals_:
-        if local.numel():
-            alike.setdefault((local.device, local.dtype), []).append(local)
     norms = [torch.zeros(1, dtype=torch.float64, device=device)]
-    for (_, dtype), tensors in alike.items():
+    for (_, dtype), tensors in _alike(local for local in locals_ if local.numel()).items():
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         norms.append(
             torch.stack(torch._foreach_norm(tensors, norm_type, dtype=wide)).to(device, torch.float64)
@@ -163,8 +159,13 @@ def _groups(mesh: DeviceMesh | None, dims: Sequence[int]) -> list[dist.ProcessGr
 
 
 def _scale(grads: Sequence[Tensor], factor: Tensor) -> None:
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in map(local_part, grads):
-        alike.setdefault((grad.device, grad.dtype), []).append(grad)
-    for (device, _), tensors in alike.items():
+    for (device, _), tensors in _alike(map(local_part, grads)).items():
         torch._foreach_mul_(tensors, factor.to(device))
+
+
+def _alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
+    """Tensors by what foreach ops want to be the same."""
+    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return found

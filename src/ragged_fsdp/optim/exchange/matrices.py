@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ragged_fsdp.routes import Part, Region, Shared, region_numel, shared_boxes
+from ragged_fsdp.routes import Part, Region, Shared, region_numel, shared_boxes, starts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,27 +130,21 @@ def slabs_of(shape: Sequence[int], rule: MatrixRule) -> tuple[Slab, ...]:
             f"the sizes {rule.sizes} of the fused parts add up to {sum(rule.sizes)}, "
             f"dim {rule.dim} of shape {tuple(shape)} has {shape[rule.dim]}."
         )
-    starts = [sum(rule.sizes[:i]) for i in range(len(rule.sizes))]
-    if rule.dim == -2 and not rule.interleaved:
+    step, starts = 1, starts_of(rule.sizes)
+    if rule.interleaved:
+        step, starts = len(starts), tuple(range(len(starts)))
+    parts = tuple(zip(starts, rule.sizes))
+    if rule.dim == -1:
+        matrices = tuple(SubMatrix(0, 1, rows, start, step, size) for start, size in parts)
+    elif rule.interleaved:
+        matrices = tuple(SubMatrix(start, step, size, 0, 1, columns) for start, size in parts)
+    else:
         return tuple(
             Slab(b, start, size, columns, (SubMatrix(0, 1, size, 0, 1, columns),))
             for b in range(batches)
-            for start, size in zip(starts, rule.sizes)
+            for start, size in parts
         )
-    parts = _column_parts(rule, starts, rows) if rule.dim == -1 else _alternating_rows(rule, columns)
-    return tuple(Slab(b, 0, rows, columns, parts) for b in range(batches))
-
-
-def _column_parts(rule: Fused, starts: list[int], rows: int) -> tuple[SubMatrix, ...]:
-    if rule.interleaved:
-        step = len(rule.sizes)
-        return tuple(SubMatrix(0, 1, rows, i, step, size) for i, size in enumerate(rule.sizes))
-    return tuple(SubMatrix(0, 1, rows, start, 1, size) for start, size in zip(starts, rule.sizes))
-
-
-def _alternating_rows(rule: Fused, columns: int) -> tuple[SubMatrix, ...]:
-    step = len(rule.sizes)
-    return tuple(SubMatrix(i, step, size, 0, 1, columns) for i, size in enumerate(rule.sizes))
+    return tuple(Slab(b, 0, rows, columns, matrices) for b in range(batches))
 
 
 class Spot(NamedTuple):

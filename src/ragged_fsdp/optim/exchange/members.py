@@ -39,6 +39,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.dtensor.geometry import regions_of, shard_box
+from ragged_fsdp.optim.base import number
 from ragged_fsdp.optim.exchange.matrices import Flattened, MatrixLayout, MatrixRule, matrix_shape
 from ragged_fsdp.optim.exchange.plan import Cost, ExchangePlan, PlannedParameter, plan_exchange
 from ragged_fsdp.optim.exchange.run import Exchange, Team
@@ -122,6 +123,11 @@ class Exchanges:
         bucket_numel: int = 1 << 27,
         buckets_in_flight: int = 3,
     ) -> None:
+        if not number(bucket_numel) >= 1 or buckets_in_flight not in (1, 2, 3):
+            raise ValueError(
+                f"bucket_numel must be positive and buckets_in_flight 1, 2 or 3, got {bucket_numel} and "
+                f"{buckets_in_flight}."
+            )
         self._label = label
         self._cost = cost
         self._dtype = dtype

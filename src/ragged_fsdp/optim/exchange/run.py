@@ -101,8 +101,6 @@ class Exchange:
         dtype: torch.dtype,
         in_flight: int,
     ) -> None:
-        if in_flight not in (1, 2, 3):
-            raise ValueError(f"buckets_in_flight must be 1, 2 or 3, got {in_flight}.")
         self.label = label
         self.plan = plan
         self.parameters = tuple(parameters)

@@ -133,11 +133,6 @@ class Muon(Optimizer):
         if ns_dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(f"ns_dtype must be bfloat16, float32 or float64, got {ns_dtype}.")
         check_backend(ns_backend, compile)
-        if not number(bucket_numel) >= 1 or buckets_in_flight not in (1, 2, 3):
-            raise ValueError(
-                f"bucket_numel must be positive and buckets_in_flight 1, 2 or 3, got {bucket_numel} and "
-                f"{buckets_in_flight}."
-            )
         muon = {
             "lr": lr,
             "weight_decay": weight_decay,
