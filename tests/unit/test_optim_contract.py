@@ -88,6 +88,11 @@ def test_state_that_is_cleared_or_exchanged_is_what_counts(kind):
         assert _are_equal(model, expected[0])
         for ours, theirs in zip(optimizer.state.values(), expected[1].state.values()):
             assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    first = optimizer.state[model[0].weight]
+    key = next(key for key in first if key != "step")
+    first[key] = first[key][:1]
+    with pytest.raises(RuntimeError, match=rf"0.weight: state {key} must be"):
+        _step(model, optimizer, 3)
     optimizer.state.clear()
     anew = copy.deepcopy(model)
     _step(model, optimizer, 3)

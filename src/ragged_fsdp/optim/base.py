@@ -294,7 +294,7 @@ class ExactStateOptimizer(torch.optim.Optimizer):
     """Where parameters stand in the optimizer that this one is a part of, if it is (see ``offload``)."""
 
     _noted: list[Any] | None = None
-    """All state when a step last noted where it lies; None if it is read anew anyway."""
+    """All state at the end of the last step; None if a step has begun some since, and before the first."""
 
     def _plan_group(self, index: int) -> None:
         """Check the options and parameters of a group and prepare for them; may raise, changing nothing."""
@@ -307,6 +307,21 @@ class ExactStateOptimizer(torch.optim.Optimizer):
     def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
         """What the state of a parameter must hold, if there is any."""
         raise NotImplementedError
+
+    def _update_all(self) -> None:
+        """Update every parameter that has a gradient."""
+        raise NotImplementedError
+
+    @disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; no communication."""
+        loss = loss_of(closure)
+        self._follow_changes()
+        self._update_all()
+        if self._noted is None:
+            self._noted = self._state_values()
+        return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; nothing is changed if one of its options or parameters is refused."""
@@ -350,11 +365,6 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         elif self._noted is not None and not are_same(self._noted, self._state_values()):
             self._require_states()
             self._plan_all()
-
-    def _note_state(self) -> None:
-        """At the end of a step: remember where the state lies, if that is not known."""
-        if self._noted is None:
-            self._noted = self._state_values()
 
     def _state_values(self) -> list[Any]:
         return list(chain.from_iterable(map(dict.values, self.state.values())))

@@ -32,12 +32,10 @@ from ragged_fsdp.optim.base import (
     check_options,
     form_like,
     local_part,
-    loss_of,
     require_optimisable,
     require_option,
     state_like,
 )
-from ragged_fsdp.torch_internals import disable_dynamo
 
 __all__ = ["FusedAdam", "FusedAdamW", "FusedSGD"]
 
@@ -291,12 +289,7 @@ class _FlatOptimizer(ExactStateOptimizer):
         steps: dict[str, StateForm | None] = {"step": None} if self._saves_step else {}
         return {**steps, **dict.fromkeys(self._state_keys(group), form_like(param))}
 
-    @disable_dynamo
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; no communication."""
-        loss = loss_of(closure)
-        self._follow_changes()
+    def _update_all(self) -> None:
         every = self._current_members()
         every_grad = [members.checked_grads() for members in every]  # raises first, if at all
         for group, members, grads in zip(self.param_groups, every, every_grad):
@@ -308,8 +301,6 @@ class _FlatOptimizer(ExactStateOptimizer):
             for update in updates:
                 self._apply(group, update, members.tensors(update.spans, keys))
             members.counters.advance(grads)
-        self._note_state()
-        return loss
 
     def _current_members(self) -> list[_GroupChains]:
         """The chains of each group; found again after parameters moved, were added or state was loaded."""

@@ -10,7 +10,7 @@ whole, and gives the same numbers at any world size. Inverse roots are renewed e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from ragged_fsdp.optim.base import (
     form_like,
     is_excluded,
     local_part,
-    loss_of,
     name_patterns,
     require_matching_grad,
     require_optimisable,
@@ -44,7 +43,6 @@ from ragged_fsdp.optim.blocks import (
     state_over_blocks,
     to_blocks,
 )
-from ragged_fsdp.torch_internals import disable_dynamo
 
 __all__ = ["Shampoo", "inverse_root"]
 
@@ -146,22 +144,17 @@ class Shampoo(ExactStateOptimizer):
                 expected[key] = form_over_blocks(param, blocks.grid, torch.float32, (side, side))
         return expected
 
-    @disable_dynamo
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; no communication."""
-        loss = loss_of(closure)
-        self._follow_changes()
+    def _update_all(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     require_matching_grad(self._names[param], param)
                     self._update(param, group)
-        return loss
 
     def _update(self, param: Tensor, group: dict[str, Any]) -> None:
         blocks, state = self._blocks[param], self.state[param]
         if not state:
+            self._noted = None
             state.update(_new_state(param, blocks))
         state["step"] += 1
         step = int(state["step"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from ragged_fsdp.optim.base import (
     form_like,
     is_excluded,
     local_part,
-    loss_of,
     name_patterns,
     require_optimisable,
     state_like,
@@ -41,7 +40,6 @@ from ragged_fsdp.optim.blocks import (
     require_whole_blocks,
     state_over_blocks,
 )
-from ragged_fsdp.torch_internals import disable_dynamo
 
 if TYPE_CHECKING:
     from ragged_fsdp.optim.adam8bit.launch import BlockBatch, ExactBatch
@@ -266,12 +264,7 @@ class Adam8bit(ExactStateOptimizer):
         codes, scales = form_like(param, torch.uint8), form_over_blocks(param, blocks.grid, torch.float32)
         return {"step": None, **{key: codes if key.endswith("codes") else scales for key in _QUANTISED}}
 
-    @disable_dynamo
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; no communication."""
-        loss = loss_of(closure)
-        self._follow_changes()
+    def _update_all(self) -> None:
         every_grad = [members.gradients.read() for members in self._members]  # raises first, if at all
         for group, members, grads in zip(self.param_groups, self._members, every_grad):
             members.drop_moved()
@@ -282,8 +275,6 @@ class Adam8bit(ExactStateOptimizer):
             members.counters.advance(grads)
             for count, indices in together.items():
                 self._update(members, indices, grads, group, count + 1)
-        self._note_state()
-        return loss
 
     def _new_slot(self, param: Tensor, counters: StepCounters) -> _Slot:
         self._noted = None
