@@ -277,6 +277,8 @@ def test_folders_of_the_plain_model_and_of_an_adapter_are_loaded(rank):
             assert torch.equal(parameter.full_tensor(), expected[name]), name
     with pytest.raises(ValueError, match=r"no tensor for .* on the meta device"):
         weights.load(sharded("meta"), adapter)  # before the plain weights
+    with pytest.raises(ValueError, match="the folder is of an adapter, whose names are PEFT's"):
+        weights.load(model, adapter, names={})
     with pytest.raises(ValueError, match=r"no tensor for .*lora.* on the meta device"):
         weights.load(sharded("meta", init_lora_weights="pissa"), folder)
 

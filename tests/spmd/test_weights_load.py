@@ -1,8 +1,13 @@
 """Weights from a folder into sharded models: right values, no byte twice, refusals that change nothing."""
 
+import io
+import pickle
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -80,7 +85,6 @@ def test_every_rank_reads_what_it_holds(rank):
 @spmd(3)
 def test_other_layouts_and_kinds_of_folders(rank):
     """Tensor parallelism, torch's own FSDP, one file, a tied name, and a distributed checkpoint."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     torch.manual_seed(0)
@@ -125,6 +129,138 @@ def test_other_layouts_and_kinds_of_folders(rank):
     dist.barrier()
     with pytest.raises((ValueError, RuntimeError), match="is truncated"):
         weights.load(model, rank.shared_dir / "dcp")
+
+
+@spmd(1, 3)
+def test_of_a_distributed_checkpoint_only_the_bytes_that_are_held_are_read(rank):
+    """Stored whole by one rank, and in boxes by all: each element once; strides, names, computed parts."""
+    torch.manual_seed(0)
+    reference = Model()
+    with torch.no_grad():
+        reference.blocks[0].frozen = nn.Parameter(
+            torch.randn(5, 3).t(), requires_grad=False
+        )  # its strides too
+    whole, shards = rank.shared_dir / "whole", rank.shared_dir / "shards"
+    if rank.rank == 0:
+        run = {"model": reference.state_dict(), "optim": {"x": torch.ones(3)}}
+        dcp.save(run, checkpoint_id=whole, no_dist=True)
+    dist.barrier()
+    held = sum(p.nbytes for p in reference.parameters())
+    for folder in (whole, shards):
+        model, seen = sharded(rank.mesh()), []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(spans, "GAP_BYTES", 0)  # or short gaps between these short runs would be read too
+            report = weights.load(model, folder, init=init, progress=lambda *done, to=seen: to.append(done))
+        assert_equal(model, reference)
+        assert seen[0] == (0, report.bytes_read) and seen[-1] == (report.bytes_read,) * 2
+        read = torch.tensor(report.bytes_read)
+        dist.all_reduce(read)
+        assert read.item() == held + rank.world_size * 2 * reference.blocks[0].count.nbytes
+        if folder == whole:
+            dcp.save(model.state_dict(), checkpoint_id=shards)
+
+    model = nn.ModuleDict({"up": nn.Linear(24, 7, bias=False), "flipped": nn.Linear(24, 33, bias=False)})
+    for layer in model.values():
+        fully_shard(layer, mesh=rank.mesh())
+
+    def naming(name, tensor):
+        if name == "up.weight":
+            return {"blocks.1.proj.weight": tensor}
+        return {"embed.weight": tensor.flip(0)}
+
+    for folder in (whole, shards):
+        weights.load(model, folder, names=naming, strict="missing")
+        assert torch.equal(model["up"].weight.full_tensor(), reference.blocks[1].proj.weight)
+        assert torch.equal(model["flipped"].weight.full_tensor(), reference.embed.weight.flip(0))
+
+
+@spmd(2)
+def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank):
+    """Found before anything changes, on every rank."""
+    model = nn.Linear(40, 60, bias=False)
+    nn.init.zeros_(model.weight)
+    fully_shard(model, mesh=rank.mesh())
+    content = {
+        "damaged": torch.ones(60, 40),
+        "codes": torch.ones(60, 40).to(torch.float8_e4m3fn),
+        "parameter": nn.Parameter(torch.ones(60, 40)),
+    }
+    errors = {
+        "damaged": r"weight at \(0, 0\) is damaged",
+        "codes": "weight is stored as torch.float8_e4m3fn",
+        "parameter": "damaged: it asks for torch._utils._rebuild_parameter, which is no plain tensor",
+    }
+    for name, error in errors.items():
+        folder = rank.shared_dir / name
+        if rank.rank == 0:
+            dcp.save({"weight": content[name].detach()}, checkpoint_id=folder, no_dist=True)
+            file = folder / "__0_0.distcp"
+            if name == "damaged":
+                file.write_bytes(file.read_bytes().replace(b"FloatStorage", b"FloatSt0rage"))
+            if name == "parameter":
+                saved = io.BytesIO()
+                torch.save(content[name], saved)
+                file.write_bytes(saved.getvalue())
+                index = dcp.FileSystemReader(folder).read_metadata()
+                for key, place in index.storage_data.items():
+                    index.storage_data[key] = replace(place, length=len(saved.getvalue()))
+                (folder / ".metadata").write_bytes(pickle.dumps(index))
+        dist.barrier()
+        with pytest.raises(ValueError, match=error):
+            weights.load(model, folder)
+        assert not model.weight.to_local().any()
+
+
+@spmd(2)
+def test_folders_at_a_url(rank):
+    """What fsspec opens: safetensors with an index, and a distributed checkpoint."""
+    torch.manual_seed(0)
+    reference = Model()
+    if rank.rank == 0:
+        write(rank.shared_dir / "own", stored(reference, lambda name, tensor: name))
+        dcp.save(reference.state_dict(), checkpoint_id=rank.shared_dir / "dcp", no_dist=True)
+    dist.barrier()
+    for name in ("own", "dcp"):
+        model = sharded(rank.mesh())
+        weights.load(model, f"file://{rank.shared_dir}/{name}", init=init)
+        assert_equal(model, reference)
+    with pytest.raises(ValueError, match=r"file://.*/nowhere is not a folder"):
+        weights.load(model, f"file://{rank.shared_dir}/nowhere")
+    with pytest.raises(ValueError, match="nosuch://here cannot be opened"):
+        weights.load(model, "nosuch://here")
+
+
+@spmd(2)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"threads": "x"}, {"threads": 0}, {"names": 3}, {"device": "x"}, {"strict": "no"}, {"init": id}],
+    ids=str,
+)
+def test_an_argument_that_is_wrong_on_one_rank_is_refused_on_all(rank, wrong):
+    folder = rank.shared_dir / "own"
+    if rank.rank == 0:
+        write(folder, stored(Model(), lambda name, tensor: name))
+    dist.barrier()
+    model = sharded(rank.mesh())
+    if "init" in wrong:
+        wrong = {"init": lambda module: 1 / 0}
+    options = {"init": init, **(wrong if rank.rank else {})}
+    with pytest.raises((ValueError, TypeError, RuntimeError, ZeroDivisionError)) as raised:
+        weights.load(model, folder, **options)
+    if rank.rank == 0:
+        assert str(raised.value).startswith("rank 1 cannot load: ")
+    assert "init" in wrong or all(p.is_meta for p in model.parameters())
+    weights.load(sharded(rank.mesh()), folder, init=init, threads=3 if rank.rank else None)
+
+
+@spmd(4)
+def test_ranks_that_broadcast_and_ranks_that_do_not_are_refused(rank):
+    if rank.rank == 0:
+        write(rank.shared_dir / "own", stored(Model(), lambda name, tensor: name))
+    dist.barrier()
+    model = sharded(rank.mesh(2, 2, names=("replica", "shard")), meta=False)
+    with pytest.raises(ValueError, match=r"rank 0 has 'broadcast False', rank 2 has 'broadcast True'"):
+        weights.load(model, rank.shared_dir / "own", broadcast=rank.rank > 1)
 
 
 @spmd(2)

@@ -1,96 +1,201 @@
-"""Weights of a checkpoint of ``torch.distributed.checkpoint``: checked first, then read by it."""
+"""What a checkpoint of ``torch.distributed.checkpoint`` holds, and where: its index, and the items it names.
+
+A tensor is stored in boxes, one for each rank that held a part of it. Each is an item: a zip file as
+``torch.save`` writes it, one behind the other in a file of the checkpoint::
+
+    item    | data.pkl: type, shape, strides | ... | data/0: the elements, uncompressed | ... | directory |
+              head, read                             bytes of it are read                       tail, read
+
+The two ends of an item say where its elements begin. So a rank reads the elements that it needs, where
+torch's own reader would read every item whole that has one of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+import io
+import pickle
+import struct
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ragged_fsdp.checkpoint.reading import CheckedReader, load
-from ragged_fsdp.routes import region_numel
-from ragged_fsdp.weights.names import Naming, parts_of
-from ragged_fsdp.weights.targets import Target, region_of
+from ragged_fsdp.checkpoint.place import Place
+from ragged_fsdp.checkpoint.reading import CheckedReader
+from ragged_fsdp.weights.files import Entry, StoredBox
+from ragged_fsdp.weights.names import Naming, Stored, View
+from ragged_fsdp.weights.reading import Files
 
-__all__ = ["DcpPlan", "StoredShape", "read"]
+__all__ = ["elements_of", "of_run", "read_index"]
 
 _PREFIX = "model."
+_END_BYTES = 4096
+"""Of each end of an item; torch's own records take less than half of it."""
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+"""Types that ``torch.save`` writes as the class of their storage; others have an untyped one."""
+_LOCAL_HEADER = struct.Struct("<26xHH")
+"""Of a record in a zip file: the lengths of its name and of what fills up to its elements."""
 
 
-@dataclass(frozen=True)
-class StoredShape:
-    """A stored tensor: its shape, and the bytes of an element."""
-
-    shape: tuple[int, ...]
-    item_bytes: int
-
-
-def read(folder: Path) -> dict[str, StoredShape]:
+def read_index(folder: Place) -> dict[str, Entry]:
     """The tensors of a checkpoint by name, of its model alone where it holds more; its files are checked."""
     metadata = CheckedReader(folder).read_metadata()
-    tensors = {
-        name: StoredShape(tuple(entry.size), entry.properties.dtype.itemsize)
-        for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    of_model = {name: entry for name, entry in tensors.items() if name.startswith(_PREFIX)}
+    entries = {}
+    for name, given in metadata.state_dict_metadata.items():
+        if isinstance(given, TensorStorageMetadata):
+            boxes = []
+            for chunk in given.chunks:
+                place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]  # type: ignore[index]
+                offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+                boxes.append(StoredBox(place.relative_path, place.offset, offsets, sizes, place.length))
+            entries[name] = Entry(given.properties.dtype, tuple(given.size), tuple(boxes))
+    of_model = {name: entry for name, entry in entries.items() if name.startswith(_PREFIX)}
     is_run = of_model and any(name.startswith("optim.") for name in metadata.state_dict_metadata)
-    return of_model if is_run else tensors
+    return of_model if is_run else entries
 
 
-@dataclass
-class DcpPlan:
-    """Which stored tensor each target is filled from."""
+def of_run(naming: Naming, entries: Mapping[str, Entry]) -> Naming:
+    """The naming, with ``model.`` before names that are stored so: the checkpoint of a run holds more."""
+    if not all(name.startswith(_PREFIX) for name in entries):
+        return naming
 
-    folder: Path
-    stored: dict[str, StoredShape]
-    targets: Sequence[Target]
-    naming: Naming
-    missing: list[str] = field(default_factory=list)
+    def stored(name: str) -> str:
+        return name if name in entries else _PREFIX + name
 
-    def __post_init__(self) -> None:
-        prefix = _PREFIX if self.stored and all(name.startswith(_PREFIX) for name in self.stored) else ""
-        if any(name.startswith(_PREFIX) for target in self.targets for name in target.names):
-            known = any(name in self.stored for target in self.targets for name in target.names)
-            prefix = "" if known else prefix
-        self._sources: dict[int, str] = {}
-        wanted: set[str] = set()
-        lines = []
-        for index, target in enumerate(self.targets):
-            options = [prefix + self._outside(name, target.tensor) for name in target.names]
-            wanted.update(options)
-            name = next((option for option in options if option in self.stored), None)
-            if name is None:
-                self.missing.append(target.name)
-                continue
-            entry = self.stored[name]
-            if entry.shape != tuple(target.tensor.shape):
-                raise ValueError(
-                    f"{self.folder}: {name} has shape {entry.shape}; {tuple(target.tensor.shape)} is "
-                    f"expected for the model's {target.name}"
-                )
-            self._sources[index] = name
-            lines.append(f"{target.name} {entry.shape}")
-        self.found = len(self._sources)
-        self.unexpected = sorted(self.stored.keys() - wanted)
-        self.description = "\n".join(lines)
+    def prefixed(name: str, tensor: Tensor) -> str | Mapping[Any, Tensor]:
+        given = naming(name, tensor)
+        if not isinstance(given, Mapping):
+            return stored(given)
+        return {
+            Stored(stored(key.name), key.index) if isinstance(key, Stored) else stored(key): value
+            for key, value in given.items()
+        }
 
-    def _outside(self, name: str, tensor: Tensor) -> str:
-        parts = parts_of(self.naming, name, tuple(tensor.shape), tensor.dtype)
-        if len(parts) != 1 or parts[0].shape != tuple(tensor.shape):
-            raise ValueError(
-                f"{name}: a distributed checkpoint is read tensor by tensor; names= cuts this one"
+    return prefixed
+
+
+def elements_of(name: str, entry: Entry, box: StoredBox, files: Files) -> tuple[int, View]:
+    """The byte of a file at which the storage of an item begins, and where in it the elements lie.
+
+    Raises:
+        ValueError: if the item is damaged, or is not the tensor that the index tells of.
+    """
+    try:
+        begin, dtype, view = _look_into(_Ends(box, files))
+        if (dtype, view.sizes) != (entry.dtype, box.sizes):
+            raise ValueError(f"it has {dtype} of shape {view.sizes}, not {entry.dtype} of shape {box.sizes}")
+    except Exception as error:  # damaged bytes can make an unpickler raise anything
+        raise ValueError(f"{box.file}: {name} at {box.offsets} is damaged: {error}") from error
+    return begin, view
+
+
+class _Ends(io.RawIOBase):
+    """An item as a file of which only the two ends can be read."""
+
+    def __init__(self, box: StoredBox, files: Files) -> None:
+        self._begin, self._length, self._at = box.begin, box.item_bytes, 0
+        self._head = files.read(box.file, box.begin, min(_END_BYTES, self._length))
+        self._tail_at = max(len(self._head), self._length - _END_BYTES)
+        self._tail = files.read(box.file, box.begin + self._tail_at, self._length - self._tail_at)
+
+    def place(self, at: int) -> int:
+        """The byte of the file at which a byte of the item is."""
+        return self._begin + at
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        end = self._length if size is None or size < 0 else min(self._at + size, self._length)
+        if end <= len(self._head):
+            found = self._head[self._at : end]
+        elif self._at >= self._tail_at:
+            found = self._tail[self._at - self._tail_at : end - self._tail_at]
+        elif self._tail_at == len(self._head):
+            found = (self._head + self._tail)[self._at : end]
+        else:
+            raise ValueError(f"byte {self._at} is between its elements, where torch.save has no record")
+        self._at = end
+        return found
+
+
+def _look_into(item: _Ends) -> tuple[int, torch.dtype, View]:
+    with zipfile.ZipFile(item) as archive:
+        stem = next(name for name in archive.namelist() if name.endswith("data.pkl"))[: -len("data.pkl")]
+        found = _TensorUnpickler(io.BytesIO(archive.read(f"{stem}data.pkl"))).load()
+        if not isinstance(found, _Tensor):
+            raise ValueError("it is no plain tensor")
+        if (order := archive.read(f"{stem}byteorder").decode()) != sys.byteorder:
+            raise ValueError(f"its elements are {order}-endian")
+        record = archive.getinfo(f"{stem}data/{found.key}")
+    if record.compress_type != zipfile.ZIP_STORED:
+        raise ValueError("its elements are compressed")
+    view, steps = found.view, zip(found.view.sizes, found.view.strides)
+    last = view.offset + sum((size - 1) * stride for size, stride in steps)
+    is_empty = 0 in view.sizes
+    if not is_empty and not 0 <= view.offset <= last < record.file_size // found.dtype.itemsize:
+        raise ValueError(f"its elements end behind its {record.file_size} bytes")
+    if any(stride <= 0 for size, stride in zip(view.sizes, view.strides) if size > 1):
+        raise ValueError(f"its strides are {view.strides}")
+    item.seek(record.header_offset)
+    begin = record.header_offset + 30 + sum(_LOCAL_HEADER.unpack(item.read(_LOCAL_HEADER.size)))
+    return item.place(begin), found.dtype, view
+
+
+class _Tensor:
+    """What ``torch.save`` says of a tensor: the record and type of its storage, and its place there."""
+
+    def __init__(self, storage: tuple[str, Any], offset: int, sizes: Any, strides: Any) -> None:
+        self.key, dtype = storage
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"it has the type {dtype!r}")
+        self.dtype = dtype
+        self.view = View(offset, tuple(sizes), tuple(strides))
+        if not all(type(n) is int for n in (offset, *self.view.sizes, *self.view.strides)):
+            raise ValueError(f"it has {self.view}")
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Builds nothing but the description of one plain tensor."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, offset, sizes, strides, *_: _Tensor(storage, offset, sizes, strides)
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):  # of dtypes without a storage class
+            return lambda storage, offset, sizes, strides, _, __, dtype, *___: _Tensor(
+                (storage[0], dtype), offset, sizes, strides
             )
-        return parts[0].stored
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("torch.storage", "UntypedStorage") or (module == "torch" and name in _STORAGES):
+            return name
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no plain tensor")
 
-    def run(self, tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> int:
-        """Fill the targets in place, each rank its own part; returns the bytes of these parts as stored."""
-        state = {name: tensors[index].detach() for index, name in self._sources.items()}
-        load(state, CheckedReader(self.folder), group, alone=not dist.is_initialized())
-        return sum(
-            region_numel(region_of(name, tensors[index])) * self.stored[name].item_bytes
-            for index, name in self._sources.items()
-        )
+    def persistent_load(self, pid: Any) -> Any:
+        _, storage, key, *_ = pid
+        return key, _STORAGES.get(storage)

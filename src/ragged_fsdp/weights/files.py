@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.checkpoint.safetensors_writer import TYPE_NAMES
 from ragged_fsdp.checkpoint.store import is_plain_name
 
-__all__ = ["Entry", "read_header", "safetensors_files"]
+__all__ = ["Entry", "StoredBox", "read_header", "safetensors_files"]
 
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _LENGTH_BYTES = 8
@@ -25,13 +25,25 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A stored tensor: its file, type and shape, and where its bytes begin in the file."""
+class StoredBox:
+    """A rectangular part of a stored tensor that lies in one file."""
 
     file: str
+    begin: int
+    """Its first byte in the file: of the elements, or of the item that holds them."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    item_bytes: int = 0
+    """Bytes of an item of ``torch.distributed.checkpoint``; 0 where the elements themselves begin."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor: its type and shape, and the boxes of it that lie in files."""
+
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int
+    boxes: tuple[StoredBox, ...]
 
     @property
     def nbytes(self) -> int:
@@ -39,15 +51,16 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def safetensors_files(folder: Path) -> dict[str, list[str] | None]:
+def safetensors_files(folder: Place) -> dict[str, list[str] | None]:
     """File names, each with the tensors that the index wants of it; None without an index: all of them."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
-    indices = sorted(folder.glob("*.safetensors.index.json"))
+    names = sorted(path.name for path in folder.iterdir())
+    indices = [folder / name for name in names if name.endswith(".safetensors.index.json")]
     if len(indices) > 1:
         raise ValueError(f"{folder} has several indices: {[path.name for path in indices]}; expected one")
     if not indices:
-        found = sorted(path.name for path in folder.glob("*.safetensors"))
+        found = [name for name in names if name.endswith(".safetensors")]
         if not found:
             raise ValueError(f"{folder} has no *.safetensors and is no distributed checkpoint (.metadata)")
         return dict.fromkeys(found)
@@ -60,7 +73,7 @@ def safetensors_files(folder: Path) -> dict[str, list[str] | None]:
         raise ValueError(f"{indices[0]} is no index of safetensors: {error!r}") from error
     if outside := [file for file in by_file if not is_plain_name(file)]:
         raise ValueError(f"{indices[0]} names {outside[0]!r}, which is not the name of a file in this folder")
-    missing = [file for file in by_file if not (folder / file).is_file()]
+    missing = [file for file in by_file if file not in names]
     if missing:
         raise ValueError(
             f"{folder} lacks {missing[0]}, which {indices[0].name} names ({len(missing)} missing)"
@@ -68,7 +81,7 @@ def safetensors_files(folder: Path) -> dict[str, list[str] | None]:
     return by_file
 
 
-def read_header(folder: Path, file: str, wanted: list[str] | None) -> dict[str, Entry]:
+def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str, Entry]:
     """The tensors of a file by name; ``ValueError`` if it is shorter than its header says, or damaged."""
     path = folder / file
     size = path.stat().st_size
@@ -85,7 +98,8 @@ def read_header(folder: Path, file: str, wanted: list[str] | None) -> dict[str, 
         entries = {name: _entry(path, name, given, _LENGTH_BYTES + length) for name, given in header.items()}
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: its header is damaged: {error!r}") from error
-    end = max((entry.start + entry.nbytes for entry in entries.values()), default=_LENGTH_BYTES + length)
+    ends = [entry.boxes[0].begin + entry.nbytes for entry in entries.values()]
+    end = max(ends, default=_LENGTH_BYTES + length)
     if end > size:
         raise ValueError(f"{path} is truncated: {size} bytes, its header tells of {end}")
     if wanted is None:
@@ -96,14 +110,16 @@ def read_header(folder: Path, file: str, wanted: list[str] | None) -> dict[str, 
     return {name: entries[name] for name in wanted}
 
 
-def _entry(path: Path, name: str, given: dict[str, Any], data: int) -> Entry:
+def _entry(path: Place, name: str, given: dict[str, Any], data: int) -> Entry:
     numbers = (*given["shape"], *given["data_offsets"])
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{path}: {name} has a shape or place that is no whole number: {numbers}")
     if given["dtype"] not in _DTYPES:
         raise ValueError(f"{path}: {name} has the type {given['dtype']}; known are {sorted(_DTYPES)}")
     begin, end = given["data_offsets"]
-    entry = Entry(path.name, _DTYPES[given["dtype"]], tuple(given["shape"]), data + begin)
+    shape = tuple(given["shape"])
+    whole = StoredBox(path.name, data + begin, (0,) * len(shape), shape)
+    entry = Entry(_DTYPES[given["dtype"]], shape, (whole,))
     if end - begin != entry.nbytes:
         raise ValueError(
             f"{path}: {name} has {end - begin} bytes; {entry.dtype} of shape {entry.shape} has {entry.nbytes}"

@@ -11,12 +11,11 @@
 from __future__ import annotations
 
 import json
-import math
 import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,27 +24,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from ragged_fsdp.agreement import compare, together
-from ragged_fsdp.dbuffer.checks import device_of
-from ragged_fsdp.weights import dcp_folder
+from ragged_fsdp.agreement import compare
+from ragged_fsdp.checkpoint.place import Place, place
 from ragged_fsdp.weights.adapters import Adapters, fresh
+from ragged_fsdp.weights.dcp_folder import of_run, read_index
 from ragged_fsdp.weights.files import Entry, read_header, safetensors_files
-from ragged_fsdp.weights.names import Naming, Part, View, default_naming, ignored_unexpected, parts_of
-from ragged_fsdp.weights.reading import CHUNK_BYTES, read_jobs
-from ragged_fsdp.weights.spans import Job, Piece, Transfer, jobs_of, transfers
-from ragged_fsdp.weights.targets import (
-    Target,
-    local_flat,
-    materialize_meta,
-    region_of,
-    replicate_dims,
-    targets_of,
-    uninitialised_buffers,
-)
+from ragged_fsdp.weights.names import Naming, default_naming, ignored_unexpected
+from ragged_fsdp.weights.planning import Plan, keep_part
+from ragged_fsdp.weights.reading import Progress
+from ragged_fsdp.weights.targets import Target, materialize_meta, targets_of, uninitialised_buffers
 
 __all__ = ["LoadReport", "load"]
 
-Progress = Callable[[int, int], None]
+_READS_OF_A_MACHINE = 8
 _COMPUTES = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias")
 """Settings of an adapter that say what is made of its tensors."""
 _SHOWN = 5  # names of an error; the rest is counted
@@ -81,6 +72,8 @@ def load(
 ) -> LoadReport:
     """Give ``model`` the weights in ``folder``: safetensors, or a checkpoint of ``torch.distributed``.
 
+    ``folder`` may also be a URL that fsspec knows (``s3://bucket/weights``).
+
     All ranks of ``group`` call it with the same model, sharded in any way: each reads only what it holds.
     A model with PEFT's adapters takes folders of the plain model, and those that PEFT writes of an adapter.
     Elements are cast to the dtype of the parameter. Tied parameters are read once, under whichever of their
@@ -104,55 +97,73 @@ def load(
             shape or kind, or if a file is missing, truncated or damaged.
     """
     began = time.perf_counter()
-    folder = Path(folder)
     ranks = _Ranks(group)
+    where = ranks.done(lambda: _checked(folder, strict, device, threads))
     for module in model.modules():
         if isinstance(module, TorchFSDPModule):
             module.reshard()  # what is gathered would keep the old values
-    adapters = Adapters(model, merging=False)
+    adapters = ranks.done(lambda: Adapters(model, merging=False))
     init = init or getattr(adapters.base, "_init_weights", None)
-    kind = ranks.first(lambda: _kind(folder))
-    targets, naming = _wanted(model, adapters, kind, names)
-    plan: _Plan | dcp_folder.DcpPlan
-    if kind == "dcp":
-        stored = ranks.first(lambda: dcp_folder.read(folder))
-        plan = ranks.agreed(lambda: dcp_folder.DcpPlan(folder, stored, targets, naming))
-    else:
-        entries = _headers(folder, ranks)
-        plan = ranks.agreed(lambda: _Plan(folder, entries, targets, naming, broadcast))
+    kind = ranks.first(lambda: _kind(where))
+    entries = ranks.first(lambda: read_index(where)) if kind == "dcp" else _headers(where, ranks)
+
+    def planned() -> Plan:
+        targets, naming = _wanted(model, adapters, kind, names, entries)
+        return Plan(where, entries, targets, naming, broadcast)
+
+    plan = ranks.done(planned, lambda plan: plan.description)
     ignored = (
         ignored_unexpected(adapters.base) if kind != "adapter" else (lambda name: ".base_layer." in name)
     )
     unexpected = tuple(name for name in plan.unexpected if not ignored(name))
-    drawn = _drawn(model, targets) if kind == "plain" else {}
+    drawn = _drawn(model, plan.targets) if kind == "plain" else {}
     if kind == "adapter" and strict:
-        ranks.refuse(_other_adapter(model, folder, ranks.first(lambda: _adapter_config(folder))))
-    ranks.refuse(_complaint(folder, plan, unexpected, strict, model, init, drawn))
-    materialize_meta(model, device, init)
-    held = {target.name: target.tensor for target in targets_of(model)}
-    for name, value in drawn.items():
-        _keep_part(name, held[name], value)
-    tensors = [held[target.name] for target in targets]
+        ranks.refuse(_other_adapter(model, where, ranks.first(lambda: _adapter_config(where))))
+    ranks.refuse(_complaint(where, plan, unexpected, strict, model, init, drawn))
+    tensors = ranks.done(lambda: _with_memory(model, plan.targets, device, init, drawn))
+    hosts = ranks.each(socket.gethostname)
     if threads is None:
-        hosts = ranks.each(socket.gethostname)
-        threads = max(2, 8 // hosts.count(hosts[ranks.rank]))
+        threads = max(2, _READS_OF_A_MACHINE // hosts.count(hosts[ranks.rank]))
     show = _bar(progress, ranks.rank)
-    if isinstance(plan, dcp_folder.DcpPlan):
-        read = plan.run(tensors, ranks.group)
-    else:
-        read = ranks.all_done(lambda: plan.read(tensors, threads, show))
-        plan.share(tensors)
+    read = ranks.done(lambda: plan.read(tensors, threads, show))
+    plan.share(tensors)
     return LoadReport(plan.found, read, time.perf_counter() - began, tuple(plan.missing), unexpected)
 
 
-def _kind(folder: Path) -> str:
+def _checked(folder: Any, strict: Any, device: Any, threads: Any) -> Place:
+    """The place of the weights; raises if an argument cannot be used."""
+    if strict not in (True, False, "missing"):
+        raise ValueError(f"load: strict must be True, False or 'missing', got {strict!r}")
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise ValueError(f"load: threads must be a positive number or None, got {threads!r}")
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError("load: device='meta' has no memory for weights")
+    return place(folder) if isinstance(folder, str) else Path(folder)
+
+
+def _with_memory(
+    model: nn.Module,
+    targets: Sequence[Target],
+    device: torch.device | str | None,
+    init: Callable[[nn.Module], Any] | None,
+    drawn: Mapping[str, Tensor],
+) -> list[Tensor]:
+    """The tensors to read into, all with memory; adapters get their first values here."""
+    materialize_meta(model, device, init)
+    held = {target.name: target.tensor for target in targets_of(model)}
+    for name, value in drawn.items():
+        keep_part(name, held[name], value)
+    return [held[target.name] for target in targets]
+
+
+def _kind(folder: Place) -> str:
     """What a folder holds: a distributed checkpoint, an adapter that PEFT wrote, or plain weights."""
-    if (folder / ".metadata").exists():
+    if (folder / ".metadata").is_file():
         return "dcp"
-    return "adapter" if (folder / "adapter_config.json").exists() else "plain"
+    return "adapter" if (folder / "adapter_config.json").is_file() else "plain"
 
 
-def _adapter_config(folder: Path) -> dict[str, Any]:
+def _adapter_config(folder: Place) -> dict[str, Any]:
     """The settings of an adapter that PEFT wrote."""
     try:
         return dict(json.loads((folder / "adapter_config.json").read_text()))
@@ -160,7 +171,7 @@ def _adapter_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / 'adapter_config.json'} is damaged: {error}") from error
 
 
-def _other_adapter(model: Any, folder: Path, stored: Mapping[str, Any]) -> str | None:
+def _other_adapter(model: Any, folder: Place, stored: Mapping[str, Any]) -> str | None:
     """Why the model's active adapter does not compute what the stored one does, or None."""
     active = getattr(model, "active_adapter", None)
     config = getattr(model, "peft_config", {}).get(active if isinstance(active, str) else None)
@@ -174,13 +185,22 @@ def _other_adapter(model: Any, folder: Path, stored: Mapping[str, Any]) -> str |
 
 
 def _wanted(
-    model: nn.Module, adapters: Adapters, kind: str, names: Naming | Mapping[str, str] | None
+    model: nn.Module,
+    adapters: Adapters,
+    kind: str,
+    names: Naming | Mapping[str, str] | None,
+    entries: Mapping[str, Entry],
 ) -> tuple[list[Target], Naming]:
     """The tensors that such a folder has, and their names there."""
     targets = targets_of(model)
     if kind == "dcp":
-        return targets, (lambda name, tensor: name) if names is None else default_naming(model, names)
+        naming = default_naming(model, {} if names is None else names)  # a run stores the model's own names
+        return targets, of_run(naming, entries)
     if kind == "adapter":
+        if names is not None:
+            raise ValueError(
+                "load: the folder is of an adapter, whose names are PEFT's; names= is for others"
+            )
         held = [target for target in targets if adapters.in_adapter(target.name) is not None]
         return held or targets, lambda name, tensor: adapters.in_adapter(name) or name
     naming = default_naming(adapters.base, names)
@@ -199,15 +219,6 @@ def _drawn(model: nn.Module, loaded: Sequence[Target]) -> dict[str, Tensor]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _keep_part(name: str, tensor: Tensor, full: Tensor) -> None:
-    """Write this rank's part of a whole tensor."""
-    flat, start = local_flat(name, tensor), 0
-    for offsets, sizes in region_of(name, tensor):
-        box = full.view(tensor.shape)[tuple(slice(o, o + s) for o, s in zip(offsets, sizes))]
-        flat.narrow(0, start, box.numel()).copy_(box.reshape(-1))
-        start += box.numel()
-
-
 class _Ranks:
     """The ranks that load together; one rank alone needs no process group."""
 
@@ -219,40 +230,26 @@ class _Ranks:
         )
 
     def each(self, action: Callable[[], Any]) -> list[Any]:
-        """What every rank's ``action`` returned; an error of one is raised on all."""
-        return [action()] if self.size == 1 else together(action, self.group)
+        """What ``action`` returned on every rank."""
+        mine = self.done(action)
+        said = [mine] * self.size
+        if self.size > 1:
+            dist.all_gather_object(said, mine, group=self.group)
+        return said
 
     def first(self, action: Callable[[], Any]) -> Any:
         """What ``action`` returned on the first rank."""
         return self.each(lambda: action() if self.rank == 0 else None)[0]
 
-    def agreed(self, make: Callable[[], Any]) -> Any:
-        """The plan, of which every rank must make the same."""
-        plan: Any = None
-        failure: Exception | None = None
-        try:
-            plan = make()
-        except Exception as error:
-            failure = error
-        self._compare(plan.description if plan is not None else "", failure)
-        return plan
-
-    def refuse(self, complaint: str | None) -> None:
-        """Raise on every rank if there is a complaint on one."""
-        self._compare("", ValueError(complaint) if complaint else None)
-
-    def all_done(self, action: Callable[[], Any]) -> Any:
-        """What ``action`` returned on this rank, once it has succeeded on all."""
-        result = None
+    def done(self, action: Callable[[], Any], describe: Callable[[Any], str] = lambda result: "") -> Any:
+        """What ``action`` returned on this rank, once it has succeeded on all and is described alike."""
+        result, text = None, ""
         failure: Exception | None = None
         try:
             result = action()
+            text = describe(result)
         except Exception as error:
             failure = error
-        self._compare("", failure)
-        return result
-
-    def _compare(self, text: str, failure: Exception | None) -> None:
         found = None
         if self.group is not None and self.size > 1:
             told = f"{type(failure).__name__}: {failure}" if failure is not None else None
@@ -264,6 +261,16 @@ class _Ranks:
             raise ValueError(f"rank {rank} cannot load: {told}")
         if found is not None:
             raise ValueError(f"the ranks do not load the same: {found.difference}")
+        return result
+
+    def refuse(self, complaint: str | None) -> None:
+        """Raise on every rank if there is a complaint on one."""
+
+        def complain() -> None:
+            if complaint is not None:
+                raise ValueError(complaint)
+
+        self.done(complain)
 
 
 def _device_for(group: dist.ProcessGroup) -> torch.device:
@@ -272,7 +279,7 @@ def _device_for(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-def _headers(folder: Path, ranks: _Ranks) -> dict[str, Entry]:
+def _headers(folder: Place, ranks: _Ranks) -> dict[str, Entry]:
     """Every stored tensor; each rank reads the headers of its share of the files."""
     files: dict[str, list[str] | None] = ranks.first(lambda: safetensors_files(folder))
     mine = list(files.items())[ranks.rank :: ranks.size]
@@ -281,182 +288,15 @@ def _headers(folder: Path, ranks: _Ranks) -> dict[str, Entry]:
     for header in (header for part in found for header in part):
         for name, entry in header.items():
             if name in entries:
-                raise ValueError(f"{folder}: {entries[name].file} and {entry.file} both hold {name!r}")
+                first, second = (of.boxes[0].file for of in (entries[name], entry))
+                raise ValueError(f"{folder}: {first} and {second} both hold {name!r}")
             entries[name] = entry
     return entries
 
 
-@dataclass
-class _Plan:
-    """What this rank reads, for each of its targets, and what it gets from other ranks."""
-
-    folder: Path
-    entries: dict[str, Entry]
-    targets: Sequence[Target]
-    naming: Naming
-    broadcast: bool
-    missing: list[str] = field(default_factory=list)
-    found: int = 0
-
-    def __post_init__(self) -> None:
-        self._pieces: list[Piece] = []
-        self._sources: list[str] = []
-        self._whole: dict[int, tuple[str, list[Part]]] = {}
-        """Targets whose stored parts are no views of them, by index: the name there, and the parts."""
-        self._owners: dict[int, tuple[list[int], tuple[int, ...]]] = {}
-        self._loads: dict[Any, list[int]] = {}
-        wanted: set[str] = set()
-        lines = []
-        for index, target in enumerate(self.targets):
-            shape, dtype = tuple(target.tensor.shape), target.tensor.dtype
-            options = {name: parts_of(self.naming, name, shape, dtype) for name in target.names}
-            wanted.update(part.stored for parts in options.values() for part in parts)
-            name = self._stored_name(options)
-            if name is None:
-                self.missing.append(target.name)
-                continue
-            self.found += 1
-            for part in options[name]:
-                self._check(name, target.tensor, part)
-            lines.append(f"{target.name} {tuple(target.tensor.shape)} {target.tensor.dtype}")
-            if self._reads(index, target.tensor):
-                self._add(index, target, name, options[name])
-        self.unexpected = sorted(self.entries.keys() - wanted)
-        self.description = "\n".join(lines)
-
-    def _stored_name(self, options: Mapping[str, list[Part]]) -> str | None:
-        """The first of a target's names under which the folder has all its parts; None if it has none."""
-        for name, parts in options.items():
-            lacking = [part.stored for part in parts if part.stored not in self.entries]
-            if not lacking:
-                return name
-            if len(lacking) < len(parts):
-                raise ValueError(
-                    f"{self.folder} has no tensor {lacking[0]!r}, needed for a part of the model's {name!r}"
-                )
-        return None
-
-    def _check(self, name: str, tensor: Tensor, part: Part) -> None:
-        entry = self.entries[part.stored]
-        shape = tuple(torch.empty(entry.shape, device="meta")[part.index].shape)
-        if shape != part.shape:
-            raise ValueError(
-                f"{entry.file}: {part.stored} has shape {shape}; {part.shape} is expected "
-                f"for the model's {name}"
-            )
-        kinds = [dtype.is_floating_point and dtype.itemsize > 1 for dtype in (entry.dtype, tensor.dtype)]
-        if entry.dtype != tensor.dtype and not all(kinds):
-            raise ValueError(
-                f"{entry.file}: {part.stored} is stored as {entry.dtype}; the model's {name} is "
-                f"{tensor.dtype}, which it cannot be cast to; codes need their scales: dequantise them first"
-            )
-
-    def _reads(self, index: int, tensor: Tensor) -> bool:
-        """Whether this rank reads the target; of ranks that hold it alike, the one with least to do does."""
-        dims = replicate_dims(tensor) if self.broadcast else []
-        if not dims:
-            return True
-        mesh = tensor.device_mesh  # type: ignore[attr-defined]  # a DTensor
-        sizes = [mesh.size(dim) for dim in dims]
-        loads = self._loads.setdefault((mesh, tuple(dims)), [0] * math.prod(sizes))
-        owner = loads.index(min(loads))
-        loads[owner] += tensor.numel()  # of the whole tensor: all ranks must come to the same
-        place: list[int] = []
-        for size in reversed(sizes):
-            owner, at = divmod(owner, size)
-            place.insert(0, at)
-        self._owners[index] = (dims, tuple(place))
-        coordinate = mesh.get_coordinate()
-        return all(coordinate[dim] == at for dim, at in zip(dims, place))
-
-    def _add(self, index: int, target: Target, name: str, parts: list[Part]) -> None:
-        tensor = target.tensor
-        region, shape = region_of(target.name, tensor), tuple(tensor.shape)
-        local_flat(target.name, tensor)
-        pieces = []
-        for part in parts:
-            entry = self.entries[part.stored]
-            indexed = View.of(torch.empty(entry.shape, device="meta")[part.index])
-            try:
-                if part.view is None:
-                    raise ValueError("computed")
-                view = part.view
-                found = list(
-                    transfers(
-                        shape,
-                        region,
-                        (view.offset, view.sizes, view.strides),
-                        (indexed.offset, indexed.strides),
-                    )
-                )
-            except ValueError:
-                self._whole[index] = (name, parts)
-                return
-            self._sources.append(part.stored)
-            source, item = len(self._sources) - 1, entry.dtype.itemsize
-            pieces += [Piece(entry.file, entry.start, item, index, source, transfer) for transfer in found]
-        self._pieces += pieces
-
-    def jobs(self) -> list[Job]:
-        """The reads of this rank."""
-        return jobs_of(self._pieces, CHUNK_BYTES)
-
-    def read(self, tensors: Sequence[Tensor], threads: int, progress: Progress) -> int:
-        """Fill what this rank reads; returns the bytes."""
-        flat = [local_flat(target.name, tensor) for target, tensor in zip(self.targets, tensors)]
-        dtypes = [self.entries[name].dtype for name in self._sources]
-        jobs = self.jobs()
-        read = read_jobs(self.folder, jobs, flat, dtypes, threads=threads, progress=progress)
-        for index, (name, parts) in self._whole.items():
-            read += self._read_whole(name, tensors[index], parts)
-        return read
-
-    def _read_whole(self, name: str, tensor: Tensor, parts: list[Part]) -> int:
-        """A target that is computed from its stored parts: all of them are read, and this rank's part kept.
-
-        Where each stored element belongs is what the naming makes of the numbers 0, 1, 2, ...
-        """
-        numbers = torch.arange(tensor.numel()).view(tensor.shape)
-        places: Any = self.naming(name, numbers)
-        full = torch.empty(tensor.numel(), dtype=tensor.dtype)
-        read = 0
-        for key, part in zip(places, parts):
-            entry = self.entries[part.stored]
-            stored = torch.empty(math.prod(entry.shape), dtype=entry.dtype)
-            piece = Piece(entry.file, entry.start, entry.dtype.itemsize, 0, 0, Transfer.run(stored.numel()))
-            read += read_jobs(
-                self.folder,
-                jobs_of([piece], CHUNK_BYTES),
-                [stored],
-                [entry.dtype],
-                threads=1,
-                progress=lambda done, total: None,
-            )
-            full[places[key].flatten()] = stored.view(entry.shape)[part.index].flatten().to(full.dtype)
-        _keep_part(name, tensor, full)
-        return read
-
-    def share(self, tensors: Sequence[Tensor]) -> None:
-        """Send what this rank read to those that hold the same; the order is that of the targets, on all."""
-        for index, (dims, place) in self._owners.items():
-            tensor: Any = tensors[index]
-            mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-            local = local_flat(self.targets[index].name, tensor).view(torch.uint8)
-            device = device_of(mesh)
-            if not local.numel():
-                continue
-            for k, dim in enumerate(dims):
-                if any(coordinate[d] != at for d, at in zip(dims[k + 1 :], place[k + 1 :])):
-                    continue  # the later dims bring it here
-                sent = local.to(device)  # offloaded weights lie where the group cannot send from
-                dist.broadcast(sent, group=mesh.get_group(dim), group_src=place[k])
-                if sent is not local:
-                    local.copy_(sent)
-
-
 def _complaint(
-    folder: Path,
-    plan: Any,
+    folder: Place,
+    plan: Plan,
     unexpected: Sequence[str],
     strict: bool | str,
     model: nn.Module,
@@ -464,8 +304,6 @@ def _complaint(
     drawn: Mapping[str, Tensor],
 ) -> str | None:
     """Why the model cannot take these weights, or None."""
-    if strict not in (True, False, "missing"):
-        return f"strict must be True, False or 'missing', got {strict!r}"
     if strict and plan.missing:
         return f"{folder} has no tensor for {_some(plan.missing)} of the model"
     if strict is True and unexpected:

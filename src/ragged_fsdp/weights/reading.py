@@ -1,7 +1,7 @@
-"""Reading jobs: runs of files by ``pread`` in a few threads, straight into place or through a small buffer.
+"""Reading jobs: runs of files in a few threads, straight into place or through a small buffer.
 
-Memory beyond the targets is one buffer of :data:`CHUNK_BYTES` per thread, and for elements that are cast on a
-device what the copy takes there.
+Memory beyond the targets is one buffer of :data:`CHUNK_BYTES` per thread, for elements that are cast on a
+device what the copy takes there, and of an object store the bytes of one read per thread.
 """
 
 from __future__ import annotations
@@ -12,48 +12,108 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.weights.spans import Job, Piece
 
-__all__ = ["CHUNK_BYTES", "read_jobs"]
+__all__ = ["CHUNK_BYTES", "Files", "Progress", "read_jobs"]
+
+Progress = Callable[[int, int], None]
+"""Is told how many bytes have been read, and how many there are."""
 
 CHUNK_BYTES = 16 << 20
 """The longest read, and the size of a thread's buffer."""
-_READ_AGAIN = 64  # times in a row that a read may return nothing new before it counts as failed
+
+
+class Files:
+    """The files of a folder, each opened once: bytes of any place, from any thread, by ``pread``."""
+
+    def __init__(self, folder: Place) -> None:
+        self._folder = folder
+        self._opened: dict[Path, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for handle in self._opened.values():
+            os.close(handle)
+        self._opened.clear()
+
+    def read(self, file: str, begin: int, length: int) -> bytes:
+        """A few bytes."""
+        found = bytearray(length)
+        self.read_into(file, begin, memoryview(found))
+        return bytes(found)
+
+    def read_into(self, file: str, begin: int, memory: memoryview) -> None:
+        """Fill memory from a place of a file on; ``OSError`` if the file ends before."""
+        done = 0
+        while done < len(memory):
+            got = self._read_some(file, begin + done, memory[done:])
+            if not got:
+                raise OSError(
+                    f"{self._folder / file} ends at byte {begin + done}, before byte {begin + len(memory)}; "
+                    "it has become shorter since its header or index was read"
+                )
+            done += got
+
+    def _read_some(self, file: str, begin: int, memory: memoryview) -> int:
+        if isinstance(self._folder, Path):
+            return os.preadv(self._handle(self._folder / file), [memory], begin)
+        path = self._folder / file
+        found = path.fs.cat_file(path.url, start=begin, end=begin + len(memory))
+        memory[: len(found)] = found
+        return len(found)
+
+    def will_read(self, file: str, begin: int, length: int) -> None:
+        """Tell the kernel of a read to come, where it listens."""
+        if isinstance(self._folder, Path):
+            _advise(self._handle(self._folder / file), begin, length, "WILLNEED")
+
+    def _handle(self, path: Path) -> int:
+        with self._lock:
+            if path not in self._opened:
+                self._opened[path] = os.open(path, os.O_RDONLY)
+                # the kernel's guesses would read what other ranks hold
+                _advise(self._opened[path], 0, 0, "RANDOM")
+            return self._opened[path]
+
+
+def _advise(handle: int, begin: int, length: int, what: str) -> None:
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, begin, length, getattr(os, f"POSIX_FADV_{what}"))
 
 
 def read_jobs(
-    folder: Path,
+    folder: Place,
     jobs: Sequence[Job],
     targets: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
     *,
     threads: int,
-    progress: Callable[[int, int], None],
+    progress: Callable[[int], None],
 ) -> int:
     """Fill the flat ``targets`` from the files of ``folder``; returns how many bytes were read.
 
     Args:
         targets: this rank's part of each tensor, contiguous and flat.
         dtypes: of the stored tensors that the pieces come from.
-        progress: is told of bytes that are read, and of all there are.
+        progress: is told how many bytes have been read.
     """
-    total, done = sum(job.end - job.begin for job in jobs), 0
-    progress(0, total)
+    done = 0
+    progress(done)
     if not jobs:
-        return 0
+        return done
     pinned = any(target.device.type == "cuda" for target in targets)
     with ExitStack() as stack:
-        files = {}
-        for name in sorted({job.file for job in jobs}):
-            files[name] = os.open(folder / name, os.O_RDONLY)
-            stack.callback(os.close, files[name])
-            _advise(files[name], 0, 0, "RANDOM")  # the kernel's guesses would read what other ranks hold
-        worker = _Worker(files, targets, dtypes, pinned)
-        threads = max(1, min(threads, len(jobs)))
+        worker = _Worker(stack.enter_context(Files(folder)), targets, dtypes, pinned)
+        threads = min(threads, len(jobs))
         pool = stack.enter_context(ThreadPoolExecutor(threads, "weights"))
         following = [*jobs[threads:], *[None] * threads]
         futures = {pool.submit(worker.run, job, then): job for job, then in zip(jobs, following)}
@@ -62,17 +122,11 @@ def read_jobs(
                 future.result()
                 job = futures.pop(future)
                 done += job.end - job.begin
-                progress(done, total)
+                progress(done)
         except BaseException:
             pool.shutdown(wait=True, cancel_futures=True)  # before the files are closed below a read
             raise
-    return total
-
-
-def _advise(file: int, begin: int, length: int, what: str) -> None:
-    """Tell the kernel of reads to come, where it listens."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(file, begin, length, getattr(os, f"POSIX_FADV_{what}"))
+    return done
 
 
 class _Worker:
@@ -80,7 +134,7 @@ class _Worker:
 
     def __init__(
         self,
-        files: dict[str, int],
+        files: Files,
         targets: Sequence[Tensor],
         dtypes: Sequence[torch.dtype],
         pinned: bool,
@@ -92,7 +146,7 @@ class _Worker:
     def run(self, job: Job, then: Job | None) -> None:
         """Read one run and put its pieces in place, while the disk fetches the one ``then``."""
         if then is not None:
-            _advise(self._files[then.file], then.begin, then.end - then.begin, "WILLNEED")
+            self._files.will_read(then.file, then.begin, then.end - then.begin)
         if len(job.pieces) == 1 and self._is_direct(job.pieces[0]):
             target, offset = self._targets[job.pieces[0].target], job.pieces[0].transfer.target_offset
             place = target.narrow(0, offset, job.pieces[0].transfer.numel).view(torch.uint8)
@@ -116,17 +170,7 @@ class _Worker:
         return buffer[:nbytes]
 
     def _read(self, job: Job, into: Tensor) -> None:
-        memory = memoryview(into.numpy()).cast("B")  # type: ignore[arg-type]
-        position, retries = 0, 0
-        while position < len(memory):
-            got = os.preadv(self._files[job.file], [memory[position:]], job.begin + position)
-            retries = 0 if got else retries + 1
-            if retries > _READ_AGAIN:
-                raise OSError(
-                    f"{job.file}: the file ends at byte {job.begin + position}, before byte {job.end}; "
-                    "it has become shorter since it was opened"
-                )
-            position += got
+        self._files.read_into(job.file, job.begin, memoryview(into.numpy()).cast("B"))  # type: ignore[arg-type]
 
     def _put(self, piece: Piece, raw: Tensor) -> None:
         dtype, transfer, target = self._dtypes[piece.source], piece.transfer, self._targets[piece.target]
