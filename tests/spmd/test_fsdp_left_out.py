@@ -38,7 +38,7 @@ def _attach(model, seed=0):
 
 def _step(model, reference, rank, step):
     loss, expected = model(tokens(rank, step)), reference(tokens(rank, step))
-    assert torch.equal(loss, expected)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)  # sums of three ranks may have any order
     loss.backward()
     expected.backward()
     average_gradients(reference)
