@@ -6,6 +6,7 @@ It validates, groups, plans, cuts, compares with the other ranks and attaches, w
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -171,25 +172,11 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())   # after sharding: parameters are DTensors now
     """
+    given = locals()
     # an error here is this rank's alone: there is nobody to tell
     own_mesh = parallel_mesh(mesh, dp_mesh_dims)
     with Agreement(own_mesh, device_of(own_mesh.mesh)) as agreement:
-        options = Options(
-            reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=shard_placement_fn,
-            mp_policy=mp_policy,
-            offload_policy=offload_policy,
-            ignored_params=ignored_params,
-            orig_param_policy=orig_param_policy,
-            reduction=reduction,
-            gathered_budget_bytes=gathered_budget_bytes,
-            max_buffers=max_buffers,
-            gather_policy=gather_policy,
-            gather=gather,
-            ranks_per_node=ranks_per_node,
-            internode_dtype=internode_dtype,
-            conditional=conditional,
-        )
+        options = Options(**{field.name: given[field.name] for field in dataclasses.fields(Options)})
         modules = _checked_modules(module)
         managed = collect(modules, options.ignored)
         builder, groups = _make_groups(modules, managed, options, agreement)

@@ -54,28 +54,23 @@ class Gathered:
     """Where each input begins in a rank's part of the message, in bytes."""
     outputs: list[torch.Tensor] = field(default_factory=list)
     inner: list[torch.Tensor] = field(default_factory=list)
-    nbytes: dict[int, int] = field(default_factory=dict)
     metadata: Any = None
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything whose storage is freed by a reshard."""
-        return [*self.outputs, *self.inner]
+    _freed: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+    """Storages without memory, and the bytes that they had."""
 
     def materialize(self) -> None:
         """Bring freed storages back, uninitialised."""
-        for tensor in self.tensors():
-            storage = tensor.untyped_storage()
-            if storage.nbytes() == 0:
-                storage.resize_(self.nbytes.get(id(tensor), 0))
+        for storage, nbytes in self._freed:
+            storage.resize_(nbytes)
+        self._freed = []
 
     def release(self) -> None:
-        """Free the storages."""
-        for tensor in self.tensors():
-            storage = tensor.untyped_storage()
-            if storage.nbytes():
-                self.nbytes[id(tensor)] = storage.nbytes()
-        for tensor in self.tensors():
-            tensor.untyped_storage().resize_(0)
+        """Free the storages; what extensions made may lie in those of its inputs."""
+        if not self._freed:
+            storages = [tensor.untyped_storage() for tensor in (*self.outputs, *self.inner)]
+            self._freed = [(storage, storage.nbytes()) for storage in storages]
+        for storage, _ in self._freed:
+            storage.resize_(0)
 
 
 class _Packed:
