@@ -182,7 +182,6 @@ def fully_shard(
         builder, groups = _make_groups(modules, managed, options, agreement)
         call = (options, own_mesh)
         state = ModuleState(modules, groups, agreement.device, call, gathers_first=builder.gathers_first)
-        _mark(managed)
         for one in modules:
             register_stage(one, state)
             swap_class(one)
@@ -229,13 +228,10 @@ def _make_groups(
     picked = agreement.together(pick) if options.asks_the_network else pick()
     replace_buffers(moved)
     warn_half_precision((param.name, param.sharded) for param in managed.params)
-    return builder, builder.build(tuple(modules), drafts, picked)
-
-
-def _mark(managed: Managed) -> None:
-    """What the compiler asks of modules whose parameters are swapped."""
-    for owned in managed.modules:
+    groups = builder.build(tuple(modules), drafts, picked)
+    for owned in managed.modules:  # what the compiler asks of modules whose parameters are swapped
         owned.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
+    return builder, groups
 
 
 def adopt_parameters(module: nn.Module) -> list[str]:
@@ -266,7 +262,6 @@ def adopt_parameters(module: nn.Module) -> list[str]:
             managed = collect(state.modules, known)
             found = [names[param.sharded] for param in managed.params]
             _, groups = _make_groups(state.modules, managed, options, agreement)
-        _mark(managed)
         state.groups += groups
         adopted += found
     return adopted

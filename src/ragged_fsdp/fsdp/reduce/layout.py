@@ -97,52 +97,33 @@ def grad_layout(plan: GroupPlan, trainable: Sequence[bool]) -> GradLayout:
 
 
 def _packed_layout(plan: GroupPlan, members: Sequence[int]) -> GradLayout:
-    """The pieces of ``members`` packed by rank."""
-    ranks = plan.layout.ranks
+    """The pieces of ``members`` packed by rank; those of a tensor that touch are one run."""
     order = sorted(members, key=lambda i: plan.layout.offsets[i])
-    chunks: list[list[tuple[int, int, int]]] = []  # per rank: (tensor, tensor_start, numel) in buffer order
-    for rank in range(ranks):
-        parts = [(i, plan.local_range(i, rank)) for i in order]
-        chunks.append([(i, part.tensor_start, part.numel) for i, part in parts if part.numel])
-
-    shard = max(
-        (sum(align_up(numel, _ALIGN_ELEMENTS) for _, _, numel in chunk) for chunk in chunks), default=0
-    )
-    placed: dict[int, list[tuple[int, int, int]]] = {i: [] for i in order}  # (tensor_start, offset, numel)
+    pieces = [[(i, plan.local_range(i, rank)) for i in order] for rank in range(plan.layout.ranks)]
+    chunks = [[(i, part) for i, part in chunk if part.numel] for chunk in pieces]
+    sizes = [sum(align_up(part.numel, _ALIGN_ELEMENTS) for _, part in chunk) for chunk in chunks]
+    shard = max(sizes, default=0)
+    placed: dict[int, list[list[int]]] = {i: [] for i in order}  # runs: tensor_start, offset, numel
     for rank, chunk in enumerate(chunks):
         position = rank * shard
-        for at, (i, tensor_start, numel) in enumerate(chunk):
+        for i, part in chunk:
             whole = plan.layout.specs[i].numel * plan.cell_bytes // plan.item_bytes[i]
-            last = at == len(chunk) - 1
-            continues = last and tensor_start + numel < whole
-            offset = (rank + 1) * shard - numel if continues else position
-            placed[i].append((tensor_start, offset, numel))
-            position += align_up(numel, _ALIGN_ELEMENTS)
-    return _in_runs(plan, placed, shard)
-
-
-def _in_runs(plan: GroupPlan, placed: dict[int, list[tuple[int, int, int]]], shard: int) -> GradLayout:
-    """Join the pieces that touch and describe the result as a layout of runs."""
+            continues = i == chunk[-1][0] and part.tensor_start + part.numel < whole
+            offset = (rank + 1) * shard - part.numel if continues else position
+            if placed[i] and placed[i][-1][1] + placed[i][-1][2] == offset:
+                placed[i][-1][2] += part.numel
+            else:
+                placed[i].append([part.tensor_start, offset, part.numel])
+            position += align_up(part.numel, _ALIGN_ELEMENTS)
     specs: list[TensorSpec] = []
     offsets: list[int] = []
-    shapes: list[tuple[int, ...]] = []
     runs: list[tuple[GradRun, ...]] = [()] * len(plan.names)
-    for i, pieces in placed.items():
-        joined: list[list[int]] = []
-        for tensor_start, offset, numel in pieces:
-            if joined and joined[-1][1] + joined[-1][2] == offset:
-                joined[-1][2] += numel
-            else:
-                joined.append([tensor_start, offset, numel])
-        own = []
-        for part, (tensor_start, offset, numel) in enumerate(joined):
-            own.append(GradRun(len(specs), tensor_start, numel))
-            specs.append(TensorSpec(f"{plan.names[i]}[{part}]", numel))
-            offsets.append(offset)
-            shapes.append((numel,))
-        runs[i] = tuple(own)
+    for i, own in placed.items():
+        runs[i] = tuple(GradRun(len(specs) + at, start, numel) for at, (start, _, numel) in enumerate(own))
+        specs += [TensorSpec(f"{plan.names[i]}[{at}]", numel) for at, (_, _, numel) in enumerate(own)]
+        offsets += [offset for _, offset, _ in own]
     layout = GroupLayout(tuple(specs), plan.layout.ranks, 1, shard, tuple(offsets), 0)
-    return GradLayout(layout, tuple(shapes), tuple(runs), False)
+    return GradLayout(layout, tuple((spec.numel,) for spec in specs), tuple(runs), False)
 
 
 @dataclass(frozen=True)
