@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
@@ -124,20 +124,14 @@ class MessageLayout:
         """The runs of each parameter: at most three, however many ranks hold it."""
         return tuple(tuple(self._runs(index)) for index in range(len(self.codes)))
 
-    def _runs(self, index: int) -> Iterator[RankRun]:
-        last: RankRun | None = None
-        for rank in range(self.plan.layout.ranks):
-            here = self.run_on(index, rank)
-            if not here.numel:
-                continue
-            if last and here.numel == last.numel == self.plan.layout.shard_numel:
-                last = RankRun(last.first_rank, last.ranks + 1, 0, 0, last.numel)
-                continue
-            if last:
-                yield last
-            last = here
-        if last:
-            yield last
+    def _runs(self, index: int) -> list[RankRun]:
+        found: list[RankRun] = []
+        for here in (self.run_on(index, rank) for rank in range(self.plan.layout.ranks)):
+            if found and here.numel == found[-1].numel == self.plan.layout.shard_numel:  # whole shards
+                found[-1] = replace(found[-1], ranks=found[-1].ranks + 1)
+            elif here.numel:
+                found.append(here)
+        return found
 
     def tile_views(self, message: Tensor, index: int, run: RankRun, part: TilePart) -> tuple[Tensor, Tensor]:
         """Codes (tiles, rows, 1, columns) and scales (tiles, 1) of a part of the tiles on one rank."""

@@ -112,16 +112,13 @@ class GradReducer:
                 self._raise_changed(self.members.label)
             self.members.follow_trainable()
             self._layout, self._main_kind = layout, None
-            self._places = self._find_places(layout)
+            params, rank = self.members.params, self.members.mesh.shard_rank
+            pieces = [layout.local_piece(index, rank) for index in range(len(params))]
+            self._places = [
+                piece and (param.local_shape, contiguous_stride(param.local_shape), piece[1].shard_start)
+                for param, piece in zip(params, pieces)
+            ]
         return layout
-
-    def _find_places(self, layout: GradLayout) -> list[tuple[torch.Size, tuple[int, ...], int] | None]:
-        params, rank = self.members.params, self.members.mesh.shard_rank
-        pieces = [layout.local_piece(index, rank) for index in range(len(params))]
-        return [
-            piece and (param.local_shape, contiguous_stride(param.local_shape), piece[1].shard_start)
-            for param, piece in zip(params, pieces)
-        ]
 
     # -- reducing --------------------------------------------------------------------------------
 
