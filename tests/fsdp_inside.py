@@ -206,7 +206,8 @@ def intercept_streams(patch: pytest.MonkeyPatch, streams: Any) -> None:
     for name in ("on_stream", "record", "record_launch", "wait", "join"):
         method = getattr(streams, name.removesuffix("_launch"))
         patch.setattr(CommContext, name, lambda self, *args, _method=method: _method(self, *args))
-    for owner, names in ((collectives.Comm, ("gather", "reduce")), (collectives, ("all_to_all",))):
+    exchanges = ("all_to_all", "all_to_all_pieces")
+    for owner, names in ((collectives.Comm, ("gather", "reduce")), (collectives, exchanges)):
         for name in names:
             patch.setattr(owner, name, streams.later(getattr(owner, name)))
     patch.setattr(redistribute, "all_reduce_", streams.later(redistribute.all_reduce_))

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fsdp_inside
+from ragged_fsdp.collectives import wait_all
 
 __all__ = ["LateStream", "make_streams_late"]
 
@@ -136,7 +137,8 @@ class _Current:
         def launch(*args: Any, **kwargs: Any) -> Any:
             if not self.stack:
                 return collective(*args, **kwargs)
-            self.stack[-1].launch(collective, args, kwargs)
+            # a stream does not go on before a work of its own is done
+            self.stack[-1].launch(lambda *a, **k: wait_all(collective(*a, **k)), args, kwargs)
             return None
 
         return launch

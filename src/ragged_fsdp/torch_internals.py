@@ -597,14 +597,22 @@ def timeout_of(pg: ProcessGroup, device: torch.device) -> Any:
 
 @contextmanager
 def new_group_named(name: str) -> Iterator[None]:
-    """Within it a group made of its own ranks alone (``use_local_synchronization``) meets under ``name``."""
-    named = torch.distributed.distributed_c10d
-    stock = named._hash_ranks_to_str
+    """Within it a group made of its own ranks alone (``use_local_synchronization``) meets under ``name``.
+
+    It has a communicator of its own also after ``init_process_group(device_id=...)``, whose device is
+    forgotten meanwhile: torch would split it off the communicator of all ranks, and wait for those that know
+    nothing of it.
+    """
+    named, world = torch.distributed.distributed_c10d, torch.distributed.group.WORLD
+    assert world is not None
+    stock, device = named._hash_ranks_to_str, world.bound_device_id
     named._hash_ranks_to_str = lambda ranks: name
+    world.bound_device_id = None
     try:
         yield
     finally:
         named._hash_ranks_to_str = stock
+        world.bound_device_id = device
 
 
 def has_expandable_segments() -> bool:

@@ -101,7 +101,8 @@ def _train(net: nn.Module, rank: Rank) -> list[torch.Tensor]:
 @spmd(1, 2, 4)
 def test_streams_that_are_late_change_nothing(rank: Rank) -> None:
     everything = rank.world_size == 2
-    for case in CASES if everything else ("bf16", "parts"):
+    levels = ("levels",) if rank.world_size == 4 else ()  # on two ranks there is nothing between nodes
+    for case in CASES if everything else ("bf16", "parts", *levels):
         for buffers in (1, 2) if everything and case in ("plain", "exchange", "parts") else (1,):
             expected = _train(_model(rank, case, buffers), rank)
             with pytest.MonkeyPatch.context() as patch:
@@ -110,6 +111,17 @@ def test_streams_that_are_late_change_nothing(rank: Rank) -> None:
             assert len(found) == len(expected)
             for index, (ours, theirs) in enumerate(zip(found, expected)):
                 assert torch.equal(ours, theirs), f"{case}, {buffers} buffers: result {index}"
+
+
+@spmd(4)
+def test_late_streams_and_gradients_that_travel_as_views(rank: Rank) -> None:
+    """Over both levels, step by step: sums are sent on while the rows of the next step arrive."""
+    with pytest.MonkeyPatch.context() as patch:
+        fsdp_inside.exchange_in_rounds(patch, rounds=2)
+        expected = _train(_model(rank, "levels"), rank)
+        make_streams_late(patch)
+        found = _train(_model(rank, "levels"), rank)
+    assert len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected))
 
 
 @pytest.mark.parametrize("fault", fsdp_inside.BROKEN)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp_inside
 from collective_calls import noted
 from fsdp_cases import Stack, build, fully_shard, logged, placed_on, ragged_only, rows, shard_blocks
-from ragged_fsdp import BlockCodes, CPUOffloadPolicy, MixedPrecisionPolicy, collectives
+from ragged_fsdp import BlockCodes, CPUOffloadPolicy, MixedPrecisionPolicy, Whole, collectives
 from ragged_fsdp.collectives import Comm, LevelComm
 from ragged_fsdp.topology import LevelGroups, find_levels, level_groups, subgroup
 from rank_pool import Rank, spmd
@@ -64,7 +64,8 @@ def _by_levels(
     return rounded.sum(0, dtype=torch.float32) / len(grads)
 
 
-def _check(rank: Rank, nodes: Sequence[Sequence[int]], kind: str, **options: object) -> None:
+def _check(rank: Rank, nodes: Sequence[Sequence[int]], kind: str, **options: object) -> nn.Module:
+    """Compare the gradients of a step with sums by nodes, bit for bit; the model that made it."""
     more, between = KINDS[kind]
     net, plain = build(lambda: Net(5), rank.device)
     fully_shard(net, **{"mesh": rank.mesh(), "reduction": "two_level", **more, **options})
@@ -73,6 +74,7 @@ def _check(rank: Rank, nodes: Sequence[Sequence[int]], kind: str, **options: obj
     for name, grads in _plain_gradients(rank, plain, x, kind).items():
         got = net.get_parameter(name).grad.full_tensor()
         assert torch.equal(got, _by_levels(grads, nodes, between)), name
+    return net
 
 
 @spmd(4)
@@ -117,6 +119,83 @@ def test_nodes_of_different_size(rank: Rank) -> None:
             fully_shard(net, mesh=mesh, reduction="two_level")
         assert not any(isinstance(p, DTensor) for p in net.parameters()), "nothing may have changed"
         _train(fully_shard(net, mesh=mesh, reduction="auto", mp_policy=BF16), rank)
+
+
+@spmd(4)
+@pytest.mark.parametrize("hosts", ["aaaa", "abcd"])
+def test_one_node_and_one_rank_per_node_are_one_exchange(rank: Rank, hosts: str) -> None:
+    """No level inside or none between: all sums are taken at once, and nothing is rounded on the way."""
+    nodes = ((0, 1, 2, 3),)
+    with on_host(rank, hosts):
+        mesh = _new_mesh(rank)
+        for rounds in (0, 3):
+            with pytest.MonkeyPatch.context() as patch:
+                if rounds:
+                    fsdp_inside.exchange_in_rounds(patch, rounds)
+                _check(rank, nodes, "fp32 between", mesh=mesh, internode_dtype=None)
+
+
+@spmd(6, timeout=170)
+def test_ranks_that_hold_nothing(rank: Rank) -> None:
+    """Five tensors that are never cut, on three nodes of two: a rank, and so a place of a rail, is empty."""
+    for rounds in (0, 1, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            if rounds:
+                fsdp_inside.exchange_in_rounds(patch, rounds)
+            options = {"ranks_per_node": 2, "orig_param_policy": lambda name, p: Whole()}
+            net = _check(rank, ((0, 1), (2, 3), (4, 5)), "bf16", **options)
+    held = torch.tensor([sum(p.to_local().numel() for p in net.parameters())], device=rank.device)
+    all_held = [torch.empty_like(held) for _ in range(6)]
+    dist.all_gather(all_held, held)
+    assert 0 in map(int, all_held)
+
+
+_LAID = {
+    "a node per replica": ([[0, 1, 2, 3], [4, 5, 6, 7]], 4, [[0, 1, 2, 3]]),
+    "halves of nodes": ([[0, 1, 4, 5], [2, 3, 6, 7]], 4, [[0, 1], [2, 3]]),
+    "every other rank": ([[0, 2, 4, 6], [1, 3, 5, 7]], 4, [[0, 1], [2, 3]]),
+    "whole nodes": ([[0, 1, 2, 3], [4, 5, 6, 7]], 2, [[0, 1], [2, 3]]),
+    "a rank of each node": ([[0, 2, 4, 6], [1, 3, 5, 7]], 2, [[0, 1, 2, 3]]),
+}
+
+
+@spmd(8, timeout=170)
+def test_replicas_however_the_mesh_lies_on_the_nodes(rank: Rank) -> None:
+    """Bit for bit: means of each replica's sums by levels, then of the two replicas."""
+    for name, (ranks, ranks_per_node, nodes) in _LAID.items():
+        mesh = DeviceMesh(rank.device, ranks, mesh_dim_names=("replicate", "shard"))
+        options = {"reduction": "two_level", "ranks_per_node": ranks_per_node, "mp_policy": BF16}
+        between = torch.bfloat16 if len(nodes) > 1 else torch.float32
+        for rounds in (0, 3):
+            net, plain = build(lambda: Net(5), rank.device)
+            with pytest.MonkeyPatch.context() as patch:
+                if rounds:
+                    fsdp_inside.exchange_in_rounds(patch, rounds)
+                fully_shard(net, mesh=mesh, **options)
+                x = rows(rank, 0, dim=7)
+                net(x).float().sum().backward()
+            for parameter, grads in _plain_gradients(rank, plain, x, "bf16").items():
+                first, second = (_by_levels([grads[r] for r in own], nodes, between) for own in ranks)
+                got = net.get_parameter(parameter).grad.full_tensor()
+                assert torch.equal(got, (first + second) / 2), f"{name}: {parameter}"
+
+
+@spmd(4)
+def test_levels_where_all_ranks_are_bound_to_devices(rank: Rank) -> None:
+    """After ``init_process_group(device_id=...)``: torch splits groups with a device off that of all ranks,
+    with all ranks, so those of levels must have none."""
+    world, device = dist.group.WORLD, torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        mesh = _new_mesh(rank)
+        patch.setattr(world, "bound_device_id", device)
+        _check(rank, ((0, 1), (2, 3)), "bf16", mesh=mesh, ranks_per_node=2)
+        assert world.bound_device_id == device, "the user's other groups are made as before"
+        net, _ = build(lambda: Net(5), rank.device)
+        options = {"reduction": "auto", "gather": "two_level", "ranks_per_node": 2, "mp_policy": BF16}
+        with noted() as calls:
+            _train(fully_shard(net, mesh=mesh, **options), rank)
+        assert {(call.group.size(), call.group.bound_device_id) for call in calls.of("gather")} == {(2, None)}
+        assert not calls.of("reduce_scatter")
 
 
 @spmd(8, timeout=170)
@@ -211,10 +290,12 @@ def test_wrong_levels_are_named_on_every_rank(rank: Rank, options: dict, error: 
 def test_offload_and_poisoned_memory(rank: Rank) -> None:
     """Memory that is read before it is written, or after it was given back, would be NaN."""
     losses = []
-    for reduction in ("reduce_scatter", "two_level"):
+    for reduction, rounds in (("reduce_scatter", 0), ("two_level", 0), ("two_level", 3)):
         for offload in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("RAGGED_FSDP_DEBUG", "1")
+                if rounds:
+                    fsdp_inside.exchange_in_rounds(patch, rounds)
                 net, _ = build(lambda: Net(5), rank.device)
                 options = {"reduction": reduction, "ranks_per_node": 2, **offload}
                 losses.append(_train(fully_shard(net, mesh=rank.mesh(), **options), rank, steps=3))
@@ -334,16 +415,23 @@ def test_groups_of_one_module_that_pick_differently(rank: Rank) -> None:
     def place(p: nn.Parameter) -> Any:
         return experts if p.shape == (6, 8) else None
 
-    with on_host(rank, "aaaabb"):
-        torch.manual_seed(0)
-        model = nn.Sequential(*[_Block() for _ in range(4)])
-        mesh = _new_mesh(rank)
-        for block in model:
-            fully_shard(block, mesh=mesh, reduction="auto", mp_policy=BF16, shard_placement_fn=place)
-        fully_shard(model, mesh=mesh, reduction="auto", mp_policy=BF16)
-    for step in range(3):
-        model(rows(rank, step, dim=8)).float().square().mean().backward()
-    assert all(p.grad.to_local().isfinite().all() for p in model.parameters() if p.grad is not None)
+    found = []
+    for options in ({"reduction": "auto", "internode_dtype": torch.float32}, {"reduction": "reduce_scatter"}):
+        with on_host(rank, "aaaabb"):
+            torch.manual_seed(0)
+            model = nn.Sequential(*[_Block() for _ in range(4)]).to(rank.device)
+            options |= {"mesh": _new_mesh(rank), "mp_policy": BF16, "shard_placement_fn": place}
+            for block in model:
+                fully_shard(block, **options)
+            fully_shard(model, **options)
+        with noted() as calls:
+            for step in range(3):
+                model(rows(rank, step, dim=8)).float().square().mean().backward()
+        found.append([p.grad.to_local() for p in model.parameters() if p.grad is not None])
+        assert bool(calls.of("all_to_all")) == (options["reduction"] == "auto")
+    assert len(found[0]) == len(found[1]) > 0
+    for ours, expected in zip(*found):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 @spmd(4)

@@ -97,9 +97,6 @@ class Network:
         levels, options = self._levels(mesh), self._options
         reduction = pick_reduction(options.reduction, levels, widens=widens)
         gather = pick_gather(options.gather, levels)
-        if levels.has_two and not _may_split():
-            reduction = _without_levels("reduction", options.reduction, reduction, "reduce_scatter")
-            gather = _without_levels("gather", options.gather, gather, "flat")
         chosen = ("reduction", options.reduction, reduction), ("gather", options.gather, gather)
         for name, asked, picked in chosen:
             if asked != picked or (asked == "two_level" and not levels.has_two):
@@ -137,32 +134,6 @@ def _check_order(mesh: ParallelMesh) -> None:
             "fully_shard: a process group that counts its ranks in another order than the world has no nodes "
             f"to find, got {ranks}; use reduction='reduce_scatter' and gather='flat'."
         )
-
-
-def _may_split() -> bool:
-    """Whether some ranks can make a process group alone.
-
-    With a device given to ``init_process_group`` torch splits new groups off the communicator of all ranks,
-    which all ranks must do together.
-    """
-    return dist.group.WORLD is None or dist.group.WORLD.bound_device_id is None
-
-
-def _without_levels(name: str, asked: str, picked: str, instead: str) -> str:
-    """What is done where no groups can be made; raise where the user insists on them."""
-    if picked != "two_level":
-        return picked
-    if asked == "two_level":
-        raise ValueError(
-            f"fully_shard: {name}='two_level' makes process groups of some ranks, which after "
-            "init_process_group(device_id=...) only all ranks can make; leave device_id out, or use 'auto'."
-        )
-    _say_once(
-        logging.WARNING,
-        f"fully_shard: {name}='auto' does without two levels, since init_process_group was given a "
-        "device_id; leave it out for them.",
-    )
-    return instead
 
 
 def _say_once(level: int, text: str) -> None:
