@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from collective_calls import noted
 from fsdp_cases import full, fully_shard, ragged_only
 from ragged_fsdp import Tiles, fp8
+from ragged_fsdp.cli.plan_costs import PlanSettings
+from ragged_fsdp.cli.plan_fp8 import plan_fp8
+from ragged_fsdp.cli.plan_inputs import load_shapes
 from ragged_fsdp.fp8.autograd import Fp8Product
 from ragged_fsdp.models import MoEConfig
 from ragged_fsdp.models.moe import Experts
@@ -198,6 +201,29 @@ def test_bytes_on_the_wire_and_in_memory(rank):
     sizes = sorted(call.written.nbytes for call in calls.of("gather"))
     assert len(sizes) == 3 and 4 * matrices // 128**2 <= sizes[0] <= 2 * others + 256
     assert matrices <= sizes[-1] <= 1.1 * matrices  # one byte each, and padding
+
+
+@spmd(4)
+def test_plan_says_what_is_gathered(rank):
+    shapes = load_shapes("demo")
+    ways = plan_fp8(shapes, ["layers"], [4], PlanSettings()).sizes[4]
+    for way, tiles in (("bands", False), ("tiles", True)):
+        model = fp8.fp8_training(shapes.model if tiles else copy.deepcopy(shapes.model), tiles=tiles)
+        policies = {"gather_policy": fp8.gather_policy, "mp_policy": BF16}
+        policies |= {"orig_param_policy": fp8.orig_param_policy} if tiles else {}
+        for part in (*model.layers, model):
+            fully_shard(part, **policies)
+        model.to_empty(device=rank.device)
+        with noted() as calls:
+            for part in (*model.layers, model):
+                part.unshard()
+        gathered = {torch.uint8: 0, torch.bfloat16: 0}
+        for call in calls.of("gather"):
+            if call.written.dtype in gathered:  # scales are a gather of their own, filled up for equal parts
+                gathered[call.written.dtype] += call.written.numel()
+        assert gathered[torch.uint8] == ways[way].coded.buffer_numel, way
+        planned = ways[way].plain.buffer_numel  # where a group is small its shards need no multiple of 128
+        assert 0.98 * planned < gathered[torch.bfloat16] <= planned, way
 
 
 @spmd(2)

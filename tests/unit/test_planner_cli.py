@@ -235,6 +235,43 @@ def test_where_there_are_no_two_levels(tmp_path):
     assert codes["all_to_all: bf16 gradients"] == (256, 2 * 256)
 
 
+def test_fp8_beside_bf16():
+    result = run("demo", "--fp8", "-n", "4,8", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    tiles, bands = found["left_out"]["tiles"], found["left_out"]["bands"]
+    assert tiles["layers.0.router.weight"] == "Router has a forward of its own"
+    assert tiles["lm_head.weight"].startswith("left out by its name: a head")
+    assert tiles["embed_tokens.weight"] == "no matrix of a linear layer or of fused experts"
+    assert "layers.0.self_attn.q_proj.weight" not in bands and "layers.3.experts.down_proj" not in bands
+    assert bands["layers.1.self_attn.k_proj.weight"].startswith("has matrices of 64 x 128; FP8 products need")
+    assert "layers.1.self_attn.k_proj.weight" not in tiles
+    size = found["sizes"][0]
+    assert size["ranks"] == 4 and size["bf16"]["coded_numel"] == 0
+    coded = sum(numel for name, numel in _demo_numel().items() if name not in tiles)
+    assert size["tiles"]["coded_numel"] == coded
+    codes = size["tiles"]["bytes_per_coded_element"] * coded
+    blocks = 4 * (4 + 8 * 2 + 8)  # q, k, v, o; two blocks of gate_up and one of down for each of 8 experts
+    assert round(codes) == round(coded * (1 + size["tiles"]["coded_padding_ratio"])) + 4 * blocks
+    text = run("demo", "--fp8", "-n", "4,8").output
+    assert re.search(r"k_proj.weight +32,768 +FP8 in tiles; bf16 in bands", text)
+    assert re.search(r"8 +bf16 .*\n.*bands of 128 rows.*\n.*tiles of 128 x 128", text)
+
+
+def _demo_numel():
+    return {t.name: t.numel for t in load_shapes("demo").tensors}
+
+
+def test_fp8_goes_with_models_and_by_itself(tensors):
+    for arguments, error in (
+        ((tensors, "--fp8"), "--fp8: tiny is a list of tensors; name a model"),
+        (("demo", "--fp8", "--advise"), "--fp8 compares ways of its own: leave --advise"),
+        (("demo", "--fp8", "-g", "*=whole"), "--fp8 compares ways of its own: leave --granularity"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and error in result.output
+
+
 def test_the_table_of_levels_marks_what_auto_picks(tensors):
     result = run(tensors, "-n", "4,16", "--ranks-per-node", "8")
     assert re.search(r"4 ranks on one node +gather: bf16", result.output)

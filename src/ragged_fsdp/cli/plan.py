@@ -37,6 +37,7 @@ from ragged_fsdp.cli.plan_display import (
     summary_table,
     svg_picture,
 )
+from ragged_fsdp.cli.plan_fp8 import plan_fp8
 from ragged_fsdp.cli.plan_inputs import (
     Group,
     check_rules,
@@ -74,6 +75,7 @@ Examples:
   ragged-fsdp plan qwen3-30b-a3b -g '*.mlp.experts.*=32rows' -n 16 \\
       --show model.layers.0 --svg layer.svg
   ragged-fsdp plan gpt-oss-120b -n 64,256 --ranks-per-node 8
+  ragged-fsdp plan gpt-oss-120b -n 64,1024 --fp8
   ragged-fsdp plan llama-3-70b --advise --gpus 512 --memory 60
   ragged-fsdp plan llama-3-70b --advise --gpus 512 --hardware h200 \\
       --tokens-per-gpu 8192
@@ -107,6 +109,11 @@ Examples:
 )
 @click.option("--ep", type=_FROM_ONE, default=1, help="expert-parallel size: plan the experts of one rank.")
 @click.option("--dtype", default="bf16", help=f"element type of the buffers: {', '.join(_ELEMENT_BYTES)}.")
+@click.option(
+    "--fp8",
+    is_flag=True,
+    help="products in FP8: which weights, by which rule not, and what is gathered, beside bf16.",
+)
 @click.option("--unit", type=_FROM_ONE, default=128, help="a shard is a multiple of this many elements.")
 @click.option("--align", type=_FROM_ONE, default=1, help="tensors start at multiples of this many elements.")
 @click.option("--order", default="best", help="of the tensors in a buffer: best, default, block or numel.")
@@ -148,6 +155,7 @@ def command(
     experts: str,
     ep: int,
     dtype: str,
+    fp8: bool,
     threshold: float,
     ranks_per_node: int | None,
     as_json: bool,
@@ -174,6 +182,15 @@ def command(
             _advise_by_time(model, gpus, hardware, tokens_per_gpu, memory, as_json)
             return
         base = PlanSettings(element_bytes=_element_bytes(dtype), **planner)
+        if fp8:
+            others = {"--granularity": granularity, "--advise": advising, "--show": show, "--plot": plot_file}
+            others |= {"--ranks-per-node": ranks_per_node, "--experts": experts != "built"}
+            if given := [name for name, value in others.items() if value]:
+                raise ValueError(f"--fp8 compares ways of its own: leave {given[0]}.")
+            with status.status(f"planning {model}"):
+                found = plan_fp8(load_shapes(model, ep=ep), wrap, parse_sizes(fsdp), base)
+            print(json.dumps(found.as_json(), indent=1)) if as_json else found.print(console)
+            return
         compared = [replace(base, rules=rules) for rules in expand_rules(granularity)]
         sizes = _sizes_for(gpus, ranks_per_node or _USUAL_NODE) if advising else parse_sizes(fsdp)
         if show is not None and (len(sizes) > 1 or len(compared) > 1):

@@ -43,11 +43,11 @@ _EXPERT_TENSOR = re.compile(r"^(?P<prefix>.*\.experts)\.(?P<leaf>[^.]+)$")
 
 @dataclass(frozen=True)
 class TensorShape:
-    """One parameter: its name, its shape and, where a plain list gives it, its own block."""
+    """One parameter: name, shape and, where a plain list or a recipe gives it, its own granularity."""
 
     name: str
     shape: tuple[int, ...]
-    block_numel: int | None = None
+    granularity: Granularity | None = None
 
     @property
     def numel(self) -> int:
@@ -60,6 +60,8 @@ class ModelShapes:
 
     title: str
     tensors: tuple[TensorShape, ...]
+    model: Any = None
+    """The model on the meta device that has just these parameters, where there is one."""
 
 
 def load_shapes(source: str, *, experts: str = "built", ep: int = 1) -> ModelShapes:
@@ -82,7 +84,8 @@ def load_shapes(source: str, *, experts: str = "built", ep: int = 1) -> ModelSha
     tensors = [TensorShape(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
     apart = experts == "separate" or (experts == "published" and family not in _FUSED_AS_PUBLISHED)
     stacked = family not in _FUSED_AS_PUBLISHED
-    return ModelShapes(title, tuple(_with_experts(tensors, not apart, stacked, ep)))
+    made = tuple(_with_experts(tensors, not apart, stacked, ep))
+    return ModelShapes(title, made, None if apart else model)
 
 
 def _by_name(source: str) -> tuple[str, str, Any]:
@@ -127,7 +130,7 @@ def _from_list(path: Path, content: Any) -> ModelShapes:
             raise ValueError(f"{path}: {name}: shape must be a list of sizes, got {shape!r:.80}.")
         if block is not None and (type(block) is not int or block < 1):
             raise ValueError(f"{path}: {name}: block must be a number of elements, got {block!r:.80}.")
-        tensors.append(TensorShape(name, tuple(shape), block))
+        tensors.append(TensorShape(name, tuple(shape), None if block is None else Elements(block)))
     return ModelShapes(title, tuple(tensors))
 
 
@@ -246,8 +249,10 @@ def spec_of(tensor: TensorShape, rules: Sequence[GranularityRule], nearest: bool
     rule.
     Where a block does not divide the tensor, ``nearest`` takes the largest one below it that does.
     """
-    if tensor.block_numel is not None:
-        return TensorSpec(tensor.name, tensor.numel, tensor.block_numel)
+    if tensor.granularity is not None:
+        own = tensor.granularity
+        tile = (own.rows, own.columns) if isinstance(own, Tiles) else None
+        return TensorSpec(tensor.name, tensor.numel, own.block_numel(tensor.shape), tile)
     rule = next((rule for rule in rules if fnmatchcase(tensor.name, rule.pattern)), None)
     if rule is None or not tensor.numel:
         return TensorSpec(tensor.name, tensor.numel)

@@ -7,6 +7,7 @@ from ragged_fsdp.fp8.training import (
     fp8_modules,
     fp8_training,
     gather_policy,
+    left_out,
     nonfinite,
     orig_param_policy,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "fp8_modules",
     "fp8_training",
     "gather_policy",
+    "left_out",
     "nonfinite",
     "orig_param_policy",
 ]

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -34,6 +34,7 @@ __all__ = [
     "fp8_modules",
     "fp8_training",
     "gather_policy",
+    "left_out",
     "nonfinite",
     "orig_param_policy",
 ]
@@ -124,29 +125,37 @@ def fp8_training(
             been changed then.
     """
     _check_backend(backend)
-    chosen: dict[str, nn.Module] = {}
-    unfit: list[str] = []
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for name, module in _candidates(model):
-        if include is not None and not include(name, module):
-            continue
-        if include is None and (_EXCLUDED.search(name) or id(getattr(module, "weight", None)) in embeddings):
-            continue
-        broken = _broken_rule({f"{name}.{own}": weight for own, weight in _weights(module).items()}, tiles)
-        if broken and include is not None:
-            raise ValueError(f"fp8_training: {broken}.")
-        if broken:
-            unfit.append(broken)
-        else:
-            chosen[name] = module
-    if not chosen:
-        hint = f": {unfit[0]}" if unfit else ""
+    choice = _choose(model, include, tiles)
+    if choice.unfit and include is not None:
+        raise ValueError(f"fp8_training: {next(iter(choice.unfit.values()))}.")
+    if not choice.taken:
+        hint = f": {next(iter(choice.unfit.values()))}" if choice.unfit else ""
         raise ValueError(f"fp8_training: {type(model).__name__} has no module to compute in FP8{hint}.")
-    for name, module in chosen.items():
+    for name, module in choice.taken.items():
         _enable(name, module, backend, experts=not isinstance(module, nn.Linear))
-    if unfit:
+    if choice.unfit:
+        unfit = list(choice.unfit.values())
         logger.warning("fp8: %d modules stay as they are, such as %s", len(unfit), unfit[0])
     return model
+
+
+def left_out(model: nn.Module, *, include: Include | None = None, tiles: bool = False) -> dict[str, str]:
+    """Parameters of ``model`` that would not compute in FP8, by name, and for each the rule that says so.
+
+    Arguments are those of :func:`fp8_training`; nothing is changed, and a model on the meta device will do.
+    """
+    choice = _choose(model, include, tiles)
+    rules: dict[int, str] = {}  # of matrices, by parameter
+    for name, module in _candidates(model):
+        for own, weight in _weights(module).items():
+            unfit = choice.unfit.get(name, "").removeprefix(f"{name}.").removeprefix(f"{own} ")
+            rules[id(weight)] = choice.excluded.get(name) or unfit
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            rules.setdefault(id(module.weight), f"{type(module).__name__} has a forward of its own")
+    others = "no matrix of a linear layer or of fused experts"
+    found = {name: rules.get(id(p), others) for name, p in model.named_parameters()}
+    return {name: rule for name, rule in found.items() if rule}
 
 
 def compute_in_fp8(parameter: nn.Parameter, name: str, *, tiles: bool = False, backend: str = "auto") -> None:
@@ -200,6 +209,32 @@ def nonfinite(model: nn.Module) -> list[str]:
             if not hasattr(weight, CODES_ATTRIBUTE) and not bool(local.detach().isfinite().all()):
                 found.append(f"{label}: the weight")
     return found
+
+
+class _Choice(NamedTuple):
+    """Modules by name: those that compute in FP8, and those that do not with the rule that says so."""
+
+    taken: dict[str, nn.Module]
+    excluded: dict[str, str]
+    unfit: dict[str, str]
+
+
+def _choose(model: nn.Module, include: Include | None, tiles: bool) -> _Choice:
+    """Which of the modules that could compute in FP8 do."""
+    choice = _Choice({}, {}, {})
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    for name, module in _candidates(model):
+        if include is not None and not include(name, module):
+            choice.excluded[name] = "include= leaves it out"
+        elif include is None and _EXCLUDED.search(name):
+            choice.excluded[name] = "left out by its name: a head, a router, a norm or an embedding"
+        elif include is None and id(getattr(module, "weight", None)) in embeddings:
+            choice.excluded[name] = "tied to an embedding"
+        elif broken := _broken_rule({f"{name}.{own}": w for own, w in _weights(module).items()}, tiles):
+            choice.unfit[name] = broken
+        else:
+            choice.taken[name] = module
+    return choice
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
