@@ -65,6 +65,31 @@ def test_replicas_hand_over_one_of_them(rank):
             assert torch.equal(received[name].cpu(), value), name
 
 
+@spmd(4)
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_groups_of_other_ranks_are_joined_in_their_own_order(rank, snapshot):
+    """Layers over rows of a mesh, over its columns and over all ranks; two receivers, then a failure."""
+    torch.manual_seed(0)
+    model, reference = Model(), Model()
+    reference.load_state_dict(model.state_dict())
+    mesh = rank.mesh(2, 2, names=("replica", "shard"))
+    fully_shard(model.blocks[0], mesh=mesh)
+    fully_shard(model.blocks[1], mesh=mesh["replica"])
+    fully_shard(model, mesh=rank.mesh())
+    stream = weights.stream(model, snapshot=snapshot)
+    for _ in range(2):
+        received = handed_over(stream, rank.rank in (1, 2))
+        for name, value in stored(reference, lambda name, tensor: name).items() if received else ():
+            assert torch.equal(received[name].cpu(), value), name
+    ours, theirs = multiprocessing.Pipe()
+    if rank.rank == 3:
+        theirs.close()
+    with pytest.raises((RuntimeError, OSError)):
+        weights.hand_over(stream, ours if rank.rank == 3 else None, timeout_s=20)
+    received = handed_over(stream, rank.rank == 3)
+    assert (received is not None and len(received) == len(reference.state_dict()) - 1) == (rank.rank == 3)
+
+
 def _no_copy(*_):
     raise RuntimeError("no copy")
 

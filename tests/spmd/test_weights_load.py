@@ -2,6 +2,7 @@
 
 import io
 import pickle
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -384,6 +385,32 @@ def test_what_is_saved_is_loaded_again(rank):
     for name, value in other.state_dict().items():
         whole = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(whole.cpu(), expected[name]), name
+
+
+@spmd(2)
+def test_two_saves_into_one_folder_do_not_mix(rank):
+    """The second is refused on all ranks while the first writes, then since the folder is there."""
+    model = sharded(rank.mesh(), meta=False)
+    folder = rank.shared_dir / "saved"
+    with ExitStack() as other:
+        if rank.rank == 0:
+            writing = other.enter_context(saving.new_folder(folder, overwrite=False))
+            (writing / "first").touch()
+        dist.barrier()
+        with pytest.raises(
+            (ValueError, RuntimeError), match=r"\.writing-saved is being written|ended before"
+        ):
+            weights.save(model, folder)
+    dist.barrier()
+    assert [path.name for path in folder.iterdir()] == ["first"]
+    with pytest.raises((ValueError, RuntimeError), match=r"exists and is not empty|ended before"):
+        weights.save(model, folder)
+    if rank.rank == 0:
+        left = rank.shared_dir / ".writing-saved"
+        (left / "of a crash").mkdir(parents=True)
+    weights.save(model, folder, overwrite=True)
+    assert [path.name for path in rank.shared_dir.iterdir()] == ["saved"]
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
 
 def _no_space_at_the_end(folder, planned, take, **_):

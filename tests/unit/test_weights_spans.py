@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import struct
 
@@ -12,7 +13,8 @@ import torch
 from ragged_fsdp.routes import flat_boxes
 from ragged_fsdp.weights.files import read_header, safetensors_files
 from ragged_fsdp.weights.names import parts_of
-from ragged_fsdp.weights.spans import GAP_BYTES, Piece, jobs_of, transfers
+from ragged_fsdp.weights.reading import read_jobs
+from ragged_fsdp.weights.spans import GAP_BYTES, Piece, Transfer, jobs_of, transfers
 
 
 def _views(t):
@@ -60,15 +62,49 @@ def test_transfers_equal_indexing(chunk_bytes):
             assert np.array_equal(local, expected), (name, start, stop)
 
 
+def _run(numel):
+    return Transfer((numel,), 0, (1,), 0, (1,))
+
+
 def test_short_gaps_are_read_and_long_ones_are_not():
     rows, columns = 8, GAP_BYTES  # of four bytes: half a row is a long gap
     half = (((0, 0), (rows, columns // 2)),)
     [transfer] = transfers((rows, columns), half, (0, (rows, columns), (columns, 1)), (0, (columns, 1)))
     jobs = jobs_of([Piece("f", 0, 4, 0, 0, transfer)], 1 << 20)
     assert sum(job.end - job.begin for job in jobs) == rows * columns // 2 * 4
-    small = [Piece("f", 100 * i, 4, i, i, transfer.run(10)) for i in range(5)]
+    small = [Piece("f", 100 * i, 4, i, i, _run(10)) for i in range(5)]
     [job] = jobs_of(small, 1 << 20)
     assert (job.begin, job.end, len(job.pieces)) == (0, 440, 5)
+
+
+def test_the_kernel_is_told_of_every_byte_before_it_is_read(tmp_path, monkeypatch):
+    """In short pieces: of a long one it would fetch no more than its read-ahead."""
+    content = np.random.default_rng(0).integers(0, 256, 3 << 20, dtype=np.uint8)
+    (tmp_path / "f").write_bytes(content.tobytes())
+    advised, read = [], []
+    preadv = os.preadv
+
+    def advise(_, begin, length, kind):
+        if kind == os.POSIX_FADV_WILLNEED:
+            assert length <= 256 << 10
+            advised.append((begin, begin + length))
+
+    def reading(handle, buffers, at):
+        ends = dict(advised)
+        position = at
+        while position in ends:
+            position = ends[position]
+        assert position >= at + len(buffers[0]), "not told of, or told in other pieces"
+        read.append(at)
+        return preadv(handle, buffers, at)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(os, "preadv", reading)
+    target = torch.zeros(3 << 20, dtype=torch.uint8)
+    chunk = 700 << 10  # not a multiple of what is told at a time
+    jobs = jobs_of([Piece("f", 0, 1, 0, 0, _run(len(content)))], chunk)
+    done = read_jobs(tmp_path, jobs, [target], [torch.uint8], threads=2, progress=lambda read: None)
+    assert done == 3 << 20 and len(read) == 5 and np.array_equal(target.numpy(), content)
 
 
 def test_a_naming_tells_views_without_memory():

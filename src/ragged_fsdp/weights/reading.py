@@ -27,6 +27,9 @@ Progress = Callable[[int, int], None]
 
 CHUNK_BYTES = 16 << 20
 """The longest read, and the size of a thread's buffer."""
+_AHEAD_BYTES = 256 << 10
+"""How much the kernel is told of at a time: of more it fetches only the first of its read-ahead, or what the
+disk takes in one request, whichever is more; few disks take less than this."""
 
 
 class Files:
@@ -74,7 +77,9 @@ class Files:
     def will_read(self, file: str, begin: int, length: int) -> None:
         """Tell the kernel of a read to come, where it listens."""
         if isinstance(self._folder, Path):
-            _advise(self._handle(self._folder / file), begin, length, "WILLNEED")
+            handle = self._handle(self._folder / file)
+            for at in range(begin, begin + length, _AHEAD_BYTES):
+                _advise(handle, at, min(_AHEAD_BYTES, begin + length - at), "WILLNEED")
 
     def _handle(self, path: Path) -> int:
         with self._lock:
@@ -112,8 +117,11 @@ def read_jobs(
         return done
     pinned = any(target.device.type == "cuda" for target in targets)
     with ExitStack() as stack:
-        worker = _Worker(stack.enter_context(Files(folder)), targets, dtypes, pinned)
+        files = stack.enter_context(Files(folder))
+        worker = _Worker(files, targets, dtypes, pinned)
         threads = min(threads, len(jobs))
+        for job in jobs[:threads]:
+            files.will_read(job.file, job.begin, job.end - job.begin)
         pool = stack.enter_context(ThreadPoolExecutor(threads, "weights"))
         following = [*jobs[threads:], *[None] * threads]
         futures = {pool.submit(worker.run, job, then): job for job, then in zip(jobs, following)}

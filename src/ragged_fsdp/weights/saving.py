@@ -7,6 +7,7 @@ the size of the model. Nothing is under the folder's name until everything is th
 from __future__ import annotations
 
 import copy
+import fcntl
 import json
 import os
 import shutil
@@ -118,7 +119,6 @@ def _describe(
     base: Any, folder: Path, dtype: torch.dtype | None, source: str | Path | None, sent: set[str]
 ) -> None:
     """Write the config of a model of transformers, and copy what a server needs."""
-    folder.mkdir(parents=True)
     if not hasattr(getattr(base, "config", None), "to_json_string"):
         if source is not None:
             copy_serving(Path(source), folder)
@@ -155,21 +155,48 @@ def copy_serving(origin: Path, folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write to, which becomes ``out`` at the end; nothing is left of one that fails."""
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and is not empty; give another folder, or say that it be overwritten")
+    """An empty folder to write to, which becomes ``out`` at the end; nothing is left of one that fails.
+
+    Two that write to one ``out`` at a time would mix their files: the second is refused.
+    """
     writing, replaced = out.with_name(f".writing-{out.name}"), out.with_name(f".replaced-{out.name}")
-    shutil.rmtree(writing, ignore_errors=True)  # left by one that was interrupted
-    try:
-        yield writing
-        if out.exists():
+    with _locked(writing):
+        try:
+            if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+                raise ValueError(
+                    f"{out} exists and is not empty; give another folder, or say that it be overwritten"
+                )
+            yield writing
+            if out.exists():
+                shutil.rmtree(replaced, ignore_errors=True)
+                os.rename(out, replaced)
+            os.rename(writing, out)
             shutil.rmtree(replaced, ignore_errors=True)
-            os.rename(out, replaced)
-        os.rename(writing, out)
-        shutil.rmtree(replaced, ignore_errors=True)
-    except BaseException:
-        shutil.rmtree(writing, ignore_errors=True)
-        raise
+        except BaseException:
+            shutil.rmtree(writing, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold a folder that is emptied of what a crash left; the system lets go of it when the process ends."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            handle = os.open(folder, os.O_RDONLY)
+        except FileNotFoundError:  # another has given it its name, or up, in between
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+                for left in folder.iterdir():
+                    shutil.rmtree(left) if left.is_dir() else left.unlink()
+                yield
+                return
+        except BlockingIOError as error:
+            raise ValueError(f"{folder} is being written by another process") from error
+        finally:
+            os.close(handle)
 
 
 def _save_adapter(

@@ -32,11 +32,6 @@ class Transfer:
     target_offset: int
     target_strides: Shape
 
-    @classmethod
-    def run(cls, numel: int) -> Transfer:
-        """All of a stored tensor, in order."""
-        return cls((numel,), 0, (1,), 0, (1,)).normal()
-
     @property
     def numel(self) -> int:
         """How many elements it copies."""
