@@ -117,16 +117,15 @@ def test_a_layer_with_a_capacity_is_captured_in_a_cuda_graph_and_waits_for_nothi
         experts.eval()
         experts.train()
         (state,) = split_experts_of(layer).values()
-        state.load = state.dropped = None
         torch.cuda.set_sync_debug_mode("error")  # any wait for the device raises
         try:
             run()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        state.load = state.dropped = None
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             captured = run()
+        state.load.zero_()
         for seed in range(3):
             torch.manual_seed(seed)
             with torch.no_grad():
@@ -138,5 +137,6 @@ def test_a_layer_with_a_capacity_is_captured_in_a_cuda_graph_and_waits_for_nothi
             again = torch.autograd.grad(experts(x, chosen, weights).float().square().sum(), x)[0]
             assert torch.allclose(got, experts(x, chosen, weights), atol=1e-2, rtol=1e-2)
             assert torch.allclose(got_grad, again, atol=1e-1, rtol=5e-2)
+        assert int(state.load.sum()) == 3 * 3 * 512  # each replay, and the two calls beside it
     finally:
         dist.destroy_process_group()

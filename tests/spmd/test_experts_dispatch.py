@@ -2,10 +2,12 @@
 
 import copy
 import functools
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragged_fsdp.experts.levels as levels_module
 from ragged_fsdp.experts import (
@@ -22,6 +24,7 @@ from ragged_fsdp.experts import (
     held_part,
     load_of,
     mix,
+    split_experts_of,
     spread,
     two_level,
 )
@@ -157,16 +160,78 @@ def test_two_levels_with_a_capacity(rank):
     assert int(load_of(layer).dropped) == 16  # of the first of the two runs
     with pytest.raises(ValueError, match="ranks must have as many tokens"):
         layer["experts"](*_inputs(5 + (rank.rank == 3), 0))
-    if DEVICE == "cuda":
-        x, _, w = (t.detach().float().requires_grad_() for t in (x, x, w))
-        for fixed in (AllToAll(mesh, split, capacity=1.0), TwoLevel(mesh, split, levels, capacity=1.0)):
-            for mode in ("default", "error"):  # the first call compares the numbers of tokens
-                torch.cuda.set_sync_debug_mode(mode)
-                try:
-                    rows, _, route = fixed.dispatch(x, chosen)
-                    fixed.combine(rows * 2, w, route).sum().backward()
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
+
+
+class Reads(TorchDispatchMode):
+    """Raises where the host would ask a device for a value, or send it one from its own memory."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "lift_fresh"), name
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def nothing_is_read():
+    """On a GPU torch itself raises; on the CPU the ways to read or send a value do, which there are free."""
+    with pytest.MonkeyPatch.context() as patch, Reads():
+        for name in ("tolist", "cpu", "numpy"):
+            patch.setattr(torch.Tensor, name, lambda *_, name=name: pytest.fail(f"a value is read: {name}"))
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if DEVICE == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@spmd(4)
+def test_with_a_capacity_the_host_reads_nothing(rank):
+    """Dispatch, combine, their backward and what is counted; but the first call, which compares tokens."""
+    mesh, split = rank.mesh(), ExpertSplit((1, 1, 1, 1))
+    levels = Levels(((0, 1), (2, 3)), 2)
+    exact = (AllToAll(mesh, split), TwoLevel(mesh, split, levels), AllGather(mesh, split))
+    fixed = (AllToAll(mesh, split, capacity=1.0), TwoLevel(mesh, split, levels, capacity=1.0))
+    x, chosen, w = _inputs(8, seed=rank.rank)
+    x, w = (t.detach().float().requires_grad_() for t in (x, w))
+
+    def run(dispatcher):
+        rows, _, route = dispatcher.dispatch(x, chosen)
+        dispatcher.combine(rows * 2, w, route).sum().backward()
+        return route
+
+    for dispatcher in fixed:
+        first = run(dispatcher)
+        needed = dispatcher.needed.item()
+        x.grad = w.grad = None
+        with nothing_is_read():
+            dispatcher.forget_needed()
+            again = run(dispatcher)
+        assert dispatcher.needed.item() == needed > 0 and torch.equal(first.dropped, again.dropped)
+    for dispatcher in exact:  # on all ranks before they would wait for each other
+        with nothing_is_read(), pytest.raises((pytest.fail.Exception, AssertionError, RuntimeError)):
+            run(dispatcher)
+
+
+@spmd(2)
+def test_counts_stay_where_they_are(rank):
+    """A CUDA graph goes on adding where the first step put them; a taken count begins at zero there."""
+    layer = nn.ModuleDict({"experts": Squares().to(DEVICE)})
+    expert_parallel(layer, rank.mesh(), dispatcher=lambda m, s: AllToAll(m, s, capacity=0.5))
+    (state,) = split_experts_of(layer).values()
+    inputs = _inputs(6, rank.rank, chosen=rank.rank)
+    with torch.inference_mode():
+        layer["experts"](*inputs)
+    places = [t.data_ptr() for t in (state.load, state.dropped, state.dispatcher.needed)]
+    for runs in (3, 1):
+        for _ in range(runs - (runs == 3)):
+            _run(layer["experts"], inputs)
+        load = load_of(layer)
+        assert int(load.rows["experts"].sum()) == 2 * 12 * runs and int(load.dropped) == 2 * 9 * runs
+        assert fit_capacity(layer, margin=1.0) == {"experts": 2.0} and fit_capacity(layer) == {}
+        state.dispatcher.capacity = 0.5
+        assert places == [t.data_ptr() for t in (state.load, state.dropped, state.dispatcher.needed)]
 
 
 class Layer(nn.Module):

@@ -83,8 +83,10 @@ def load_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> ExpertL
         )
         if experts.dropped is not None:
             dropped = dropped + experts.dropped
-        experts.load = experts.dropped = None
     flat = torch.cat([*parts, dropped])
+    for counts in (counts for e in found.values() for counts in (e.load, e.dropped)):
+        if counts is not None:
+            counts.zero_()
     dist.all_reduce(flat, group=group)
     *rows, dropped = flat.split([*(len(part) for part in parts), 1])
     return ExpertLoad(dict(zip(found, rows)), dropped[0], {n: e.split for n, e in found.items()})
@@ -103,8 +105,8 @@ def fit_capacity(
     """Let the capacity of each layer follow its load: the most that any rank sent another, times ``margin``.
 
     Every rank of ``group``, or all, calls it between steps; one all-reduce, and a wait for the device. Layers
-    without a capacity, or that have not run since, stay as they are; experts that move start again from the
-    capacity that was given.
+    without a capacity, or that were sent nothing since, stay as they are; experts that move start again from
+    the capacity that was given.
 
     Returns:
         The new capacities, by name of the module.
@@ -120,9 +122,11 @@ def fit_capacity(
         return {}
     needed = torch.stack([d.needed for d in found.values() if d.needed is not None]).double()
     dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=group)
-    for dispatcher, most in zip(found.values(), needed.tolist()):
-        dispatcher.capacity, dispatcher.needed = margin * most, None
-    return {name: dispatcher.capacity for name, dispatcher in found.items() if dispatcher.capacity}
+    fitted = {name: margin * most for name, most in zip(found, needed.tolist()) if most}
+    for name, capacity in fitted.items():
+        found[name].capacity = capacity
+        found[name].forget_needed()
+    return fitted
 
 
 @torch.no_grad()

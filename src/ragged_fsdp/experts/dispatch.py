@@ -40,6 +40,7 @@ from ragged_fsdp.agreement import compare
 from ragged_fsdp.collectives import Comm
 from ragged_fsdp.experts.permute import combine, order, take
 from ragged_fsdp.experts.split import ExpertSplit
+from ragged_fsdp.experts.tally import keep_largest
 from ragged_fsdp.torch_internals import joined_launch
 
 __all__ = ["AllGather", "AllToAll", "Dispatcher", "Here", "Route", "SharedTokens", "SlicedTokens"]
@@ -155,7 +156,7 @@ class AllToAll:
         if capacity is not None:
             self.for_evaluation = AllToAll(mesh, split, most_exchanges=most_exchanges, partial=partial)
         self.needed: Tensor | None = None
-        """The capacity that would have dropped nothing since it was last taken; counted if there is one."""
+        """The capacity that would have dropped nothing since :meth:`forget_needed`; None without one."""
         self._agreed: set[int] = set()
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -197,13 +198,18 @@ class AllToAll:
         assert self.capacity is not None
         return min(slots, math.ceil(self.capacity * slots / self._ranks))
 
+    def forget_needed(self) -> None:
+        """Count the capacity that is needed anew."""
+        if self.needed is not None:
+            self.needed.zero_()
+
     def dispatch_fixed(self, tokens: Tensor, chosen: Tensor, slots: int, meanwhile: Meanwhile) -> Dispatched:
         """Send every rank as many rows, from the capacity for ``slots``; no shape depends on the routes."""
         agree_on_tokens(len(tokens), self._agreed, self._group, tokens.device)
         row_of, counts, load = self._order(chosen)
         room = self.rows_per_rank(slots)
         to_rank = counts.sum(1)
-        self.needed = most_needed(self.needed, to_rank.max() * (self._ranks / max(1, slots)))
+        self.needed = keep_largest(self.needed, to_rank.max() * (self._ranks / max(1, slots)))
         owner = self._on(tokens.device)[0].div(self._most, rounding_mode="floor")[chosen.flatten()]
         row_of = in_rooms(row_of, owner, to_rank, room)
         # of each expert's slots those that come before the room of its rank ends
@@ -389,11 +395,6 @@ def in_rooms(row_of: Tensor, destination: Tensor, counts: Tensor, room: int) -> 
     """Rows that are ordered by destination, each of which gets ``room`` of them; -1 for what does not fit."""
     place = row_of - (counts.cumsum(0) - counts)[destination.clamp(max=len(counts) - 1)]
     return torch.where((row_of >= 0) & (place < room), destination * room + place, -1)
-
-
-def most_needed(before: Tensor | None, now: Tensor) -> Tensor:
-    """The larger of two capacities."""
-    return now if before is None else torch.maximum(before, now)
 
 
 class Asked:

@@ -34,10 +34,10 @@ from ragged_fsdp.experts.dispatch import (
     all_to_all,
     exchange,
     in_rooms,
-    most_needed,
 )
 from ragged_fsdp.experts.permute import combine, order, place, take
 from ragged_fsdp.experts.split import ExpertSplit
+from ragged_fsdp.experts.tally import keep_largest
 from ragged_fsdp.topology import Levels, find_levels, given_ranks_per_node, level_groups
 
 __all__ = ["TwoLevel", "two_level"]
@@ -96,13 +96,15 @@ class TwoLevel:
 
     @property
     def needed(self) -> Tensor | None:
-        """The capacity that would have dropped nothing since it was last taken."""
+        """The capacity that would have dropped nothing since :meth:`forget_needed`; None before the first."""
         inside = self._inside.needed
-        return inside if self._needed is None or inside is None else most_needed(self._needed, inside)
+        return None if self._needed is None or inside is None else torch.maximum(self._needed, inside)
 
-    @needed.setter
-    def needed(self, needed: Tensor | None) -> None:
-        self._needed = self._inside.needed = needed
+    def forget_needed(self) -> None:
+        """Count the capacity that is needed anew."""
+        self._inside.forget_needed()
+        if self._needed is not None:
+            self._needed.zero_()
 
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows of all ranks' tokens for the experts of this rank."""
@@ -151,7 +153,7 @@ class TwoLevel:
         assert self.capacity is not None
         even = tokens * (1 - (1 - 1 / self._nodes) ** per_token)  # tokens with an expert of a node
         room = min(tokens, math.ceil(self.capacity * even))
-        self._needed = most_needed(self._needed, counts.max() / max(1.0, even))
+        self._needed = keep_largest(self._needed, counts.max() / max(1.0, even))
         node = torch.arange(self._nodes, device=chosen.device).repeat(tokens)
         before, route.row_of = route.row_of, in_rooms(route.row_of, node, counts, room)
         lost = (before >= 0) & (route.row_of < 0)

@@ -26,6 +26,7 @@ from ragged_fsdp.experts.dispatch import AllGather, Dispatcher, Meanwhile, Route
 from ragged_fsdp.experts.layers import apply_experts, expert_count, expert_modules, expert_parameters
 from ragged_fsdp.experts.levels import two_level
 from ragged_fsdp.experts.split import ExpertSplit
+from ragged_fsdp.experts.tally import add_up
 from ragged_fsdp.fsdp.autograd import in_backward
 
 __all__ = [
@@ -62,7 +63,8 @@ class SplitExperts:
         parameters = list(inspect.signature(type(module).forward).parameters)
         self._arguments = parameters[1:4]
         self.load: Tensor | None = None
-        """Slots sent to each expert by this rank's tokens, in training, since they were last taken."""
+        """Slots sent to each expert by this rank's tokens, in training, since they were last taken; None
+        before the first."""
         self.dropped: Tensor | None = None
         """How many of those were dropped; None where none can be."""
         self.beside: SharedBeside | None = None
@@ -90,9 +92,9 @@ class SplitExperts:
         return mixed
 
     def _count(self, load: Tensor, dropped: Tensor | None) -> None:
-        self.load = load if self.load is None else self.load + load
+        self.load = add_up(self.load, load)
         if dropped is not None:
-            self.dropped = dropped if self.dropped is None else self.dropped + dropped
+            self.dropped = add_up(self.dropped, dropped)
 
 
 def mix(
