@@ -1,6 +1,7 @@
 """Kill -9 of whole replicas of an HSDP job under torchft, at random moments; then compare with a quiet run.
 
     python benchmarks/faults/replicas.py --replicas 2 --kills 25 --out benchmarks/faults/replicas-2x2.json
+    python benchmarks/faults/replicas.py --backend nccl --layers 1 --kills 10 --out replicas-nccl.json
     python benchmarks/faults/replicas.py --rate --out benchmarks/faults/replicas-rate.json
 
 A lighthouse and the replicas' managers are really started; a replica is two ranks, sharded inside. A rank
@@ -9,7 +10,8 @@ other weights and must copy those of a peer. At the end the same schedule of who
 computed again without torchft and without a kill: losses and all state must be the same to the bit.
 
 Of each kill is noted where the survivor that waited longest spent its time: until the lighthouse had a new
-quorum, connecting, and in the rest. With ``--device cuda`` ranks are NCCL's and share one GPU.
+quorum, connecting, and in the rest. With ``--backend nccl`` ranks share the GPUs that there are, without
+NVIDIA's Multi-Process Service: a process that is killed there would end the others.
 """
 
 import argparse
@@ -51,13 +53,20 @@ class Setting:
     replicas: int
     hidden: int = 64
     layers: int = 3
-    device: str = "cpu"
+    backend: str = "gloo"
     timeout_s: float = 30.0
     connect_s: float = 1.0
     heartbeat_ms: int = 1000
     pause_s: float = 0.02
     """Added to each step, so that a replica can come back before the run has ended."""
+    last_steps: int = 20
+    """Taken by all after the last kill."""
     token: str = "a token of the benchmark"
+
+    @property
+    def device(self) -> str:
+        """Where ranks compute."""
+        return "cuda" if self.backend == "nccl" else "cpu"
 
 
 class Net(nn.Module):
@@ -121,8 +130,8 @@ def join(setting: Setting, port: int, rank: int, ranks: int, host: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ["NCCL_HOSTID"] = host  # NCCL lets only "hosts" share a device
     if setting.device == "cuda":
-        torch.cuda.set_device(0)
-    dist.init_process_group("nccl" if setting.device == "cuda" else "gloo")
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(setting.backend)
 
 
 def timed(owner: Any, name: str, book: dict[str, float]) -> None:
@@ -354,7 +363,7 @@ def disturbed(job: Job, kills: int, choose: random.Random, patience_s: float = 9
         print(f"{number + 1}/{kills}", story[-1], f"{time.time() - killed:.1f} s", flush=True)
         with (Path(job.setting.folder) / "kills").open("a") as book:
             print(json.dumps(story[-1]), file=book)
-    last = max(job.steps(replica)[-1]["step"] for replica in replicas) + 20
+    last = max(job.steps(replica)[-1]["step"] for replica in replicas) + job.setting.last_steps
     (Path(job.setting.folder) / "stop").write_text(str(last))
     running = [process for processes in job.processes.values() for process in processes]
     job.wait(lambda: all(p.exitcode == 0 for p in running), patience_s, "the end")
@@ -519,9 +528,10 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl: on GPUs")
     parser.add_argument("--heartbeat-ms", type=int, default=1000, help="silence after which one is dead")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that an average may take")
+    parser.add_argument("--connect", type=float, help="seconds to meet; default: 1, over NCCL 5")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--rate", action="store_true", help="only the rate of a copy")
     parser.add_argument("--megabytes", type=int, default=512)
@@ -538,20 +548,21 @@ def main() -> None:
                 str(kept),
                 given.replicas,
                 layers=given.layers,
-                device=given.device,
+                backend=given.backend,
                 heartbeat_ms=given.heartbeat_ms,
                 timeout_s=given.timeout,
+                connect_s=given.connect or (5.0 if given.backend == "nccl" else 1.0),
             )
             result = kill_replicas(setting, given.kills, given.seed)
     result["hardware"] = f"{os.cpu_count()} cores, {platform.machine()}, loopback"
-    if given.device == "cuda":
+    if given.backend == "nccl":
         result["hardware"] += f", {torch.cuda.get_device_name()}, shared by all ranks"
     result["versions"] = {"torch": torch.__version__, "python": platform.python_version()}
     if not given.rate:
         from importlib.metadata import version
 
         result["versions"]["torchft"] = version("torchft")
-    named = {"replicas": given.replicas, "kills": given.kills, "device": given.device}
+    named = {"replicas": given.replicas, "kills": given.kills, "backend": given.backend}
     options = "--rate" if given.rate else " ".join(f"--{name} {value}" for name, value in named.items())
     result["command"] = f"python benchmarks/faults/replicas.py {options}"
     print(json.dumps({key: value for key, value in result.items() if key != "kills"}, indent=1))

@@ -106,7 +106,7 @@ def _copy(rank: Rank, mesh, name, make) -> None:
         loss.backward()
         return loss.detach()
 
-    server = StateServer(TOKEN, "127.0.0.1", 30.0)
+    server = StateServer(TOKEN, "127.0.0.1", 30.0, torch.device(rank.device))
     addresses = [None] * 4
     dist.all_gather_object(addresses, server.address)
     if replica == 0:

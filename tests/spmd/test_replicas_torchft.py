@@ -12,6 +12,13 @@ from benchmarks.faults.replicas import Setting, kill_replicas
 
 from ragged_fsdp.integrations import torchft as adapter
 from ragged_fsdp.integrations.torchft import _MOST_REPLICAS, Replicas, SplitError
+from rank_pool import DEVICE
+
+SETTINGS = {
+    "cpu": {"backend": "gloo"},
+    # ranks take turns on the device: few collectives in a step, and few steps to compute again
+    "cuda": {"backend": "nccl", "layers": 1, "connect_s": 5.0, "pause_s": 0.25, "last_steps": 5},
+}
 
 
 class _Others:
@@ -76,14 +83,40 @@ def test_over_nccl_a_broken_connection_ends_the_wait(
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=left.pop(0)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
     monkeypatch.setattr(adapter, "backend_of", lambda pg, device: backend)
-    adapter._Nccl.settle(SimpleNamespace(_pg=None, abort=lambda: aborted.append(True)))
+    adapter._Nccl.settle(SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True)))
     assert bool(aborted) == (answers[-1] != "SUCCESS")
+
+
+def test_over_nccl_an_aborted_group_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was launched after the abort waits for no peer, and is waited for."""
+    waited = []
+    event = SimpleNamespace(query=lambda: False, synchronize=lambda: waited.append(True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
+    adapter._Nccl.settle(SimpleNamespace(_pg=None))
+    assert waited
+
+
+def test_over_nccl_replicas_meet_within_the_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of a replica that died is not waited for as long as an average."""
+    waits, wanted = [], {"rank": 0, "world_size": 1, "group_world_size": 2, "global_ranks": [3, 5]}
+
+    def meet(self: adapter._Nccl, **given: object) -> None:
+        waits.append(self._timeout.total_seconds())
+        raise RuntimeError("nobody is there")
+
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 0))
+    monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "30")
+    monkeypatch.setattr(adapter.ProcessGroupNCCL, "configure", meet)
+    group = adapter._Nccl(connect_s=2.0, timeout_s=30.0)
+    with pytest.raises(RuntimeError, match="nobody"):
+        group.configure("store", "replica", **wanted)
+    assert waits == [2.0] and group._timeout.total_seconds() == 30.0 and group.members == (1, 2)
 
 
 @pytest.mark.timeout(300)
 def test_a_killed_replica_costs_no_step_and_comes_back(tmp_path: Path) -> None:
     """2x2; `kill_replicas` compares losses and state with a run of the same schedule without a kill."""
-    result = kill_replicas(Setting(str(tmp_path), replicas=2), kills=1, seed=0)
+    result = kill_replicas(Setting(str(tmp_path), replicas=2, **SETTINGS[DEVICE]), kills=1, seed=0)
     assert result["rejoins"] == 1 and result["steps_lost"] == 0
     changes = [
         line

@@ -5,12 +5,14 @@ import pickle
 import socket
 import threading
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from ragged_fsdp.replicas import HealingError, ReplicaState, StateServer, receive
+from ragged_fsdp.replicas import HealingError, ReplicaState, StateServer, receive, transport
 from ragged_fsdp.replicas.transport import job_token
 
 TOKEN = b"a token of the tests"
@@ -199,3 +201,79 @@ def test_the_state_may_change_as_soon_as_it_is_withdrawn(serve):
     assert time.monotonic() - began < 4  # the time-out of the server is 2 s
     blocked.set()
     stuck.join()
+
+
+class _Stream:
+    """A stream whose copies are made when its event is waited for, and that notes what it is told."""
+
+    def __init__(self, said: list) -> None:
+        self.said, self.copies = said, []
+
+    def __enter__(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(torch.Tensor, "copy_", lambda to, source, non_blocking: self._later(to, source))
+
+    def __exit__(self, *_: object) -> None:
+        self.patch.undo()
+
+    def _later(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        self.copies.append((to, source))
+
+    def wait_event(self, event: object) -> None:
+        self.said.append(event)
+
+    def record_event(self) -> SimpleNamespace:
+        (copy,) = self.copies
+        self.copies = []
+        return SimpleNamespace(synchronize=lambda: copy[0].set_(copy[1].clone()))
+
+
+@pytest.mark.parametrize("nbytes", [0, 5, 16, 37])
+def test_bytes_of_a_device_come_through_memory_that_was_there_before(monkeypatch, nbytes):
+    """Nothing is allocated and no stream is made while a peer copies; a chunk is sent once it has come."""
+    said = []
+    monkeypatch.setattr(transport, "_CHUNK_BYTES", 8)
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(said))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda n, dtype, pin_memory: empty(n, dtype=dtype))
+    staging = transport.Staging(torch.device("cuda"))
+    for name in ("Stream", "empty"):
+        monkeypatch.setattr(torch, name, lambda *_, **__: pytest.fail("made while a peer copies"))
+    run = torch.arange(nbytes, dtype=torch.uint8)
+    for _ in range(2):
+        got = [chunk.tolist() for chunk in staging.chunks(run, "ready")]
+        assert [byte for part in got for byte in part] == run.tolist()
+        assert all(len(part) <= 8 for part in got)
+    assert said == ["ready", "ready"]
+    cut = staging.chunks(run, None)
+    next(cut, None)
+    cut.close()  # a peer that went away holds nothing up
+    assert len(list(staging.chunks(run, None))) == -(-nbytes // 8)
+
+
+def test_what_is_copied_for_an_offer_is_behind_the_last_write(monkeypatch):
+    """A tensor that is not contiguous is copied; peers wait for the copy, and the copy for the optimizer."""
+    said = []
+    stream = SimpleNamespace(
+        wait_event=lambda event: said.append(f"wait for {event}"),
+        record_event=lambda: said.append("record") or "behind the copy",
+    )
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.randn(4, 4).t())
+    state = ReplicaState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    contiguous = torch.Tensor.contiguous
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda t: said.append("copy") or contiguous(t))
+    assert state.offer("the write").ready == "behind the copy"
+    assert said == ["wait for the write", "copy", "record"]
+    assert state.offer().ready is None
+
+
+def test_state_of_a_device_needs_a_server_made_for_it():
+    state = _state()
+    offer = state.offer()
+    offer = replace(offer, runs=(torch.empty(4, dtype=torch.uint8, device="meta"), *offer.runs))
+    server = StateServer(TOKEN, "127.0.0.1", 2.0)
+    with pytest.raises(ValueError, match="the state is on meta; the server was made for the host"):
+        server.offer(3, offer)
+    server.close()

@@ -124,6 +124,15 @@ class _Nccl(_Members, ProcessGroupNCCL):
 
     def __init__(self, connect_s: float, timeout_s: float) -> None:
         super().__init__(timeout=timedelta(seconds=timeout_s))
+        self._connect_timeout, self._average_timeout = (timedelta(seconds=s) for s in (connect_s, timeout_s))
+
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        """Meet the others; one that died since they were chosen is not waited for as long as an average."""
+        self._timeout = self._connect_timeout  # of the store where they meet
+        try:
+            super().configure(*args, **kwargs)
+        finally:
+            self._timeout = self._average_timeout
 
     def _create_pg(self, *args: Any, **kwargs: Any) -> Any:
         before = {name: os.environ.get(name) for name in _WATCHDOG}
@@ -139,7 +148,11 @@ class _Nccl(_Members, ProcessGroupNCCL):
         """Wait for the device; abort what waits for a peer as soon as its connection is seen to be broken."""
         done = torch.cuda.current_stream().record_event()
         while not done.query():
-            if backend_of(self._pg, torch.device("cuda")).get_error().name != "SUCCESS":
+            group = self._pg  # torchft aborts it too, on a thread, when the time is over
+            if group is None:
+                done.synchronize()  # nothing before it waits for a peer any more
+                return
+            if backend_of(group, torch.device("cuda")).get_error().name != "SUCCESS":
                 self.abort()
                 return
             time.sleep(_POLL_S)
@@ -148,9 +161,11 @@ class _Nccl(_Members, ProcessGroupNCCL):
 class _Transport(CheckpointTransport[dict[str, Any]]):
     """torchft's way from one replica to another, over :mod:`ragged_fsdp.replicas.transport`."""
 
-    def __init__(self, state: ReplicaState, token: bytes, host: str, timeout_s: float, pin: bool) -> None:
-        self._state, self._token, self._pin = state, token, pin
-        self._server = StateServer(token, host, timeout_s)
+    def __init__(
+        self, state: ReplicaState, token: bytes, host: str, timeout_s: float, device: torch.device
+    ) -> None:
+        self._state, self._token, self._pin = state, token, device.type == "cuda"
+        self._server = StateServer(token, host, timeout_s, device)
         self.received: Received | None = None
         self.failure: HealingError | None = None
 
@@ -196,7 +211,8 @@ class Replicas:
         lighthouse: its address, ``http://host:port``; default: torchft's ``TORCHFT_LIGHTHOUSE``.
         timeout_s: how long an average may take, the wait for the slowest replica and for one that copies its
             state included; a replica that stands still longer is left behind.
-        connect_s: how long replicas may take to connect after a change (gloo).
+        connect_s: how long replicas may take to meet after a change. Over NCCL they then connect in the first
+            collective, which may take ``timeout_s``.
         host: the name under which peers reach this rank; default: the machine's.
         init_sync: whether replicas at step 0 copy the weights of one of them; without it they must be equal.
         extra: by name, a function that returns what else a replica that comes must know, as JSON values, and
@@ -236,9 +252,8 @@ class Replicas:
         self._known: tuple[int, ...] = ()
         host = host or socket.gethostname()
         self._device = local_part(next(iter(model.parameters()))).device
-        on_gpu = self._device.type == "cuda"
-        self._group = (_Nccl if on_gpu else _Gloo)(connect_s, timeout_s)
-        self._transport = _Transport(self._state, secret, host, timeout_s, pin=on_gpu)
+        self._group = (_Nccl if self._device.type == "cuda" else _Gloo)(connect_s, timeout_s)
+        self._transport = _Transport(self._state, secret, host, timeout_s, self._device)
         # Last: from here on the lighthouse waits for this replica, so that it must be ready to take a step.
         self._manager = Manager(
             pg=self._group,

@@ -77,7 +77,7 @@ class Offer:
     runs: tuple[Tensor, ...]
     """Bytes of each run, over the memory of the state itself."""
     ready: Any = None
-    """An event behind the last write to the state; None without streams."""
+    """An event behind the last write to the runs; None without streams."""
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +120,14 @@ class ReplicaState:
     # -- giving ----------------------------------------------------------------------------------
 
     def offer(self, ready: Any = None) -> Offer:
-        """What this rank has now. Any thread may ask, also beside a forward, which only reads the state."""
+        """What this rank has now. Any thread may ask, also beside a forward, which only reads the state.
+
+        What is read or copied for it is behind ``ready`` on the current stream, and the offer's own event
+        behind that.
+        """
+        if ready is not None:
+            stream = torch.accelerator.current_stream()
+            stream.wait_event(ready)
         found = list(self._model_tensors())
         state: dict[str, dict[str, list[Any]]] = {}
         for name, param, entries in self._states():
@@ -142,7 +149,8 @@ class ReplicaState:
             ],
             "extra": {name: _as_json(f"extra {name}", give()) for name, (give, _) in self._extra.items()},
         }
-        return Offer(header, tuple(flat for _, flat in runs), ready)
+        behind = None if ready is None else stream.record_event()
+        return Offer(header, tuple(flat for _, flat in runs), behind)
 
     def _model_tensors(self) -> Iterator[tuple[Piece, Tensor]]:
         for kind, tensors in (("param", self.params), ("buffer", self._buffers)):

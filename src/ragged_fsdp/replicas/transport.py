@@ -42,6 +42,7 @@ _SUMMED_BYTES = 512
 _LARGEST_HEADER = 1 << 28
 _GREETING_S = 5.0
 _MAC_BYTES = 32
+_HOST = torch.device("cpu")
 
 
 class HealingError(RuntimeError):
@@ -83,11 +84,56 @@ def _sums(chunk: Tensor) -> bytes:
     return sums.numpy().tobytes() + chunk[whole:].numpy().tobytes()
 
 
-class StateServer:
-    """Sends what this rank offers to those who know the token, on threads of its own."""
+class Staging:
+    """How bytes come from a device to the host: over a stream and through pinned memory of its own.
 
-    def __init__(self, token: bytes, host: str, timeout_s: float) -> None:
+    Both are made before they are needed. While a peer copies, the stream of this rank's collectives stands
+    still until that very peer takes part: pinned memory that is allocated then may wait for the device, and
+    a stream taken from torch's pool then may be the one that NCCL was given, behind the standing collective.
+    NCCL's are of the pool of ordinary priority.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.Stream(device, priority=-1)
+        self._pinned = [torch.empty(_CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "ab"]
+        self._lock = threading.Lock()
+
+    def chunks(self, run: Tensor, ready: Any) -> Iterator[Tensor]:
+        """The bytes of a run, once ``ready`` has come; the next chunk is copied while one is sent.
+
+        Peers that copy at the same time take turns, a run each.
+        """
+        with self._lock:
+            if ready is not None:
+                self._stream.wait_event(ready)  # the optimizer's writes may still be under way
+            copied: tuple[Tensor, Any] | None = None
+            for index, chunk in enumerate(run.split(_CHUNK_BYTES) if run.numel() else ()):
+                host = self._pinned[index % 2][: chunk.numel()]
+                with self._stream:
+                    host.copy_(chunk, non_blocking=True)
+                event = self._stream.record_event()
+                if copied is not None:
+                    copied[1].synchronize()
+                    yield copied[0]
+                copied = host, event
+            if copied is not None:
+                copied[1].synchronize()
+                yield copied[0]
+
+
+class StateServer:
+    """Sends what this rank offers to those who know the token, on threads of its own.
+
+    Args:
+        token: of the job, see :func:`job_token`.
+        host: the name under which peers reach this rank.
+        timeout_s: how long a peer may take to read, or the state it asks for to be offered.
+        device: where the state lies, apart from what is on the host.
+    """
+
+    def __init__(self, token: bytes, host: str, timeout_s: float, device: torch.device = _HOST) -> None:
         self._token, self._host, self._timeout_s = token, host, timeout_s
+        self._staging = Staging(device) if device.type != "cpu" else None
         self._changed = threading.Condition()
         self._offer: tuple[int, Offer] | None = None
         self._sending: set[socket.socket] = set()
@@ -101,6 +147,9 @@ class StateServer:
 
     def offer(self, step: int, state: Offer) -> None:
         """Let peers copy ``state``, that of ``step``, until :meth:`withdraw`."""
+        devices = {run.device.type for run in state.runs} - {"cpu"}
+        if devices and self._staging is None:
+            raise ValueError(f"offer: the state is on {devices.pop()}; the server was made for the host.")
         with self._changed:
             self._offer = (step, state)
             self._changed.notify_all()
@@ -139,13 +188,31 @@ class StateServer:
                 key, step = _greet_receiver(connection, self._token)
                 connection.settimeout(self._timeout_s)
                 if (state := self._begin(connection, step)) is not None:
-                    _send_state(connection, key, state)
+                    self._send(connection, key, state)
             except (OSError, ConnectionError):
                 pass  # whoever it was is gone, or was none of us; the receiver says why on its side
             finally:
                 with self._changed:
                     self._sending.discard(connection)
                     self._changed.notify_all()
+
+    def _send(self, connection: socket.socket, key: bytes, state: Offer) -> None:
+        mac = hmac.new(key, digestmod="sha256")
+        header = json.dumps(state.header).encode()
+        mac.update(header)
+        connection.sendall(struct.pack(">q", len(header)) + header + mac.digest())
+        for run in state.runs:
+            for chunk in self._host_chunks(run, state.ready):
+                connection.sendall(chunk.numpy().data)
+                mac.update(_sums(chunk))
+            connection.sendall(mac.digest())
+
+    def _host_chunks(self, run: Tensor, ready: Any) -> Iterator[Tensor]:
+        if run.device.type == "cpu":
+            yield from run.split(_CHUNK_BYTES) if run.numel() else ()
+        else:
+            assert self._staging is not None
+            yield from self._staging.chunks(run, ready)
 
     def _begin(self, connection: socket.socket, step: int) -> Offer | None:
         """The state of ``step``; this rank may hear of the new quorum later than the one that asks."""
@@ -214,42 +281,6 @@ def _greet_server(connection: socket.socket, token: bytes, step: int) -> bytes:
         raise ConnectionError("the peer does not know the token of the job")
     connection.sendall(_mac(token, b"receiver", ours, theirs, asked) + asked)
     return _mac(token, b"key", ours, theirs)
-
-
-def _send_state(connection: socket.socket, key: bytes, state: Offer) -> None:
-    mac = hmac.new(key, digestmod="sha256")
-    header = json.dumps(state.header).encode()
-    mac.update(header)
-    connection.sendall(struct.pack(">q", len(header)) + header + mac.digest())
-    for run in state.runs:
-        for chunk in _host_chunks(run, state.ready):
-            connection.sendall(chunk.numpy().data)
-            mac.update(_sums(chunk))
-        connection.sendall(mac.digest())
-
-
-def _host_chunks(run: Tensor, ready: Any) -> Iterator[Tensor]:
-    """The bytes of a run on the host. From a device the next chunk is copied while one is sent."""
-    if run.device.type == "cpu":
-        yield from run.split(_CHUNK_BYTES) if run.numel() else ()
-        return
-    stream = torch.Stream(run.device)
-    if ready is not None:
-        stream.wait_event(ready)  # the optimizer's writes of the last step may still be under way
-    pinned = [torch.empty(min(_CHUNK_BYTES, run.numel()), dtype=torch.uint8, pin_memory=True) for _ in "ab"]
-    copied: tuple[Tensor, Any] | None = None
-    for index, chunk in enumerate(run.split(_CHUNK_BYTES) if run.numel() else ()):
-        host = pinned[index % 2][: chunk.numel()]
-        with stream:
-            host.copy_(chunk, non_blocking=True)
-        event = stream.record_event()
-        if copied is not None:
-            copied[1].synchronize()
-            yield copied[0]
-        copied = host, event
-    if copied is not None:
-        copied[1].synchronize()
-        yield copied[0]
 
 
 def _receive_header(connection: socket.socket, mac: hmac.HMAC) -> dict[str, Any]:
