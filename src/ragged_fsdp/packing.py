@@ -21,6 +21,7 @@ are left to these. bitsandbytes keeps statistics in attributes of a parameter an
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -263,12 +264,18 @@ class FourBit:
 
 
 class EightBit:
-    """bitsandbytes' ``Int8Params``: codes that stay a matrix; a magnitude per row, whole on every rank."""
+    """bitsandbytes' ``Int8Params``: codes that stay a matrix; a magnitude per row, whole on every rank.
+
+    The magnitudes are one tensor, wherever they are held: loading writes to what the sharded parameter has,
+    and bitsandbytes then computes with it. So they lie where it computes, also when codes wait on the host.
+    """
 
     def __init__(self, param: Any) -> None:
         self.shape, self.dtype = param.shape, torch.float32
         self._kind = type(param)
         self._magnitudes: Tensor | None = param.SCB
+        self._holders: list[weakref.ref[Any]] = []
+        """The sharded parameter, which holds this, and the modules that it is registered in."""
 
     @classmethod
     def of(cls, param: Any) -> EightBit | None:
@@ -290,16 +297,23 @@ class EightBit:
             if self._magnitudes is None:  # a forward has moved them there
                 self._magnitudes = state.SCB
             state.CB = None  # the codes of the whole weight
-        assert self._magnitudes is not None  # codes are made with them
-        self._magnitudes = self._magnitudes.to(sharded.device)
-        sharded.SCB = self._magnitudes  # where bitsandbytes saves it from and loads it to
         for module in modules:
-            # state dicts hold them; torch looks for what they hold among the module's attributes
-            module.SCB, module.weight_format = self._magnitudes, torch.tensor(0, dtype=torch.uint8)
+            module.weight_format = torch.tensor(0, dtype=torch.uint8)
+        # bitsandbytes saves them from the parameter and loads them to it; state dicts hold them, and torch
+        # looks for what they hold among the module's attributes
+        self._holders = [weakref.ref(holder) for holder in (sharded, *modules)]
+        self._hold_on(sharded.device)
+
+    def _hold_on(self, device: torch.device) -> Tensor:
+        assert self._magnitudes is not None  # codes are made with them
+        self._magnitudes = self._magnitudes.to(device)
+        for holder in (ref() for ref in self._holders):
+            if holder is not None:
+                holder.SCB = self._magnitudes
+        return self._magnitudes
 
     def unpack(self, gathered: Tensor) -> nn.Parameter:
-        assert self._magnitudes is not None
-        magnitudes = self._magnitudes.to(gathered.device)
+        magnitudes = self._hold_on(gathered.device)
         return self._kind(gathered, requires_grad=False, has_fp16_weights=False, CB=gathered, SCB=magnitudes)
 
     def values(self, gathered: Tensor) -> Tensor:

@@ -250,6 +250,39 @@ def test_state_dicts_hold_all_of_it(rank, kind):
     assert not any(name.endswith("base_layer.weight") for name in trained)
 
 
+@pytest.mark.parametrize("kind", ["our int8", "nf4, scales quantised", "bitsandbytes int8", "torchao int8"])
+@spmd(2)
+def test_a_base_may_wait_on_the_host(rank, kind):
+    """Losses are those of one that does not, also after other codes are loaded into a model that has run."""
+    from ragged_fsdp import CPUOffloadPolicy
+
+    offload = CPUOffloadPolicy(pin_memory=rank.device == "cuda")
+    model, other = (_shard(_model(kind, rank.device, seed), offload_policy=offload) for seed in (3, 4))
+    assert all(parameter.to_local().device.type == "cpu" for parameter in model.parameters())
+    plain = _shard(_model(kind, rank.device, 3))
+    expected = _train(plain, rank.device)
+    assert _train(model, rank.device) == pytest.approx(expected, rel=1e-5)
+    other(_rows(rank.device, 0))
+    other.reshard()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    again = _train(other, rank.device, first=3)
+    assert again == pytest.approx(_train(plain, rank.device, first=3), rel=1e-5) != expected
+
+
+def test_magnitudes_of_8_bits_are_one_tensor_where_they_are_computed_with():
+    """Codes are on the host; loading writes to the magnitudes of the sharded parameter."""
+    bnb = pytest.importorskip("bitsandbytes")
+    from ragged_fsdp.packing import packing_of
+
+    layer = bnb.nn.Linear8bitLt(DIM, WIDE, has_fp16_weights=False).to("cpu")
+    packing = packing_of(layer.weight)
+    sharded = nn.Parameter(packing.pack(layer.weight), requires_grad=False)
+    packing.attach(sharded, [layer])
+    assert sharded.SCB is layer.SCB and sharded.SCB.device.type == "cpu"
+    seen = packing.unpack(torch.empty(WIDE, DIM, dtype=torch.int8, device="meta"))
+    assert seen.SCB is sharded.SCB is layer.SCB and seen.SCB.is_meta
+
+
 @spmd(2)
 def test_a_class_with_hooks_is_gathered_by_them(rank):
     """torchao's ``NF4Tensor``, of which a rank's part is one too, where the rows divide evenly."""
