@@ -5,7 +5,11 @@ time; a daemon is started for the run if there is one on this machine. ``make te
 
     python tests/gpu/run.py                       # everything
     python tests/gpu/run.py --only ragged-2       # one group: its results and its row in RESULTS.md
+    python tests/gpu/run.py --only tuning         # all groups whose names begin with it
     python tests/gpu/run.py --out FOLDER          # results elsewhere than in tests/gpu
+
+``tuning`` needs peft, accelerate, datasets, trl and bitsandbytes, ``replicas`` torchft: installed, or in a
+folder of ``PYTHONPATH``. What is not there is skipped, and the results say so.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmarks.shared_device import shared_device  # noqa: E402
 
-OUTCOMES = (" PASSED", " FAILED", " ERROR", " SKIPPED", " XFAIL", " XPASS")
+OUTCOMES = (" PASSED", " FAILED", " ERROR", " SKIPPED", " XFAIL", " XPASS", "SKIPPED [")
 _SERVICE = "CUDA_MPS_"  # what the variables that name a service start with
 _AT_ONCE = 4  # each has up to ten ranks; the service takes 48 processes, and stalls with many fewer that wait
 _TITLE = """# Last results of the GPU tests
@@ -73,12 +77,12 @@ _RUNTIME = (
     *_spmd("fsdp", "buffers", "casts", "debug", "edges", "exchange", "gradients", "levels"),
     *_spmd("fsdp", "late_streams", "memory_pools", "parallelism", "recovery", "residence", "reuse"),
 )
-_PIPELINE = _spmd("fsdp", "pipeline")
-_USE = tuple(_found(_spmd("fsdp")) - _found((*_RUNTIME, *_PIPELINE)))
+_PIPELINE, _HANG = _spmd("fsdp", "pipeline"), _spmd("fsdp", "hang")
+_USE = tuple(_found(_spmd("fsdp")) - _found((*_RUNTIME, *_PIPELINE, *_HANG)))
 _RUNS = _spmd("train", "runs")
 _RESUMES, _CURVES = "bit_for_bit", "the_curve or world_sizes"
 _ENDS_RANKS = "killed or error_on_one_rank"
-_NEEDS_QUEUES = "held_memory or delays or cuda_graph"
+_RACES, _GRAPHS = "held_memory or delays", "cuda_graph"
 
 
 def _by_ranks(name: str, what: str, files: tuple[str, ...], **more: dict[str, str]) -> dict[str, Group]:
@@ -91,9 +95,16 @@ def _by_ranks(name: str, what: str, files: tuple[str, ...], **more: dict[str, st
     }
 
 
+def _tuning(method: str) -> Group:
+    """The cells of one method, whose ids begin with it."""
+    what = f"fine-tuning, {method}: four loops, saved on 2 NCCL ranks, resumed on 3, merged, exported"
+    return Group(what, _spmd("tuning", "matrix"), ("-k", f"[{method}-"), {"HF_HUB_OFFLINE": "1"})
+
+
 GROUPS = {  # those that take longest first
     **_by_ranks("fsdp", "fully_shard", _USE),
     **_by_ranks("core", "DBuffer and the runtime, freed memory poisoned", _RUNTIME, environment=_POISONED),
+    **{f"tuning-{method}": _tuning(method) for method in ("lora", "qlora", "full")},
     "pipeline": Group("fully_shard in the stages of a pipeline, 4 NCCL ranks", _PIPELINE),
     "muon": Group("Muon, 1 to 4 NCCL ranks", _spmd("muon")),
     "resume": Group("the trainer: resuming bit for bit, 4 NCCL ranks", _RUNS, ("-k", _RESUMES)),
@@ -113,7 +124,7 @@ GROUPS = {  # those that take longest first
     "device": Group(
         "memory, offload, equality with DDP and FSDP2",
         ("tests/gpu/test_fsdp_*.py", "tests/gpu/test_muon_offload.py", "tests/gpu/test_optim_offload.py"),
-        ("-k", f"not (waiting_rank or {_NEEDS_QUEUES})"),
+        ("-k", f"not ({_RACES} or {_GRAPHS})"),
     ),
     "fp8": Group("FP8 training: bits of one process, 1 to 4 NCCL ranks", _spmd("fp8")),
     "optim": Group("8-bit Adam, Shampoo, fused AdamW, clipping", _spmd("optim")),
@@ -127,11 +138,24 @@ GROUPS = {  # those that take longest first
     "races": Group(
         "delayed streams, memory that a stream still uses",
         ("tests/gpu/test_fsdp_*.py",),
-        ("-k", _NEEDS_QUEUES),
+        ("-k", _RACES),
+        shares=False,
+    ),
+    "graphs": Group(
+        "steps and dispatches of experts in CUDA graphs, 1 to 4 NCCL ranks",
+        ("tests/gpu/test_*_cuda_graph.py",),
+        shares=False,
+    ),
+    "replicas-copies": Group(
+        "replicas: averages, and copies beside a forward, 4 NCCL ranks", ("tests/spmd/test_replicas.py",)
+    ),
+    "replicas-torchft": Group(
+        "replicas under torchft: one is killed and comes back, 2 x 2 NCCL ranks",
+        _spmd("replicas", "torchft"),
         shares=False,
     ),
     "faults": Group("a rank that is killed, or fails alone", _RUNS, ("-k", _ENDS_RANKS), shares=False),
-    "timeout": Group("a rank that stays away", ("tests/gpu/test_fsdp_timeout.py",), shares=False),
+    "hang": Group("a rank that stays away", _HANG, shares=False),
 }
 
 
@@ -163,7 +187,8 @@ def run_group(name: str, log: Path, environment: dict[str, str], deadline_s: flo
     """One pytest process to its end, or to the deadline."""
     group = GROUPS[name]
     files = sorted(_found(group.files))
-    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "--durations=8", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "-rs", "--tb=short", "--durations=8"]
+    command += ["-p", "no:cacheprovider"]
     with log.open("wb") as stream:  # a pipe would stop it when nobody reads
         process = subprocess.Popen(
             [*command, *group.options, *files],
@@ -212,6 +237,15 @@ def run(names: Sequence[str], environment: dict[str, str], at_once: int, deadlin
         return [future.result() for future in running]
 
 
+def _family(name: str) -> str:
+    """What the names of related groups begin with."""
+    return name.partition("-")[0]
+
+
+def _families() -> list[str]:
+    return sorted({_family(name) for name in GROUPS} - set(GROUPS))
+
+
 def machine() -> str:
     """The GPU and the versions, in one line."""
     import torch
@@ -244,7 +278,12 @@ def write(results: Sequence[Result], now: str, folder: Path) -> None:
 def main() -> int:
     """Run the groups and write their results; 0 if every test passed or was skipped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--only", choices=GROUPS, action="append", help="a group to run (repeatable)")
+    parser.add_argument(
+        "--only",
+        choices=[*GROUPS, *_families()],
+        action="append",
+        help="a group to run, or those of one name (repeatable)",
+    )
     parser.add_argument("--at-once", type=int, default=_AT_ONCE, help="groups that run side by side")
     parser.add_argument(
         "--limit-s", type=float, default=1e9, help="end what still runs after this many seconds"
@@ -254,7 +293,7 @@ def main() -> int:
     now = f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
     machine()
     deadline_s = time.monotonic() + options.limit_s
-    names = options.only or list(GROUPS)
+    names = [name for name in GROUPS if not options.only or {name, _family(name)} & set(options.only)]
     results = []
     if together := [name for name in names if GROUPS[name].shares]:
         with shared_device() as service:

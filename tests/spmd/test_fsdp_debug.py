@@ -142,7 +142,7 @@ def test_a_failing_collective_says_where(rank: Rank) -> None:
 def test_a_collective_that_times_out_says_where(rank: Rank, phase: str) -> None:
     """The last rank stays away: the others raise and say in which collective they waited."""
     if rank.device == "cuda":
-        pytest.skip("NCCL ends the process: tests/gpu/test_fsdp_timeout.py")
+        pytest.skip("NCCL ends the process: tests/spmd/test_fsdp_hang.py")
     short = dist.new_group()
     dist.barrier(short)
     # only now: on a busy machine the ranks may need longer than this to connect
