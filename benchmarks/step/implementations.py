@@ -352,6 +352,12 @@ IMPLEMENTATIONS: dict[str, Callable[..., Trainer]] = {
         _ours, **_TWO_LEVEL, **_NOTHING_KEPT, gather="two_level", codes="float8_e4m3fn"
     ),
     **{f"ours-two-level-kept{n}": partial(_ours, **_TWO_LEVEL, **_NOTHING_KEPT, kept=n) for n in _MORE_KEPT},
+    **{
+        f"ours-two-level-float8-kept{n}": partial(
+            _ours, **_TWO_LEVEL, **_NOTHING_KEPT, codes="float8_e4m3fn", kept=n
+        )
+        for n in (2, 4)
+    },
     "ours-two-level-reshard8": partial(_ours, **_TWO_LEVEL, **_NODE_KEEPS),
     "ours-two-level-reshard8-kept2": partial(_ours, **_TWO_LEVEL, **_NODE_KEEPS, kept=2),
     "fsdp2": _fsdp2,
@@ -388,6 +394,7 @@ SETTINGS: dict[str, str] = {
     **dict.fromkeys(("ours-two-level-reshard8-kept2", "fsdp2-reshard8-kept2"), f"{_NODE}, {_KEPT}"),
     "ours-all-to-all-budget": "24 GiB kept",
     **{f"{name}-kept{n}": f"{n} layers kept" for n in _MORE_KEPT for name in ("fsdp2", "ours-two-level")},
+    **{f"ours-two-level-float8-kept{n}": f"{n} layers kept" for n in (2, 4)},
 }
 SETTINGS |= {name: _KEPT for name in IMPLEMENTATIONS if name not in SETTINGS}  # what ours does by default
 """What is kept gathered after forward, and the dtype of sums where it is not the case's.

@@ -64,6 +64,8 @@ LABELS = {
     "ours-two-level-fp32-between": "two levels, nothing kept, fp32 between nodes",
     "ours-two-level-gather": "two levels, nothing kept, gathers too",
     "ours-two-level-float8": "two levels, nothing kept, weights gathered as float8",
+    "ours-two-level-float8-kept2": "two levels, last two layers kept, weights gathered as float8",
+    "ours-two-level-float8-kept4": "two levels, last four layers kept, weights gathered as float8",
     "ours-two-level-gather-float8": "two levels, nothing kept, gathers too, weights gathered as float8",
     "ours-two-level-reshard8": "two levels, kept by 8 ranks after forward",
     "ours-two-level-reshard8-kept2": "two levels, last two layers kept, others by 8 ranks",

@@ -51,6 +51,7 @@ _KEPT_BY_NODES += ("ours-two-level-reshard8", "ours-two-level-reshard8-kept2")
 _MORE_KEPT = tuple(f"{name}-kept{n}" for n in (3, 4) for name in ("fsdp2", "ours-two-level"))
 _FP8 = ("ours-fp8-all-to-all", "ours-fp8-all-to-all-nothing-kept")
 _FP8_PEERS = ("fsdp2", "fsdp2-torchao-blockwise", "fsdp2-torchao-rowwise", "fsdp2-torchao-gathered")
+_KEPT_CODES = ("", "-kept2", "-kept4")
 _OTHER_PEERS = ("megatron", "megatron-double", "deepspeed", "deepspeed-layers")
 
 SUITE: dict[str, Planned] = {
@@ -65,6 +66,9 @@ SUITE: dict[str, Planned] = {
     "gpt-oss-nodes-64-more-kept": Planned(_NODES, (*_LEVELS, "fsdp2-kept2", "ours-two-level", *_MORE_KEPT)),
     "gpt-oss-nodes-64-kept": Planned(
         _NODES, (*_LEVELS, "fsdp2-kept2", "ours-two-level", "ours-two-level-float8", *_KEPT_BY_NODES)
+    ),
+    "gpt-oss-nodes-64-codes": Planned(
+        _NODES, ("fsdp2", "fsdp2-kept2", "fsdp2-kept4", *(f"ours-two-level-float8{n}" for n in _KEPT_CODES))
     ),
     "gpt-oss-nodes-64-peers": Planned(
         replace(_NODES, layers=4), (*_LEVELS, "fsdp2-kept2", "ours-two-level", *_OTHER_PEERS)

@@ -513,6 +513,45 @@ def test_the_suite_has_known_cases_only():
     assert wrong.exit_code == 2 and "llama-65" in wrong.output
 
 
+def test_over_nodes_both_sides_are_in_one_run():
+    from benchmarks.step.suite import SUITE
+
+    over_nodes = {name: planned for name, planned in SUITE.items() if isinstance(planned.case.wires[0], str)}
+    assert {"gpt-oss-nodes-64-sgd", "deepseek-nodes-256-separate"} <= set(over_nodes)
+    for name, planned in over_nodes.items():
+        settings = {SETTINGS[one] for one in planned.implementations if one.startswith("ours")}
+        theirs = {SETTINGS[one] for one in planned.implementations if one.startswith("fsdp2")}
+        assert settings <= theirs, f"{name}: a row of ours has no row of FSDP2 in its setting"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gpt-oss-nodes-64-sgd", "deepseek-nodes-256-separate", "gpt-oss-nodes-64-recompute", "gpt-oss-hsdp-512"],
+)
+def test_cases_of_the_suite_run_with_small_layers(rank_of, monkeypatch, name):
+    """Without a device: the options of each case, on layers of 64 columns and 32 ranks."""
+    from benchmarks.step.suite import SUITE
+
+    planned, tiny = SUITE[name], MODELS["tiny-moe"]
+    experts = replace(tiny.experts, bias=False, separate=planned.case.shape.experts.separate)
+    monkeypatch.setitem(MODELS, "tiny", replace(tiny, experts=experts))
+    case = replace(planned.case, model="tiny", layers=2, tokens=64, ranks=32)
+    wire, took = rank_of(case.ranks), {}
+    wire.network = network_of(case.wires[0])
+    for one in planned.implementations:
+        trainer = build(one, case, torch.device("cpu"))
+        trainer.stack.bind(case.tokens, "cpu", torch.bfloat16)
+        x = torch.randn(case.batch, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):
+            wire.reset_counts()
+            loss = trainer.forward_backward(x)
+            trainer.update()
+        assert torch.isfinite(loss)
+        took[one] = dict(wire.calls)
+    assert all(calls["all_gather"] == 2 * case.layers for calls in took.values())
+    assert all(("all_reduce" in calls) == (case.replicas > 1) for calls in took.values())
+
+
 def test_a_floor_serves_files_without_one(tmp_path):
     paths = [tmp_path / "64.json", tmp_path / "128.json"]
     for path, ranks, row in zip(paths, (64, 128), (_row("none", None, 100.0), _row("fsdp2", None, 150.0))):
