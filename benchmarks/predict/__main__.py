@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from benchmarks.predict.step_rows import Row, compared
 from benchmarks.step.shapes import MODELS
 
 from ragged_fsdp.predict.card import load_card
+from ragged_fsdp.predict.costs import count_costs
+from ragged_fsdp.predict.measure import roofline_of
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -38,6 +40,26 @@ def calibrate(out: Path) -> None:
     card = measure_card(out.stem, wanted, lambda text: click.echo(text, err=True))
     card.save(out)
     click.echo(f"wrote {out}")
+
+
+@main.command()
+@click.option("--card", "path", type=click.Path(path_type=Path), default=RESULTS / "h200-layers.json")
+def recount(path: Path) -> None:
+    """Count the operations of a card's layers again (CPU): times and bytes that were measured stay."""
+    card = load_card(path)
+    roofline = roofline_of(card)
+    layers = []
+    for layer in card.layers:
+        workload = stack_workload(layer.model)
+        kind = next(kind for kind in workload.kinds if kind.name == layer.kind)
+        points = []
+        for point in layer.points:
+            cost = count_costs(workload, point.tokens // layer.seq_len, layer.seq_len)[kind.signature]
+            counted = [phase.seconds(roofline) * 1e3 for phase in (cost.forward, cost.backward)]
+            points.append(replace(point, roofline_forward_ms=counted[0], roofline_backward_ms=counted[1]))
+        layers.append(replace(layer, signature=kind.signature, points=tuple(points)))
+    replace(card, layers=tuple(layers)).save(path)
+    click.echo(f"wrote {path}")
 
 
 @main.command()
@@ -64,7 +86,11 @@ def _step_rows(path: Path) -> dict[str, Any]:
     card = load_card(path)
     rows = list(compared(card))
     held_out = [row for name in CALIBRATED for row in compared(card, name)]
-    return {"calibrated": _summary(rows), "held_out": _summary(held_out)}
+    return {
+        "calibrated": _summary([row for row in rows if not row.earlier]),
+        "held_out": _summary([row for row in held_out if not row.earlier]),
+        "earlier_code": _summary([row for row in rows if row.earlier]),
+    }
 
 
 def _summary(rows: list[Row]) -> dict[str, Any]:
@@ -72,6 +98,7 @@ def _summary(rows: list[Row]) -> dict[str, Any]:
         "mean_time_error": round(statistics.fmean(abs(row.time_error) for row in rows), 4),
         "mean_memory_error": round(statistics.fmean(abs(row.memory_error) for row in rows), 4),
         "time_within_5_percent": sum(abs(row.time_error) <= 0.05 for row in rows),
+        "time_within_8_percent": sum(abs(row.time_error) <= 0.08 for row in rows),
         "memory_within_3_percent": sum(abs(row.memory_error) <= 0.03 for row in rows),
         "count": len(rows),
         "rows": [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from benchmarks.step.layers import Stack
 from benchmarks.step.shapes import MODELS
@@ -19,9 +21,9 @@ CALIBRATED: dict[str, tuple[int, ...]] = {
 """Sequences of the calibration runs, by model."""
 
 
-def stack_workload(name: str, layers: int = 1) -> Workload:
-    """``layers`` of the benchmark's model, without embedding and head."""
-    shape = MODELS[name]
+def stack_workload(name: str, layers: int = 1, sequence: int | None = None) -> Workload:
+    """``layers`` of the benchmark's model without embedding and head; ``sequence`` if not its own."""
+    shape = MODELS[name] if sequence is None else replace(MODELS[name], sequence=sequence)
 
     def build() -> nn.Module:
         with torch.device("meta"):
@@ -38,5 +40,16 @@ def stack_workload(name: str, layers: int = 1) -> Workload:
 
     with torch.device("meta"):
         whole = Stack(shape, layers)
-    kinds, order = kinds_of(whole, whole.layers)
-    return Workload(name, kinds, order, build, lambda model: model.layers, loss, lambda _: 0.0)
+    (*kinds, root), order = kinds_of(whole, whole.layers)
+    root = replace(root, signature=f"root of {name}")  # it has no parameters to tell it by
+    return Workload(
+        name,
+        (*kinds, root),
+        order,
+        build,
+        lambda model: model.layers,
+        loss,
+        lambda _: 0.0,
+        shape.width,
+        shape.experts.per_token if shape.experts is not None else 0,
+    )

@@ -7,11 +7,12 @@ two numbers of tokens. A row is predicted as it was run: rank 0 of N on its mode
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from benchmarks.predict.host import STEP_RESULTS, host_of
 from benchmarks.predict.layers import stack_workload
 from benchmarks.step.implementations import SETTINGS
 from benchmarks.step.shapes import MODELS
@@ -23,9 +24,7 @@ from ragged_fsdp.predict.step import Setup, predict
 
 __all__ = ["Row", "compared"]
 
-STEP_RESULTS = Path(__file__).parents[1] / "step" / "results"
 _LEFT_OUT = ("prefetch", "communicators", "buffers", "pending", "shard1", "budget", "gather")
-_LEFT_OUT += ("kept3", "kept4", "kept8")
 """Options of the benchmark that ``predict`` does not have."""
 _NOT_ON_THE_CARD = ("small-dense", "deepseek-v3-separate")
 _SCHEDULE_SINCE = "2026-11-16 06:33"
@@ -45,6 +44,8 @@ class Row:
     gib: float
     predicted_gib: float
     held_out: bool = False
+    earlier: bool = False
+    """Whether the measured code is another than the one that is replayed: its memory is not today's."""
 
     @property
     def time_error(self) -> float:
@@ -56,7 +57,10 @@ class Row:
 
 
 def compared(card: Card, held_out: str | None = None) -> Iterator[Row]:
-    """Every row that can be predicted; of ``held_out`` only, with its own runs taken off the card."""
+    """Every row that can be predicted; of ``held_out`` only, with its own runs taken off the card.
+
+    Rows of ours that are older than the schedule of today come too, marked as earlier.
+    """
     if held_out is not None:
         card = replace(card, layers=tuple(layer for layer in card.layers if layer.model != held_out))
     for path in sorted(STEP_RESULTS.glob("*.json")):
@@ -66,18 +70,23 @@ def compared(card: Card, held_out: str | None = None) -> Iterator[Row]:
             case = result.get("case", {})
             if case.get("model") not in MODELS or case.get("payload") != "repeat" or "rows" not in result:
                 continue
-            if case["model"] in _NOT_ON_THE_CARD or case.get("sequence") is not None:
+            if case["model"] in _NOT_ON_THE_CARD:
                 continue
             if held_out is not None and case["model"] != held_out:
                 continue
             if case["delivery"] != "fake":  # takes multiprocessors from the computation, not modelled
                 continue
             for row in result["rows"]:
-                if earlier and row["implementation"].startswith("ours"):
-                    continue
                 found = _row(path.stem, case, row, card)
                 if found is not None:
-                    yield replace(found, held_out=held_out is not None)
+                    old = earlier and row["implementation"].startswith("ours")
+                    yield replace(found, held_out=held_out is not None, earlier=old)
+
+
+def _kept(name: str) -> int:
+    """Layers that an implementation of the benchmark keeps gathered."""
+    found = re.search(r"(\d+) layers kept", SETTINGS[name])
+    return int(found[1]) if found else 0
 
 
 def _row(file: str, case: dict[str, Any], row: dict[str, Any], card: Card) -> Row | None:
@@ -87,11 +96,12 @@ def _row(file: str, case: dict[str, Any], row: dict[str, Any], card: Card) -> Ro
         return None
     wire = row["wire"] if "wire" in row else row.get("bandwidth_gb_s", row.get("wire_gb_s"))
     network = network_of(wire)
-    workload = stack_workload(case["model"], case["layers"])
+    sequence = case.get("sequence")
+    workload = stack_workload(case["model"], case["layers"], sequence)
     setup = Setup(
         gpus=case["ranks"],
         tokens_per_gpu=case["tokens"],
-        seq_len=MODELS[case["model"]].sequence,
+        seq_len=sequence or MODELS[case["model"]].sequence,
         activation_checkpointing=int(case.get("recompute", False)),
         replicas=case.get("replicas", 1),
         sharding="fsdp2" if name.startswith("fsdp2") else "ragged",
@@ -101,12 +111,13 @@ def _row(file: str, case: dict[str, Any], row: dict[str, Any], card: Card) -> Ro
         if "all-to-all" in name
         else "reduce_scatter",
         reduce_dtype="bf16" if "bf16" in name else case["reduce_dtype"],
-        kept="kept2" in name or SETTINGS[name].startswith("2 layers kept"),
+        kept=_kept(name),
         park=8 if "reshard8" in name else 0,
         internode_dtype="fp32" if "fp32-between" in name else "bf16",
         codes="int8" in name or "float8" in name,
         expandable_segments=case["allocator"] == "expandable",
         scale=Scale(jitter=0.0),
+        host=host_of(case["model"], name),
     )
     done = predict(workload, setup, card, network).replayed
     optimizer = sum(span.end - span.start for span in done.spans if span.label == "optimizer")

@@ -102,7 +102,7 @@ def test_nothing_kept_and_a_slow_network():
     Backward waits for the gather of each layer; the second gather is issued before the first backward ends.
     """
     run = LayerRun(1.0, 1.0, 0, 0, 0)
-    done = replay(stack([group("0", 3.0, 3.0), group("1", 3.0, 3.0)], run, keeps=False))
+    done = replay(stack([group("0", 3.0, 3.0), group("1", 3.0, 3.0)], run, kept_layers=0))
     assert spans_of(done, "inside") == [
         ("gather 0", 0.0, 3.0),
         ("gather 1", 3.0, 6.0),
@@ -121,7 +121,9 @@ def test_an_exchange_gathers_before_it_reduces():
     order = {
         first: [
             label
-            for label, *_ in spans_of(replay(stack(layers, run, keeps=False, gathers_first=first)), "inside")
+            for label, *_ in spans_of(
+                replay(stack(layers, run, kept_layers=0, gathers_first=first)), "inside"
+            )
         ]
         for first in (False, True)
     }
@@ -137,7 +139,7 @@ def test_fsdp2_in_its_own_order():
     """
     run = LayerRun(2.0, 4.0, 0, 0, 0)
     layers = [group(f"{i}", copy_out_s=0.5, grad_copy_s=0.25) for i in range(2)]
-    done = replay(stack(layers, run, keeps=False, fsdp2=True))
+    done = replay(stack(layers, run, kept_layers=0, fsdp2=True))
     assert spans_of(done, "inside") == [
         ("gather 0", 0.0, 1.0),
         ("gather 1", 1.0, 2.0),
@@ -162,7 +164,7 @@ def test_fsdp2_in_its_own_order():
     # persistent 120; layer 1 and the buffer of layer 0: 200; in the last backward layer 0, the other's
     # reduction 200 and its shard of gradients 10
     assert done.peak_bytes == 120 + 200 + 200 + 10
-    kept = replay(stack(layers, run, keeps=True, fsdp2=True))
+    kept = replay(stack(layers, run, kept_layers=2, fsdp2=True))
     assert [label for label, *_ in spans_of(kept, "inside")] == [
         "gather 0",
         "gather 1",
@@ -189,7 +191,7 @@ def test_the_books_of_memory_by_hand():
     its buffer of 200 and its reduced shard of 10; saved 50; the peak of the backward itself 150.
     """
     run = LayerRun(1.0, 1.0, 50, 60, 150)
-    done = replay(stack([group("0"), group("1")], run, keeps=False))
+    done = replay(stack([group("0"), group("1")], run, kept_layers=0))
     assert done.peak == {
         "weights": 40,
         "optimizer": 80,

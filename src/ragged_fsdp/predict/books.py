@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +20,37 @@ from ragged_fsdp.fsdp.streams import CommContext, PendingReduction
 from ragged_fsdp.predict.network import Seconds
 from ragged_fsdp.predict.simulate import Streams
 
-__all__ = ["BOUND_BY_MEMORY", "BookContext", "BookGroup", "GroupCost", "LayerRun", "Ledger", "StepCosts"]
+__all__ = [
+    "BOUND_BY_MEMORY",
+    "OWN_KEPT",
+    "BookContext",
+    "BookGroup",
+    "GroupCost",
+    "Host",
+    "LayerRun",
+    "Ledger",
+    "StepCosts",
+]
 
 _FREE = Seconds(0.0, 0.0)
+OWN_KEPT = 2
+"""Layers that the runtime's schedule keeps by itself; any other number is a user's choice, layer by layer."""
 BOUND_BY_MEMORY = 1.0
 """Contention of copies on the compute stream: of two copies each takes as long as both."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Seconds of the process that launches a step.
+
+    It launches ahead of the device, which never waits for it unless it takes longer for a step than the
+    device does: then the step takes as long as the host.
+    """
+
+    collective_s: float = 0.0
+    """For one collective, with the hooks and copies that go with it."""
+    layer_s: float = 0.0
+    """For the kernels of one layer's forward and backward; 0 where the layer's own time has it."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +83,8 @@ class GroupCost:
     """Whether the gradients themselves are sent, and live until the reduction is done (an exchange)."""
     reduce: tuple[tuple[Seconds, float], ...] = ()
     """Parts of the reduction in their order: links, then the sum of what arrived."""
+    reduce_calls: int = 1
+    """Collectives that the host launches for all parts together."""
     all_reduce: Seconds = _FREE
     """Between replicas."""
     shard_grad_bytes: int = 0
@@ -78,6 +106,11 @@ class LayerRun:
     backward_exchange: Seconds = _FREE
     contention: float = 0.0
     """By how much of their time copies on other streams delay it: both want the device's memory."""
+    held: float = 0.0
+    """How much longer it takes, as a share, while a collective holds multiprocessors."""
+    forward_products_s: float = 0.0
+    """Of its products at the rate that a GPU sustains: how much power it draws."""
+    backward_products_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +126,8 @@ class StepCosts:
     optimizer_peak_bytes: int = 0
     """What an update needs while it runs."""
     micro_batches: int = 1
-    keeps: bool = True
-    """Whether the two layers with which backward begins stay gathered."""
+    kept_layers: int = OWN_KEPT
+    """With which backward begins: they stay gathered."""
     gathers_first: bool = False
     """Whether a gather is issued ahead of a reduction (exchanges)."""
     kept_bytes: int = 0
@@ -103,6 +136,7 @@ class StepCosts:
     """Whether the order is FSDP2's."""
     arena_bytes: int = 0
     """Of a gradient buffer that stays allocated between steps: without segments that can grow."""
+    host: Host = field(default_factory=Host)
 
 
 class Ledger:
@@ -172,6 +206,8 @@ class BookGroup:
         self.in_backward = False
         self.companion = False
         """Whether it is one of the small groups of its layer, whose reductions are counted by themselves."""
+        self.collectives = 0
+        """That were launched so far."""
         self._done = 0.0
         self._grads = 0
         self._buffered = False
@@ -193,6 +229,7 @@ class BookGroup:
             streams.run("gather", cost.cast_s, f"cast {cost.name}")
             held = cost.gather_again if again else cost.gather
             self._done = streams.collective("gather", held, f"gather {cost.name}", cost.memory_s)
+            self.collectives += 1
             self.ledger.add("gathered", cost.message_bytes)
             self._move(Residence.GATHERING)
 
@@ -263,6 +300,7 @@ class BookGroup:
             self.ledger.add("reduction", self._needs)
         self.ledger.add("gradients", cost.shard_grad_bytes)
         streams.wait("reduce", streams.now("compute"))
+        self.collectives += cost.reduce_calls + any(cost.all_reduce)
         end = 0.0
         for held, sum_s in cost.reduce:
             streams.collective("reduce", held, f"reduce {cost.name}")

@@ -9,6 +9,7 @@ from ragged_fsdp.predict.books import LayerRun
 from ragged_fsdp.predict.card import Card, Point
 from ragged_fsdp.predict.costs import LayerCost, Roofline, count_costs
 from ragged_fsdp.predict.parallel import Ranks, shared_point
+from ragged_fsdp.predict.products import products_of
 from ragged_fsdp.predict.workload import Workload
 
 __all__ = ["Amount", "runs_of"]
@@ -46,6 +47,9 @@ def runs_of(
             fused = _FUSED if amount.compiled else 1.0
             point = _modelled(counted[kind.signature], kind.sort, tokens, card, fused)
         point = shared_point(point, workload, kind, ranks, card)
+        products = products_of(workload, kind, tokens, ranks, card)
+        held = products.held(point)
+        products_s = products.seconds if card.measured else 0.0
         runs[kind.signature, False] = LayerRun(
             point.forward_ms / 1e3,
             point.backward_ms / 1e3,
@@ -53,6 +57,9 @@ def runs_of(
             int(point.forward_peak_bytes),
             int(point.backward_peak_bytes),
             contention=point.contention,
+            held=held,
+            forward_products_s=products_s,
+            backward_products_s=2 * products_s,
         )
         runs[kind.signature, True] = LayerRun(
             point.forward_ms / 1e3,
@@ -61,6 +68,9 @@ def runs_of(
             int(point.forward_peak_bytes),
             int(point.recompute_peak_bytes),
             contention=point.contention,
+            held=held,
+            forward_products_s=products_s,
+            backward_products_s=3 * products_s,
         )
     return runs, measured
 

@@ -108,7 +108,7 @@ def count_costs(workload: Workload, sequences: int, seq_len: int) -> dict[str, L
             layer.register_forward_hook(partial(_note_output, outputs, place))
         counter = _Counter(model, layers)
         phases = Phases(layers, counter.begin)
-        with _OneHeadSize(), counter, phases.step():
+        with _KernelsOfAGpu(), counter, phases.step():
             loss = workload.loss(model, sequences, seq_len, cpu)
             phases.begin_backward()
             loss.backward()
@@ -203,10 +203,13 @@ class _Counter(TorchDispatchMode):
         self._live -= self._seen.pop(key)
 
 
-class _OneHeadSize(TorchFunctionMode):
-    """Lets attention with values of another head size (latent attention) be one kernel, as it is on a GPU.
+class _KernelsOfAGpu(TorchFunctionMode):
+    """Lets two operations be one kernel that the CPU takes apart and a GPU does not.
 
-    The CPU's kernel has one head size and leaves the rest to plain products, which keep the whole square.
+    Attention with values of another head size (latent attention): the CPU's kernel has one head size and
+    leaves the rest to plain products, which keep the whole square. A root-mean-square norm: the CPU's keeps
+    two copies of its input in fp32 where a GPU's keeps the input and a number per row, as a layer norm does
+    on both.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -215,7 +218,19 @@ class _OneHeadSize(TorchFunctionMode):
             query, key, value, *rest = args
             padded = F.pad(value, (0, query.shape[-1] - value.shape[-1]))
             return func(query, key, padded, *rest, **kwargs)[..., : value.shape[-1]]
+        if func is F.rms_norm:
+            return _as_layer_norm(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _as_layer_norm(
+    input: Tensor,
+    normalized_shape: list[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    """A norm that reads, writes and keeps what ``rms_norm`` does on a GPU; its values do not matter here."""
+    return F.layer_norm(input, normalized_shape, weight, None, eps or 1e-5)
 
 
 _NO_WORK = {

@@ -41,6 +41,7 @@ class Fsdp2Group(BookGroup):
     def unshard(self, async_op: bool | None = None) -> None:
         if self.residence is Residence.SHARDED or self.residence is Residence.PARKED:
             self.launch()
+            self.collectives += 1
             self.launched = False
             self.ledger.add("gathered", self.cost.gathered_bytes)
             if self.residence is Residence.PARKED:

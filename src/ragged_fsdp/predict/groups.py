@@ -27,6 +27,7 @@ _BF16, _FP32 = 2, 4
 _ROUND_NUMEL = 1 << 19  # of fsdp/reduce/exchange.py: an exchange has fewer rounds, or is packed, below this
 _ROUNDS = 4
 _CHUNKS = 8  # steps of a two-level reduction that are simulated one by one
+_RAIL_CALLS = 8  # of fsdp/reduce/exchange.py: between nodes, beside one call inside for each node
 _SCALES = 1 + 4 / 128**2  # bytes of an 8-bit code and its part of the scale of a tile
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -196,9 +197,10 @@ def _all_to_all(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[s
             "grad_copy_s": 2 * nbytes / (card.memory_gb_s * 1e9),
             "buffer_bytes": 2 * nbytes,
             "reduce": parts,
+            "reduce_calls": rounds,
         }
     alive = min(2, rounds) / rounds
-    return {"keeps_grads": True, "buffer_bytes": int(nbytes * alive), "reduce": parts}
+    return {"keeps_grads": True, "buffer_bytes": int(nbytes * alive), "reduce": parts, "reduce_calls": rounds}
 
 
 def _two_level(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[str, Any]:
@@ -215,6 +217,7 @@ def _two_level(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[st
     summed = (slot * part + shard_numel * wires.internode_bytes) / rows
     last = (rail * nodes + shard_numel * _FP32) / rows
     chunks = min(nodes, _CHUNKS)
+    calls = nodes + min(nodes - 1, _RAIL_CALLS)
     each = nodes / chunks
     parts = [(Seconds(inside * each, 0.0), summed * each)]
     parts += [(Seconds(inside * each, outside * (nodes - 1) / chunks), summed * each)] * (chunks - 1)
@@ -222,6 +225,11 @@ def _two_level(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[st
     grads = full * _BF16
     if shard_numel < _ROUND_NUMEL:
         copied = 2 * grads / (card.memory_gb_s * 1e9)
-        return {"grad_copy_s": copied, "buffer_bytes": 2 * grads + 2 * grads // part, "reduce": tuple(parts)}
+        return {
+            "grad_copy_s": copied,
+            "buffer_bytes": 2 * grads + 2 * grads // part,
+            "reduce": tuple(parts),
+            "reduce_calls": calls,
+        }
     buffer = 2 * grads // nodes + (grads + full * wires.internode_bytes) // part
-    return {"keeps_grads": True, "buffer_bytes": buffer, "reduce": tuple(parts)}
+    return {"keeps_grads": True, "buffer_bytes": buffer, "reduce": tuple(parts), "reduce_calls": calls}

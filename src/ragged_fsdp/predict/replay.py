@@ -15,14 +15,20 @@ from typing import Any
 import torch
 
 from ragged_fsdp.fsdp.runtime.schedule import Schedule, Turn
-from ragged_fsdp.predict.books import BookContext, BookGroup, GroupCost, LayerRun, Ledger, StepCosts
+from ragged_fsdp.predict.books import (
+    OWN_KEPT,
+    BookContext,
+    BookGroup,
+    GroupCost,
+    LayerRun,
+    Ledger,
+    StepCosts,
+)
 from ragged_fsdp.predict.fsdp2 import Fsdp2Group, Fsdp2Order
 from ragged_fsdp.predict.network import Seconds
 from ragged_fsdp.predict.simulate import Span, Streams
 
 __all__ = ["Replayed", "replay"]
-
-_KEPT_LAYERS = 2  # where a user keeps what ours keeps by itself
 
 
 class _InBackward(torch.autograd.Function):
@@ -47,6 +53,8 @@ class Replayed:
     forward_s: float
     compute_s: float
     """That the compute stream worked, with the optimizer."""
+    host_s: float
+    """That the host took to launch it, ahead of the device."""
     spans: tuple[Span, ...]
     peak: dict[str, int]
     """Bytes by category when there were most."""
@@ -65,14 +73,16 @@ def replay(costs: StepCosts) -> Replayed:
     """The second of two steps: what is kept and prefetched is known by then."""
     model = _Model(costs)
     model.step()
-    begin = model.streams.join()
+    begin, launched = model.streams.join(), model.collectives
     model.streams.spans.clear()
     model.ledger.restart()
     forward = model.step()
     end = model.streams.join()
     spans = tuple(s._replace(start=s.start - begin, end=s.end - begin) for s in model.streams.spans)
     compute = model.streams.busy(["compute"])["compute"]
-    return Replayed(end - begin, forward - begin, compute, spans, model.ledger.peak)
+    host = costs.host.collective_s * (model.collectives - launched)
+    host += costs.host.layer_s * len(costs.layers) * costs.micro_batches
+    return Replayed(max(end - begin, host), forward - begin, compute, host, spans, model.ledger.peak)
 
 
 class _Model:
@@ -87,8 +97,9 @@ class _Model:
         self.root = self._turn(costs.root, root=True)
         self.layers = [(self._turn(groups), run) for groups, run in costs.layers]
         parks = any(group.parked_bytes for groups, _ in costs.layers for group in groups)
-        if costs.keeps and (costs.fsdp2 or parks):  # by the user's choice, layer by layer
-            for turn, _ in self.layers if costs.kept_bytes else self.layers[-_KEPT_LAYERS:]:
+        kept = costs.kept_layers
+        if kept and (costs.fsdp2 or parks or kept != OWN_KEPT):  # by the user's choice, layer by layer
+            for turn, _ in self.layers if costs.kept_bytes else self.layers[-kept:]:
                 for group in turn.groups:
                     group.settings.reshard_after_forward = False
         self.schedule = Fsdp2Order(self.root) if costs.fsdp2 else Schedule(self.root)
@@ -98,7 +109,7 @@ class _Model:
     def _turn(self, groups: Sequence[GroupCost], root: bool = False) -> Turn:
         turn = Turn()
         turn.is_root = root
-        turn.auto_reshard = self.costs.keeps
+        turn.auto_reshard = self.costs.kept_layers == OWN_KEPT
         turn.gathers_first = self.costs.gathers_first
         turn.gathered_budget_bytes = self.costs.kept_bytes
         arena = self.costs.arena_bytes
@@ -112,6 +123,11 @@ class _Model:
             for group in books:
                 group.settings.reshard_after_forward = False
         return turn
+
+    @property
+    def collectives(self) -> int:
+        """That were launched so far."""
+        return sum(group.collectives for group in self._groups)
 
     @property
     def _groups(self) -> list[Any]:
@@ -169,12 +185,12 @@ class _Model:
         if phase == "forward":
             self.ledger.note("activations", run.forward_peak_bytes)
             self._exchange(run.forward_exchange, name)
-            self.streams.compute(run.forward_s, f"forward {name}", run.contention)
+            self.streams.compute(run.forward_s, f"forward {name}", run.contention, run.held)
             self.ledger.add("activations", run.saved_bytes)
             return
         self.ledger.note("activations", run.backward_peak_bytes)
         self._exchange(run.backward_exchange, name)
-        self.streams.compute(run.backward_s, f"backward {name}", run.contention)
+        self.streams.compute(run.backward_s, f"backward {name}", run.contention, run.held)
         self.ledger.add("activations", -run.saved_bytes)
         for group in groups:
             group.computed(True)

@@ -36,6 +36,8 @@ class Streams:
         self.spans: list[Span] = []
         self._beside: list[tuple[float, float]] = []
         """When something beside the computation reads and writes the device's memory."""
+        self._held: list[tuple[float, float]] = []
+        """When a collective holds multiprocessors: from its start to its end, but for copies at its start."""
 
     def run(self, lane: str, seconds: float, label: str) -> float:
         """Launch copies or sums on a stream; when they are done."""
@@ -47,24 +49,39 @@ class Streams:
                 self._beside.append((start, end))
         return end
 
-    def compute(self, seconds: float, label: str, contention: float = 0.0) -> float:
+    def compute(self, seconds: float, label: str, contention: float = 0.0, held: float = 0.0) -> float:
         """Launch work on the compute stream; when it is done.
 
         Both share the memory's rate: ``contention`` is the part of the time of what runs beside it by which
-        it is delayed. What is launched later is not known here.
+        it is delayed. While a collective holds multiprocessors it takes ``1 + held`` times as long. What is
+        launched later is not known here.
         """
         start = self._free["compute"]
-        end = start + seconds
         self._beside = [(begin, until) for begin, until in self._beside if until > start]
+        self._held = [(begin, until) for begin, until in self._held if until > start]
+        end = self._beside_collectives(start, seconds, held)
         if contention:
             for begin, until in sorted(self._beside):
                 end += contention * max(0.0, min(until, end) - max(begin, start))
         return self.run("compute", end - start, label)
 
+    def _beside_collectives(self, start: float, seconds: float, held: float) -> float:
+        """When work is done that advances by ``1 / (1 + held)`` while a collective holds multiprocessors."""
+        now, left = start, seconds
+        for begin, until in sorted(self._held) if held else ():
+            free = max(0.0, begin - now)
+            if left <= free or until <= now:
+                continue
+            now, left = now + free, left - free
+            done = min(left, (until - now) / (1 + held))
+            now, left = now + done * (1 + held), left - done
+        return now + left
+
     def collective(self, lane: str, held: Seconds, label: str, memory_s: float = 0.0) -> float:
         """Launch a collective from a stream, which waits until every link has carried it; when it is done.
 
-        ``memory_s`` of the time of its longer link it reads and writes the device's memory.
+        ``memory_s`` of the time of its longer link it reads and writes the device's memory; then, and on its
+        other link from the start, it holds multiprocessors.
         """
         start = end = self._free[lane]
         longest = max(held)
@@ -74,9 +91,12 @@ class Streams:
                 self._free[link] = begin + seconds
                 self.spans.append(Span(link, label, begin, begin + seconds))
                 end = max(end, begin + seconds)
-                if memory_s and seconds == longest:
-                    self._beside.append((begin, begin + memory_s))
+                copied = memory_s if seconds == longest else 0.0
+                if copied:
+                    self._beside.append((begin, begin + copied))
                     memory_s = 0.0
+                if seconds > copied:
+                    self._held.append((begin + copied, begin + seconds))
         self._free[lane] = end
         return end
 

@@ -13,14 +13,15 @@ from typing import Any
 
 from ragged_fsdp.fsdp.streams import arena_bytes
 from ragged_fsdp.models.names import nearest
-from ragged_fsdp.predict.books import GroupCost, LayerRun, StepCosts
+from ragged_fsdp.predict.books import OWN_KEPT, GroupCost, Host, LayerRun, StepCosts
 from ragged_fsdp.predict.card import Card
+from ragged_fsdp.predict.clocks import replay_at_its_clock
 from ragged_fsdp.predict.computation import Amount, runs_of
 from ragged_fsdp.predict.groups import Wires, fsdp2_numel, group_cost, planned_numel
 from ragged_fsdp.predict.network import Network
 from ragged_fsdp.predict.optimizers import OPTIMIZERS, Update, elementwise, muon, with_state_on_host
 from ragged_fsdp.predict.parallel import Part, Ranks, exchanged, parts_of
-from ragged_fsdp.predict.replay import Replayed, replay
+from ragged_fsdp.predict.replay import Replayed
 from ragged_fsdp.predict.scale import Goodput, Scale, goodput, slowest
 from ragged_fsdp.predict.workload import Workload
 
@@ -32,6 +33,12 @@ _WORKSPACE_BYTES = int(2.0 * _GIB)
 """CUDA context, cuBLAS and NCCL buffers: a usual figure, not of this model."""
 _FRAGMENTATION = {True: 0.045, False: 0.20}
 """Reserved beyond allocated memory, as a share, with expandable segments and without (step benchmark)."""
+_LAUNCHES = {"ragged": 36, "fsdp2": 117}
+"""Small kernels that the host could launch in the time that sharding takes it for each collective. From the
+step benchmark's host times (``host.json``): 24 small layers took 52.0 ms unsharded, 75.8 with our 70
+collectives, 132.0 with FSDP2's 72; cards of such machines have 8.9 and 10.2 us for a kernel."""
+_HOST_ERROR = 0.40
+"""Of the host's time per collective: what the step benchmark's rows range by around their mean."""
 _NETWORK_ERROR = 0.15
 _MEASURED_ERROR = 0.03
 _COUNTED_MEMORY_ERROR, _MEASURED_MEMORY_ERROR = 0.08, 0.03
@@ -53,8 +60,8 @@ class Setup:
     internode_dtype: str = "bf16"
     reshard_after_forward: bool = True
     """False keeps every layer gathered between forward and backward."""
-    kept: bool | None = None
-    """Whether the two layers with which backward begins stay gathered; None: as they do if not told."""
+    kept: int | None = None
+    """How many of the layers with which backward begins stay gathered; None: as many as do if not told."""
     park: int = 0
     codes: bool = False
     ep: int = 1
@@ -73,6 +80,8 @@ class Setup:
     """How torch's allocator is set; without it more is reserved, and a gradient buffer stays allocated."""
     ring_table: tuple[tuple[float, float], ...] = ()
     scale: Scale = field(default_factory=Scale)
+    host: Host | None = None
+    """What launching takes; None: per collective as many small kernels as were measured, by the card."""
 
     def __post_init__(self) -> None:
         choices: dict[str, Sequence[str]] = {
@@ -89,6 +98,8 @@ class Setup:
         for name in ("gpus", "tokens_per_gpu", "seq_len", "replicas", "micro_batches", "ep", "tp"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        if self.kept is not None and self.kept < 0:
+            raise ValueError(f"kept: expected at least 0 layers, got {self.kept}")
         if self.gpus % self.replicas:
             raise ValueError(f"replicas: expected a divisor of {self.gpus} GPUs, got {self.replicas}")
         for name in ("ep", "tp"):
@@ -114,9 +125,12 @@ class Setup:
         return self.gpus // self.replicas
 
     @property
-    def keeps(self) -> bool:
+    def kept_layers(self) -> int:
         """Ours keeps two layers, unless all leave a slice on the node; FSDP2 keeps none."""
-        return (self.sharding == "ragged" and not self.park) if self.kept is None else self.kept
+        if not self.reshard_after_forward:
+            return OWN_KEPT
+        own = OWN_KEPT if self.sharding == "ragged" and not self.park else 0
+        return own if self.kept is None else self.kept
 
     @property
     def ranks(self) -> Ranks:
@@ -226,7 +240,7 @@ def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> P
     parts = {kind.signature: parts_of(workload, kind, setup.ranks) for kind in workload.kinds}
     shard_numel = _shard_numel(workload, setup, parts)
     costs = _step_costs(workload, setup, card, wires, runs, parts)
-    done = replay(costs)
+    done = replay_at_its_clock(costs)
     tokens = setup.tokens_per_gpu * setup.gpus
     flops = workload.flops_per_token(setup.seq_len) * setup.tokens_per_gpu
     busy = _links(done)
@@ -237,6 +251,8 @@ def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> P
     compute_error = _MEASURED_ERROR if measured else max(spreads, default=_MEASURED_ERROR)
     shares = done.compute_s / done.seconds, done.exposed_s / done.seconds
     error = shares[0] * compute_error + shares[1] * _NETWORK_ERROR
+    if done.host_s >= done.seconds:
+        error = _HOST_ERROR
     return Prediction(
         model=workload.name,
         setup=setup,
@@ -322,11 +338,12 @@ def _step_costs(
         optimizer_s=update.seconds,
         optimizer_peak_bytes=update.peak_bytes,
         micro_batches=setup.micro_batches,
-        keeps=not setup.reshard_after_forward or setup.keeps,
+        kept_layers=setup.kept_layers,
         gathers_first=ours and wires.picked != "reduce_scatter",
         kept_bytes=0 if setup.reshard_after_forward else everything,
         fsdp2=not ours,
         arena_bytes=_arena(setup, every_group),
+        host=setup.host or Host(_LAUNCHES[setup.sharding] * card.kernel_us / 1e6),
     )
 
 
@@ -349,6 +366,8 @@ def _binds(done: Replayed, busy: dict[str, float]) -> str:
     """What would have to be faster first."""
     if done.exposed_s < 0.05 * done.seconds:
         return "computation"
+    if done.host_s > 0.95 * done.seconds:
+        return "the host's launches"
     link = max(busy, key=lambda name: busy[name])
     names = {"inside": "links inside the node", "outside": "cards between nodes"}
     return names[link] if busy[link] > 0.5 * done.seconds else "latency and order"
