@@ -254,24 +254,23 @@ def test_every_element_arrives_once_at_its_place(numels, ranks, unit, rounds):
     for rank in range(ranks):
         shard = torch.zeros(shard_numel, dtype=torch.int64)
         start, numel = plan.extents[rank]
-        view, row = plan.views[rank], plan.row_of[rank]
-        assert (view is None) or (row is None)
+        view = plan.views.get(rank)
+        assert view is None or rank not in plan.packed
         if view is not None:
             sent = pieces[view[0]][view[1] : view[1] + rounds]
             assert [len(piece) for piece in sent] == rounds_of(numel, rounds)
             shard[start : start + numel] = torch.cat(sent)
-        elif row is not None:
-            for index, piece, at in plan.packed[row]:
-                shard[at : at + len(pieces[index][piece])] = pieces[index][piece]
+        for index, piece, at in plan.packed.get(rank, ()):
+            shard[at : at + len(pieces[index][piece])] = pieces[index][piece]
         assert torch.equal(shard, expected.view(ranks, shard_numel)[rank])
-    assert all(len(content) > 1 for content in plan.packed)
+    assert all(len(content) > 1 for content in plan.packed.values())
 
 
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_large_tensors_are_sent_without_a_copy(ranks):
     layout = _layout([2_000_000, 1_000_000, 64, 640, 64], ranks, 128)
     plan = plan_sends(layout, ranks)
-    packed = sum(sum(plan.cuts[i][p] for i, p, _ in content) for content in plan.packed)
+    packed = sum(sum(plan.cuts[i][p] for i, p, _ in content) for content in plan.packed.values())
     assert packed <= 3 * layout.layout.shard_numel
 
 

@@ -77,12 +77,10 @@ class SendPlan:
     rounds: int
     cuts: tuple[tuple[int, ...], ...]
     """Sizes of the consecutive pieces of each parameter's flat gradient."""
-    views: tuple[tuple[int, int] | None, ...]
-    """Per rank: the parameter its shard lies in and the first of the pieces, one per round, it is sent."""
-    packed: tuple[tuple[tuple[int, int, int], ...], ...]
-    """Per packed rank: (parameter, piece, start in the shard) of what it gets."""
-    row_of: tuple[int | None, ...]
-    """Per rank: its row among the packed ones; None if it is sent views or nothing."""
+    views: Mapping[int, tuple[int, int]]
+    """By rank: the parameter its shard lies in and the first of the pieces, one per round, it is sent."""
+    packed: Mapping[int, Sequence[tuple[int, int, int]]]
+    """By rank whose shard several share: (parameter, piece, start in the shard) of what it gets."""
     extents: tuple[tuple[int, int], ...]
     """Per rank: where in its shard the elements it gets start, and how many they are."""
 
@@ -103,27 +101,19 @@ def plan_sends(layout: GradLayout, ranks: int, *, rounds: int = 1) -> SendPlan:
     parts = list(_parts(layout, ranks))
     shares = Counter(rank for _, rank, _ in parts)
     cuts: list[list[int]] = [[] for _ in layout.runs]
-    views: list[tuple[int, int] | None] = [None] * ranks
+    views: dict[int, tuple[int, int]] = {}
+    packed: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in range(ranks) if shares[rank] > 1}
     extents = [(0, layout.layout.shard_numel if shares[rank] else 0) for rank in range(ranks)]
-    contents: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in range(ranks) if shares[rank] > 1}
     for index, rank, part in parts:
         position, start, numel = len(cuts[index]), part.target.run_start or 0, part.target.numel
-        if rank in contents:
-            contents[rank].append((index, position, start))
+        if rank in packed:
+            packed[rank].append((index, position, start))
             cuts[index].append(numel)
         else:
             views[rank] = (index, position)
             extents[rank] = (start, numel)
             cuts[index] += rounds_of(numel, rounds)
-    row_of = {rank: row for row, rank in enumerate(contents)}
-    return SendPlan(
-        rounds,
-        tuple(map(tuple, cuts)),
-        tuple(views),
-        tuple(map(tuple, contents.values())),
-        tuple(row_of.get(rank) for rank in range(ranks)),
-        tuple(extents),
-    )
+    return SendPlan(rounds, tuple(map(tuple, cuts)), views, packed, tuple(extents))
 
 
 def _parts(layout: GradLayout, ranks: int) -> Iterator[tuple[int, int, Shared]]:
@@ -189,8 +179,6 @@ class _Plan:
     """Where in this rank's shard the elements it gets start, and how many they are."""
     rows: tuple[int, int, int]
     """Steps under way together, ranks of a node, elements from each of them in one step."""
-    packed_numel: int = 0
-    """Of what is sent, if it is packed as a whole."""
     sums: tuple[int, int] = (0, 0)
     """Nodes and elements of the sums that are sent along the rail."""
     arrivals: tuple[int, int] = (0, 0)
@@ -200,7 +188,7 @@ class _Plan:
     @cached_property
     def places(self) -> tuple[int, ...]:
         """Where packed gradients, those sorted by place, rows, sums and arrivals start, and the end."""
-        packed = self.packed_numel * self.wire.itemsize
+        packed = 0 if self.sends is not None else self.layout.layout.buffer_numel * self.wire.itemsize
         rail = [math.prod(shape) * self.between.itemsize for shape in (self.sums, self.arrivals)]
         by_place = packed if rail[0] else 0
         sizes = (packed, by_place, math.prod(self.rows) * self.wire.itemsize, *rail)
@@ -296,12 +284,8 @@ class Exchange:
         between = self._asked_between or (torch.float32 if wire == torch.float16 else wire)
         if packs_all(self.members.device, shard_numel):
             rail = (nodes, shard_numel) if nodes > 1 else (0, 0)
-            extent, rows, packed = (
-                (0, shard_numel),
-                (1, places, nodes * shard_numel),
-                layout.layout.buffer_numel,
-            )
-            return _Plan(layout, wire, between, None, extent, rows, packed, rail, rail)
+            rows = (1, places, nodes * shard_numel)
+            return _Plan(layout, wire, between, None, (0, shard_numel), rows, rail, rail)
         sends = plan_sends(layout, mesh.shard_size, rounds=self._rounds(shard_numel))
         steps = tuple(plan_steps(sends, levels, mesh.shard_rank))
         numel = max(step.numel for step in steps)
@@ -310,7 +294,7 @@ class Exchange:
         if nodes > 1:
             longest = max(sends.extents[slot][1] for slot in levels.rails[self._over.place])
             sums, arrivals = (nodes, longest), (nodes, extent[1])
-        return _Plan(layout, wire, between, sends, extent, rows, 0, sums, arrivals, steps)
+        return _Plan(layout, wire, between, sends, extent, rows, sums, arrivals, steps)
 
     def _rounds(self, shard_numel: int) -> int:
         if self.members.device.type == "cpu":
@@ -337,9 +321,8 @@ class Exchange:
             self._pack_all(memory.packed, missing)
             return
         pieces = [self._cut(index, sizes) for index, sizes in enumerate(sends.cuts)]
-        rows = self._pack(sends, pieces)
+        shares = self._share(sends, pieces)
         self._grads = {}  # views hold their own; what was packed or cast would be held twice until the end
-        shares = [self._share(sends, rank, pieces, rows) for rank in range(self.members.mesh.shard_size)]
         self._sends = [list(sent) for sent in zip(*shares)]
 
     def _find_memory(self) -> _Memory:
@@ -381,32 +364,24 @@ class Exchange:
             torch._foreach_copy_(targets, sources)
         self._grads = {}
 
-    def _pack(self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
-        """The shards that several tensors share, one row each; padding is zero."""
-        rows = torch.empty(0, dtype=self.members.wire_dtype, device=self.members.device)
-        if not plan.packed:
-            return rows
+    def _share(
+        self, plan: SendPlan, pieces: Sequence[Sequence[torch.Tensor]]
+    ) -> list[Sequence[torch.Tensor]]:
+        """What each rank is sent, round by round: views, or a row into which is packed what its shard has of
+        several tensors; padding is zero."""
         assert self._layout is not None
-        rows = rows.new_zeros(len(plan.packed), self._layout.layout.shard_numel)
+        shape, ranks = (len(plan.packed), self._layout.layout.shard_numel), self.members.mesh.shard_size
+        rows = torch.zeros(shape, dtype=self.members.wire_dtype, device=self.members.device)
+        shares = {rank: pieces[at][first : first + plan.rounds] for rank, (at, first) in plan.views.items()}
         targets, sources = [], []
-        for row, content in zip(rows, plan.packed):
+        for row, (rank, content) in zip(rows, plan.packed.items()):
             for index, piece, start in content:
                 sources.append(pieces[index][piece])
                 targets.append(row[start : start + sources[-1].numel()])
+            shares[rank] = row.split_with_sizes(rounds_of(row.numel(), plan.rounds))
         if targets:
             torch._foreach_copy_(targets, sources)
-        return rows
-
-    def _share(
-        self, plan: SendPlan, rank: int, pieces: Sequence[Sequence[torch.Tensor]], rows: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
-        """What ``rank`` is sent, round by round."""
-        view, row = plan.views[rank], plan.row_of[rank]
-        if view is not None:
-            return pieces[view[0]][view[1] : view[1] + plan.rounds]
-        if row is not None:
-            return rows[row].split_with_sizes(rounds_of(rows.shape[1], plan.rounds))
-        return [rows.view(-1)[:0]] * plan.rounds
+        return [shares.get(rank) or [rows.new_empty(0)] * plan.rounds for rank in range(ranks)]
 
     def _cut(self, index: int, sizes: tuple[int, ...]) -> Sequence[torch.Tensor]:
         """One gradient as consecutive flat pieces; zeros if there is none."""
