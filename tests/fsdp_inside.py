@@ -203,8 +203,8 @@ def intercept_streams(patch: pytest.MonkeyPatch, streams: Any) -> None:
     It has ``on_stream(context, name, stream)``, ``record(context, ...)``, ``wait(context, event)``,
     ``join(context)`` and ``later(collective)``, which is what is called instead of a collective.
     """
-    for name in ("on_stream", "record", "record_launch", "wait", "join"):
-        method = getattr(streams, name.removesuffix("_launch"))
+    for name in ("on_stream", "record", "wait", "join"):
+        method = getattr(streams, name)
         patch.setattr(CommContext, name, lambda self, *args, _method=method: _method(self, *args))
     exchanges = ("all_to_all", "all_to_all_pieces")
     for owner, names in ((collectives.Comm, ("gather", "reduce")), (collectives, exchanges)):
@@ -256,7 +256,8 @@ class Watch:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(watch, "_REMEMBERED", self._remembered)
             self._watch._device = device
-            self._watch.record(phase, group, pg, stream)
+            begun = self._watch.begin(phase, SimpleNamespace(fqn=group, label_suffix=""), pg)
+            self._watch.record(begun, stream)
 
     def begin(self, phase: str, group: str, pg: dist.ProcessGroup, *, returns: bool) -> None:
         """The host goes into a collective; ``returns``: and comes back, once all ranks are there."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.dbuffer.storage import stream_getter
-from ragged_fsdp.fsdp.watch import CollectiveWatch
+from ragged_fsdp.fsdp.watch import Begun, CollectiveWatch
 from ragged_fsdp.torch_internals import has_expandable_segments, peek_interpreter_stack
 
 __all__ = [
@@ -104,19 +104,16 @@ class CommContext:
         target.wait_event(self._so_far)
         return target if stream is None else self.device_module.stream(stream)
 
-    def record(self) -> Any:
-        """An event behind the current stream's work; None without streams."""
-        return None if self.device_module is None else self.current_stream().record_event()
+    def record(self, begun: Begun | None = None) -> Any:
+        """An event behind the current stream's work; None without streams.
 
-    def record_launch(self, phase: str, group: Any, pg: Any) -> Any:
-        """An event behind a collective of ``group``, which has a label and is watched from now on.
-
-        ``watch.begin`` comes before the launch.
+        If that ends with a collective that ``watch.begin`` has noted, it is watched from now on.
         """
         if self.device_module is None:
             self.watch.inside = None
             return None
-        return self.watch.record(phase, group.label, pg, self.current_stream())
+        stream = self.current_stream()
+        return stream.record_event() if begun is None else self.watch.record(begun, stream)
 
     def wait(self, event: Any) -> None:
         """Let the current stream wait for ``event``."""

@@ -32,7 +32,10 @@ import torch.distributed as dist
 
 from ragged_fsdp.torch_internals import timeout_of
 
-__all__ = ["CollectiveWatch", "Launch", "keep_records"]
+__all__ = ["Begun", "CollectiveWatch", "Launch", "keep_records"]
+
+Begun = tuple[str, str, dist.ProcessGroup, int]
+"""A collective that is launched: its phase, the label of its group, the process group, its number there."""
 
 logger = logging.getLogger("ragged_fsdp")
 
@@ -90,17 +93,17 @@ class CollectiveWatch:
         self._last_reported: tuple[Launch, float] | None = None
         self._rank = 0
         self._pause_s = math.inf
-        self.inside: tuple[str, str, dist.ProcessGroup, int] | None = None
+        self.inside: Begun | None = None
         """A collective that the host is in: over gloo it returns when all ranks have come."""
-        self._last: list[tuple[str, str, dist.ProcessGroup, int] | None] = [None] * _REMEMBERED
-        """Phase, label, process group and number of the last launches, each noted before it is made."""
+        self._last: list[Begun | None] = [None] * _REMEMBERED
+        """The last launches, each noted before it is made."""
         self._begun = 0
         self._seen: tuple[Any, Launch | None] = (None, None)
         """What the host was in at the last look, since when."""
         _launches.watches.add(self)
 
-    def begin(self, phase: str, group: Any, pg: dist.ProcessGroup) -> None:
-        """Note a collective of ``group``, which has a label, that is about to be launched.
+    def begin(self, phase: str, group: Any, pg: dist.ProcessGroup) -> Begun:
+        """Note a collective of ``group``, which has a label, that is about to be launched: for ``record``.
 
         Each layer comes here three times: what takes a call is left to the thread that looks.
         """
@@ -110,18 +113,16 @@ class CollectiveWatch:
         number = _launches.counts[name] = _launches.counts[name] + 1
         # the group itself would be held in a cycle, and a dropped model would stay until the collector runs
         label = f"{group.fqn}{group.label_suffix}" if group.fqn else group.label
-        self.inside = self._last[self._begun % _REMEMBERED] = (phase, label, pg, number)
+        self.inside = self._last[self._begun % _REMEMBERED] = begun = (phase, label, pg, number)
         self._begun += 1
+        return begun
 
-    def record(self, phase: str, group_name: str, pg: dist.ProcessGroup, stream: Any) -> Any:
-        """An event behind the collective of a group that was launched on ``stream`` just now.
+    def record(self, begun: Begun, stream: Any) -> Any:
+        """An event behind a collective that was launched on ``stream`` just now.
 
         It is remembered until many more have been launched.
         """
-        self.inside = None
-        if pg not in self._timeouts_s:
-            self._know(pg)
-        number = _launches.counts[self._names[pg]]
+        self.inside, (phase, group_name, pg, number) = None, begun
         launched = self._launched.get(phase)
         if launched is None:
             launched = self._launched[phase] = deque()
@@ -253,7 +254,7 @@ class CollectiveWatch:
             "last_launches": last,
         }
 
-    def _in_order(self) -> list[tuple[str, str, dist.ProcessGroup, int]]:
+    def _in_order(self) -> list[Begun]:
         """The last launches, the oldest first."""
         turn = self._begun % _REMEMBERED
         return [launch for launch in self._last[turn:] + self._last[:turn] if launch is not None]

@@ -147,32 +147,25 @@ class GradReducer:
         reduced = transport.target(main)
         added_to: list[torch.Tensor] = []
         with context.on_stream("reduce"):
-            if (pg := self._process_group) is not None:
-                context.watch.begin("reduction of the gradients", members, pg)
+            pg = self._process_group
+            begun = None if pg is None else context.watch.begin("reduction of the gradients", members, pg)
             transport.scatter(reduced, how)
             if mesh.replicate_group is None and settings.all_reduce_hook is None:
                 added_to = self._finish(main, reduced, how)
-                done = self._record()
+                done = context.record(begun)
             elif self._all_reduce_later(reduced):
-                done = self._record()
+                done = context.record(begun)
             else:  # beside the next reduce-scatter: all-reduces use another part of the network
                 with context.on_stream("all_reduce", settings.all_reduce_hook_stream):
                     self._all_reduce(reduced, how)
                     added_to = self._finish(main, reduced, how)
-                    done = self._record()
+                    done = context.record(begun)
         # ``main`` and what was added to are held until the compute stream has waited: a gradient dropped
         # during backward must not give its memory to that stream while the reduction still writes it
         held = (main, reduced, added_to)
         entry = PendingReduction(done, transport.hand_over(), self, transport.companion, held)
         self.written.clear()
         context.pending.append(entry)
-
-    def _record(self) -> Any:
-        """An event behind the reduction; None without streams."""
-        pg, context = self._process_group, self.members.context
-        if pg is None:
-            return context.record()
-        return context.record_launch("reduction of the gradients", self.members, pg)
 
     @cached_property
     def _process_group(self) -> Any:

@@ -183,13 +183,9 @@ class ParamGroup(Members):
         context, mesh = self.context, self.mesh
         self.transport.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
-            if mesh.shard_size > 1:
-                context.watch.begin("all-gather", self, mesh.shard_group)
+            begun = context.watch.begin("all-gather", self, mesh.shard_group) if mesh.shard_size > 1 else None
             self.transport.begin(async_op)
-            if mesh.shard_size > 1:
-                self._gather_done = context.record_launch("all-gather", self, mesh.shard_group)
-            else:
-                self._gather_done = context.record()
+            self._gather_done = context.record(begun)
         self._move(Residence.GATHERING)
 
     def gather_beside(self, others: Sequence[ParamGroup]) -> None:
@@ -221,11 +217,11 @@ class ParamGroup(Members):
         for group in groups:
             group.transport.allocate()
         with context.on_stream("gather"):
-            context.watch.begin("all-gather", self, pg)
+            begun = context.watch.begin("all-gather", self, pg)
             with explain_failure("all-gather", self.label, pg), one_launch(pg):
                 for group in groups:
                     group.transport.begin(False)
-            done = context.record_launch("all-gather", self, pg)
+            done = context.record(begun)
         for group in groups:
             group._gather_done = done
             group._move(Residence.GATHERING)
