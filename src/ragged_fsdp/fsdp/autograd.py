@@ -167,12 +167,13 @@ class BackwardHooks(NamedTuple):
     before: Callable[[torch.Tensor], torch.Tensor]
     """When a gradient arrives: at its outputs, or, in a second backward, at the gradients of its inputs."""
 
-    def at_input(self, grads: tuple[torch.Tensor | None]) -> tuple[torch.Tensor] | None:
-        """The gradient of the module's only input is there; None leaves it as it is."""
+    def at_inputs(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
+        """The gradients of the module's inputs are there; None leaves them as they are."""
         self.after()
-        if grads[0] is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return None
-        return (BeforeBackward.apply(self.before, grads[0]),)  # create_graph: see AfterBackward.backward
+        # create_graph: a second backward starts here and needs the weights
+        return tuple(g if g is None else BeforeBackward.apply(self.before, g) for g in grads)
 
 
 class AfterBackward(torch.autograd.Function):
@@ -193,10 +194,7 @@ class AfterBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        ctx.hooks.after()
-        if torch.is_grad_enabled():  # create_graph: a second backward starts here and needs the weights
-            grads = tuple(g if g is None else BeforeBackward.apply(ctx.hooks.before, g) for g in grads)
-        return (None, *grads)
+        return (None, *(ctx.hooks.at_inputs(grads) or grads))
 
     @staticmethod
     def jvp(ctx: Any, hooks_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
@@ -229,7 +227,7 @@ def _behind_node(hooks: BackwardHooks, inputs: Sequence[torch.Tensor]) -> tuple[
     # as an output of a Function: torch forbids the change in place that would lose the hook
     set_creation_meta(alias, CreationMeta.IN_CUSTOM_FUNCTION)
     # of the node, not of the tensor: a module may return its input, and what its outputs do comes first
-    alias.grad_fn.register_prehook(hooks.at_input)  # type: ignore[union-attr]
+    alias.grad_fn.register_prehook(hooks.at_inputs)  # type: ignore[union-attr]
     return (alias,)
 
 
