@@ -92,7 +92,7 @@ def phase_after(start: str, end: str) -> str:
 def residence_after(start: str, end: str) -> str:
     """The residence of a group that was in ``start`` when it moved to ``end``."""
     group = object.__new__(ParamGroup)
-    group.params, group.fqn, group.label_suffix = [], "layer", ""
+    group.label = "layer"
     group.residence = Residence[start]
     group._move(Residence[end])
     return group.residence.name
@@ -256,12 +256,12 @@ class Watch:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(watch, "_REMEMBERED", self._remembered)
             self._watch._device = device
-            begun = self._watch.begin(phase, SimpleNamespace(fqn=group, label_suffix=""), pg)
+            begun = self._watch.begin(phase, SimpleNamespace(label=group), pg)
             self._watch.record(begun, stream)
 
     def begin(self, phase: str, group: str, pg: dist.ProcessGroup, *, returns: bool) -> None:
         """The host goes into a collective; ``returns``: and comes back, once all ranks are there."""
-        self._watch.begin(phase, SimpleNamespace(fqn=group, label_suffix=""), pg)
+        self._watch.begin(phase, SimpleNamespace(label=group), pg)
         if returns:
             self._watch.inside = None
 

@@ -111,9 +111,8 @@ class CollectiveWatch:
             self._know(pg)
         name = self._names[pg]
         number = _launches.counts[name] = _launches.counts[name] + 1
-        # the group itself would be held in a cycle, and a dropped model would stay until the collector runs
-        label = f"{group.fqn}{group.label_suffix}" if group.fqn else group.label
-        self.inside = self._last[self._begun % _REMEMBERED] = begun = (phase, label, pg, number)
+        # not the group: it would be held in a cycle, and a dropped model would stay until the collector runs
+        self.inside = self._last[self._begun % _REMEMBERED] = begun = (phase, group.label, pg, number)
         self._begun += 1
         return begun
 

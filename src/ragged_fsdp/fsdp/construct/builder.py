@@ -114,6 +114,7 @@ class GroupBuilder:
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
+                group.name_after("")
                 group.gather_beside(groups)
         return groups
 

@@ -375,7 +375,8 @@ class Members:
     planned_comm: Comm = _TORCH
     """What gathers where the user says nothing else."""
     context: CommContext = None  # type: ignore[assignment]  # the schedule's, once there is one
-    fqn: str | None = None
+    label: str = ""
+    """Name for errors and profiles: of the modules below the root, once that is known."""
     label_suffix: str = ""
     """Which of the groups of its call this one is, if there are several."""
     without_values: bool = False
@@ -386,11 +387,11 @@ class Members:
     def __post_init__(self) -> None:
         self.offload = isinstance(self.offload_policy, CPUOffloadPolicy)
         self.pin_memory = pins_memory(self.offload_policy, self.device)
+        self.name_after("")
 
-    @property
-    def label(self) -> str:
-        """Name for errors and profiles."""
-        return (self.fqn or (self.params[0].name if self.params else "")) + self.label_suffix
+    def name_after(self, modules: str) -> None:
+        """Be called by the names of its modules, or by its first parameter where they have none."""
+        self.label = (modules or self.params[0].name) + self.label_suffix
 
     @property
     def gathered_dtypes(self) -> tuple[torch.dtype, ...]:

@@ -592,7 +592,7 @@ def _name(groups: Sequence[ParamGroup], module: nn.Module) -> None:
             by_param[registered].fqn = name
     names = {owner: name for name, owner in module.named_modules()}
     for group in groups:
-        group.fqn = ", ".join(names[owner] for owner in group.modules if owner in names)
+        group.name_after(", ".join(names[owner] for owner in group.modules if owner in names))
 
 
 def _check_shared(groups: Sequence[ParamGroup]) -> None:
