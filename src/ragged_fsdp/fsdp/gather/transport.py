@@ -307,7 +307,8 @@ class Parking:
         self._mesh = mesh
         self.group = mesh.get_group(1)
         self.kept: DBuffer | None = None
-        self._seen: dict[FlatStorage, DBuffer] = {}
+        self._seen: DBuffer | None = None
+        """The memory that was gathered into last, over the smaller groups."""
 
     def keep(self, weight: DBuffer) -> DBuffer:
         """Copy the slice to keep."""
@@ -317,16 +318,14 @@ class Parking:
 
     def forget(self, weight: DBuffer) -> None:
         """Let go of memory that was gathered into and is not used again."""
-        self._seen.pop(weight.storage, None)
+        if self._seen is not None and self._seen.storage is weight.storage:
+            self._seen = None
 
     def seen(self, weight: DBuffer) -> DBuffer:
         """The memory of ``weight`` as a buffer over the smaller groups, whose borders may cut blocks."""
-        if weight.mesh is self._mesh:
-            return weight
-        found = self._seen.get(weight.storage)
-        if found is None or found.dtypes != weight.dtypes:
-            self._seen.clear()
-            found = self._seen[weight.storage] = DBuffer(
+        found = self._seen
+        if found is None or found.storage is not weight.storage or found.dtypes != weight.dtypes:
+            found = self._seen = DBuffer(
                 weight.layout.recut(self.group.size()),
                 weight.shapes,
                 self._mesh,
