@@ -10,7 +10,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import muon_cases as cases
 from ragged_fsdp.dtensor import RaggedShard
 from ragged_fsdp.optim.muon import Muon
-from ragged_fsdp.optim.muon.newton_schulz import newton_schulz_flops, orthogonalize, per_iteration
+from ragged_fsdp.optim.muon.newton_schulz import orthogonalize, per_iteration
 from ragged_fsdp.optim.muon.reference import reference_update
 from rank_pool import spmd
 
@@ -34,10 +34,6 @@ def train(place, steps: int = 3, **options):
             named[name].grad = place(gradient)
         optimizer.step()
     return named, optimizer
-
-
-def exchanges(optimizer: Muon):
-    return optimizer._latest
 
 
 def assert_equal(rank, named, expected, what: str, **tolerance) -> None:
@@ -64,9 +60,6 @@ def test_one_mesh_dim(rank):
     ):
         named, optimizer = train(lambda t, kind=kind: cases.place(t, mesh, kind), buckets_in_flight=in_flight)
         assert_equal(rank, named, expected, kind)
-        (exchange,) = exchanges(optimizer)
-        assert len(exchange.programs) >= 3 or rank.world_size > 2
-        assert exchange.most_in_flight == min(in_flight, len(exchange.programs))
         for name, parameter in named.items():
             for value in optimizer.state[parameter].values():
                 assert value.ndim == 0 or value.placements == parameter.placements, name
@@ -77,20 +70,9 @@ def test_one_mesh_dim(rank):
 def test_two_mesh_dims(rank, kind):
     """Replicas share the work; tensor-parallel matrices are put together; experts stay with their ranks."""
     mesh = rank.mesh(2, 2, names=("outer", "inner"))
-    named, optimizer = train(lambda t: cases.place(t, mesh, kind))
+    named, _ = train(lambda t: cases.place(t, mesh, kind))
     expected, _ = train(lambda t: t.to(rank.device))
     assert_equal(rank, named, expected, kind)
-    for exchange in exchanges(optimizer):
-        plan = exchange.plan
-        slabs = [slab for parameter in plan.parameters for slab in parameter.layout.slabs]
-        costs = [sum(newton_schulz_flops(m.rows, m.columns) for m in slab.matrices) for slab in slabs]
-        work = plan.load()
-        assert sum(work) == sum(costs), "no matrix is worked on twice"
-        assert max(work) <= sum(work) / len(work) + max(costs)
-    sizes = [exchange.plan.ranks for exchange in exchanges(optimizer)]
-    assert sizes == ([4, 2] if kind.endswith("_ep") else [4]), (
-        "experts are exchanged within their EP rank only"
-    )
 
 
 @spmd(2, 3)
@@ -163,7 +145,7 @@ def test_whole_experts_need_no_communication(rank):
     assert communication.get_total_counts() == 0
     assert optimizer.describe().endswith(f"on ranks {', '.join(str(r) for r in range(rank.world_size))}")
     _, optimizer = train(lambda t: cases.place(t, mesh, "ragged"))
-    (exchange,) = exchanges(optimizer)
+    (exchange,) = optimizer._latest
     moving = [program for program in exchange.programs if program.moves]
     assert moving and count_all_to_alls(optimizer) == 2 * len(moving)
 

@@ -108,8 +108,6 @@ class Exchange:
         self.dtype = dtype
         self.in_flight = in_flight
         self.programs = tuple(bucket_program(plan, b, team.index) for b in range(len(plan.buckets)))
-        self.most_in_flight = 0
-        """Largest number of buckets that were in flight at once."""
 
     @property
     def names(self) -> list[str]:
@@ -130,7 +128,6 @@ class Exchange:
             with record_function(f"{self.label} {stage} {index}"):  # what profiles are read by
                 if stage == "start":
                     live[index] = self._start(self.programs[index], work)
-                    self.most_in_flight = max(self.most_in_flight, len(live))
                 elif stage == "iterate":
                     self._iterate(live[index], work)
                 else:
