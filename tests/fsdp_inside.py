@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ragged_fsdp import collectives
-from ragged_fsdp.block_codes import quantize_dequantize
 from ragged_fsdp.dbuffer import redistribute
 from ragged_fsdp.fsdp import watch
 from ragged_fsdp.fsdp.construct import builder, call, network
@@ -55,7 +54,6 @@ __all__ = [
     "pending_reductions",
     "phase_after",
     "pool_memory",
-    "quantize_dequantize",
     "refuse_levels",
     "remembered_of_a_step",
     "say_again",

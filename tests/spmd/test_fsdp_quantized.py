@@ -23,8 +23,8 @@ from fsdp_cases import (
     relative_error,
     rows,
 )
-from fsdp_inside import quantize_dequantize
 from ragged_fsdp import BlockCodes, Rows
+from ragged_fsdp.block_codes import quantize_dequantize
 from rank_pool import spmd
 
 pytestmark = ragged_only

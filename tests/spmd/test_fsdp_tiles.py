@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_cases import Blocked, fully_shard, ragged_only
-from fsdp_inside import quantize_dequantize
 from ragged_fsdp import BlockCodes, Elements, RaggedShard, Rows, Tiles, weights
+from ragged_fsdp.block_codes import quantize_dequantize
 from ragged_fsdp.dtensor import RaggedOpError
 from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Muon, Shampoo, block_policy
 from ragged_fsdp.tiling import tiled
