@@ -1,12 +1,22 @@
 """A small Llama, its batches and the losses of its unsharded training, for the tests of the adapters."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["assert_ragged", "batch", "fsdp_on_cpu", "llama", "mean", "own_rows", "reference_losses"]
+__all__ = [
+    "assert_ragged",
+    "batch",
+    "fsdp_on_cpu",
+    "llama",
+    "mean",
+    "own_rows",
+    "reference_losses",
+    "train_unsharded",
+]
 
 LLAMA = {
     "hidden_size": 32,
@@ -39,14 +49,19 @@ def own_rows(step: int, rank: int, rows: int = 2) -> Tensor:
 
 
 def reference_losses(rows: int, steps: int = 3) -> list[float]:
-    """Steps of the unsharded model on whole batches."""
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    """Losses of the unsharded model on whole batches."""
+    return train_unsharded(llama(), rows, steps)
+
+
+def train_unsharded(model: nn.Module, rows: int, steps: int, max_norm: float = math.inf) -> list[float]:
+    """Train what trains of a model on whole batches; the losses."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for step in range(steps):
         ids = batch(step, rows)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from integration_cases import train_unsharded
 from ragged_fsdp.trainer.launch import launch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lora.py"
@@ -21,17 +22,7 @@ def _plain(peft):
     torch.manual_seed(1)
     targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
     model = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules=targets))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(STEPS):
-        ids = torch.randint(64, (12, 16), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
+    return train_unsharded(model, 12, STEPS, max_norm=1.0), model
 
 
 @pytest.mark.timeout(400)  # peft and transformers are imported by every rank

@@ -8,26 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from integration_cases import fsdp_on_cpu
+from integration_cases import fsdp_on_cpu, train_unsharded
 from rank_pool import spmd
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "accelerate_lora.py"
 STEPS = 3
-
-
-def _unsharded(example, folder, four_bits):
-    model = example["adapted"](folder, torch.device("cpu"), four_bits)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for step in range(STEPS):
-        ids = torch.randint(64, (12, 16), generator=torch.Generator().manual_seed(step))
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model
 
 
 @pytest.mark.timeout(400)
@@ -57,7 +42,8 @@ def test_an_accelerate_script_runs_as_it_is(rank, four_bits):
         patch.undo()
     losses = [float(text.split()[-1]) for text in printed]
     example = runpy.run_path(str(SCRIPT))
-    expected, model = _unsharded(example, rank.shared_dir / "base", four_bits)
+    model = example["adapted"](rank.shared_dir / "base", torch.device("cpu"), four_bits)
+    expected = train_unsharded(model, 12, STEPS, max_norm=1.0)
     close = 2e-2 if four_bits else 5e-5  # the NF4 base computes in bf16
     assert losses == pytest.approx(expected, abs=close)
     trained, saved = (
