@@ -42,7 +42,7 @@ from ragged_fsdp.fsdp.runtime.module import (
 from ragged_fsdp.fsdp.runtime.schedule import outside
 from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
 from ragged_fsdp.policy import BlockCodes, Granularity
-from ragged_fsdp.torch_internals import get_registry, get_root_modules
+from ragged_fsdp.torch_internals import REGISTRY_KEY, get_root_modules
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -208,7 +208,8 @@ def _checked_modules(given: Any) -> list[nn.Module]:
             )
     roots = get_root_modules(list(listed))
     for module in roots:
-        if "fully_shard" in (get_registry(module) or {}):
+        # its own: wrappers such as that of checkpointing hand out the attributes of what they wrap
+        if "fully_shard" in module.__dict__.get(REGISTRY_KEY, {}):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard "
                 f"has already been applied to the following module:\n{module}"

@@ -104,6 +104,18 @@ def test_checkpoint_wrapper(rank, inside, impl):
 
 
 @spmd(2)
+def test_a_wrapper_of_a_sharded_layer_may_be_sharded_too(rank):
+    """It has the attributes of the layer, but no state of its own: Transformers' Trainer does this."""
+    model, reference = build(Transformer, rank.device)
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = fully_shard(checkpoint_wrapper(fully_shard(layer)))
+    fully_shard(model)
+    assert_steps_agree(model, reference, rank, wrapper="_checkpoint_wrapped_module.")
+    with pytest.raises(AssertionError, match="only be applied to a module once"):
+        fully_shard(model)
+
+
+@spmd(2)
 def test_recompute_gathers_no_more_than_the_backward_needs(rank):
     """Two layers and the root: the backward gathers each resharded layer once, recomputation included."""
     model, _ = build(_Recomputed, rank.device)
