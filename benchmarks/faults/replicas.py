@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 RANKS = 2
+_DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     ["torch", "torch.distributed.tensor", "ragged_fsdp.api", "ragged_fsdp.replicas"]
@@ -66,7 +67,7 @@ class Setting:
     @property
     def device(self) -> str:
         """Where ranks compute."""
-        return "cuda" if self.backend == "nccl" else "cpu"
+        return _DEVICES[self.backend]
 
 
 class Net(nn.Module):
@@ -494,24 +495,26 @@ def _plain_copy(data: Tensor) -> float:
     return time.perf_counter() - began
 
 
-def copy_rates(megabytes: int, rounds: int) -> dict[str, Any]:
-    """The rate of a healing copy beside that of a plain one over the same link."""
+def copy_rates(megabytes: int, rounds: int, device: torch.device) -> dict[str, Any]:
+    """The rate of a healing copy beside that of a plain one of host memory over the same link."""
     from ragged_fsdp.replicas import ReplicaState, StateServer, receive
 
     torch.set_num_threads(1)
     width = int((megabytes * 2**20 / 12) ** 0.5)  # parameters, and two moments of Adam
-    model = nn.Linear(width, width)
+    model = nn.Linear(width, width, device=device)
     optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, width)).sum().backward()
+    model(torch.ones(1, width, device=device)).sum().backward()
     optimizer.step()
     state, token = ReplicaState(model, optimizer), b"a token of the benchmark"
-    server = StateServer(token, "127.0.0.1", 60.0)
-    server.offer(1, state.offer())
+    server = StateServer(token, "127.0.0.1", 60.0, device)
+    on_gpu = device.type == "cuda"
+    ready = torch.accelerator.current_stream().record_event() if on_gpu else None
+    server.offer(1, state.offer(ready))
     plain, healing = [], []
     data = torch.zeros(state.offer().nbytes, dtype=torch.uint8)
     for _ in range(rounds):
         plain.append(_plain_copy(data))
-        healing.append(receive(server.address, token, 1, 60.0, state.check).seconds)
+        healing.append(receive(server.address, token, 1, 60.0, state.check, pin_memory=on_gpu).seconds)
     gigabytes = data.numel() / 1e9
     return {
         "bytes": data.numel(),
@@ -533,14 +536,16 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that an average may take")
     parser.add_argument("--connect", type=float, help="seconds to meet; default: 1, over NCCL 5")
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--rate", action="store_true", help="only the rate of a copy")
+    parser.add_argument(
+        "--rate", action="store_true", help="only the rate of a copy; with nccl, of a GPU's state"
+    )
     parser.add_argument("--megabytes", type=int, default=512)
     parser.add_argument("--folder", type=Path, help="where logs are kept; default: nowhere")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if given.rate:
-            result = copy_rates(given.megabytes, rounds=5)
+            result = copy_rates(given.megabytes, 5, torch.device(_DEVICES[given.backend]))
         else:
             kept = given.folder or Path(folder)
             kept.mkdir(parents=True, exist_ok=True)
@@ -563,7 +568,11 @@ def main() -> None:
 
         result["versions"]["torchft"] = version("torchft")
     named = {"replicas": given.replicas, "kills": given.kills, "backend": given.backend}
-    options = "--rate" if given.rate else " ".join(f"--{name} {value}" for name, value in named.items())
+    if given.rate:
+        named = {"backend": given.backend, "megabytes": given.megabytes}
+    options = ("--rate " if given.rate else "") + " ".join(
+        f"--{name} {value}" for name, value in named.items()
+    )
     result["command"] = f"python benchmarks/faults/replicas.py {options}"
     print(json.dumps({key: value for key, value in result.items() if key != "kills"}, indent=1))
     if given.out:

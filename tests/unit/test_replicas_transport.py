@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from ragged_fsdp.replicas import HealingError, ReplicaState, StateServer, receive, transport
+from ragged_fsdp.replicas import (
+    HealingError,
+    ReplicaGradients,
+    ReplicaState,
+    StateServer,
+    receive,
+    transport,
+)
 from ragged_fsdp.replicas.transport import job_token
 
 TOKEN = b"a token of the tests"
@@ -277,3 +284,10 @@ def test_state_of_a_device_needs_a_server_made_for_it():
     with pytest.raises(ValueError, match="the state is on meta; the server was made for the host"):
         server.offer(3, offer)
     server.close()
+
+
+def test_a_rank_without_gradients_says_so_where_its_parameters_are():
+    """It holds nothing that trains; what is added up over replicas must be of their backend's device."""
+    model = nn.Linear(4, 4, device="meta").requires_grad_(False)
+    present, flats = ReplicaGradients(model).collect()
+    assert present.is_meta and present.shape == (2,) and flats == []
