@@ -78,6 +78,7 @@ SUITE: dict[str, Planned] = {
     "gpt-oss-nodes-64-sgd": Planned(replace(_NODES, optimizer="sgd"), _LEVELS),
     "gpt-oss-paper-64": Planned(replace(_NODES, layers=4, wires=("paper",)), _LEVELS),
     "gpt-oss-nodes-256": Planned(replace(_NODES, ranks=256), _LEVELS),
+    "gpt-oss-hsdp-256": Planned(replace(_NODES, ranks=256, replicas=2), _LEVELS),
     "gpt-oss-hsdp-512": Planned(replace(_NODES, ranks=512, replicas=2), _LEVELS),
     "gpt-oss-hsdp-1024": Planned(replace(_NODES, ranks=1024, replicas=4), _LEVELS),
     "gpt-oss-nodes-1024": Planned(

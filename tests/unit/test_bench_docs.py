@@ -9,11 +9,20 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.predict.layers import stack_workload  # noqa: E402
 from benchmarks.step import report  # noqa: E402
 from benchmarks.step.compose import composed_table  # noqa: E402
 from benchmarks.step.goals import GOALS, goal_table  # noqa: E402
+from benchmarks.step.shapes import MODELS  # noqa: E402
+
+from ragged_fsdp.predict.card import load_card  # noqa: E402
+from ragged_fsdp.predict.network import PROFILES  # noqa: E402
+from ragged_fsdp.predict.scale import Scale  # noqa: E402
+from ragged_fsdp.predict.step import Setup, predict  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "step" / "results"
+CARD = load_card(ROOT / "benchmarks" / "predict" / "results" / "h200-layers.json")
+README = (ROOT / "README.md").read_text()
 HEADLINES, METHOD, LOG = (
     (ROOT / "docs" / f"benchmarks{part}.md").read_text() for part in ("", "-method", "-log")
 )
@@ -71,6 +80,39 @@ def test_goals_are_compared_with_the_committed_results(tmp_path):
     assert all(row[2:] == ("", "", "") for row in missed[1:])
     above = GOALS[0].cell(GOALS[0].limit + 0.01)
     assert above.startswith("**") and not GOALS[0].cell(GOALS[0].limit).startswith("**")
+
+
+def _predicted(model, layers, ranks, **options):
+    """ms of forward and backward, and peak allocated GiB, of layers of the benchmark over nodes."""
+    setup = Setup(
+        gpus=ranks,
+        tokens_per_gpu={"gpt-oss-120b": 8192}.get(model, 4096),
+        seq_len=MODELS[model].sequence,
+        kept=False,
+        scale=Scale(jitter=0.0),
+        **options,
+    )
+    done = predict(stack_workload(model, layers), setup, CARD, PROFILES["h200-400g"]).replayed
+    update = sum(span.end - span.start for span in done.spans if span.label == "optimizer")
+    return (done.seconds - update) * 1e3, done.peak_bytes / 2**30
+
+
+def test_what_the_pages_predict():
+    fsdp2, levels = {"sharding": "fsdp2"}, {"reduction": "two_level"}
+    for label, options in (("FSDP2", fsdp2), ("two levels", levels)):
+        peaks = [_predicted("deepseek-v3", layers, 256, **options)[1] for layers in (2, 3, 4)]
+        assert f"| {label} | {' | '.join(f'{peak:.1f}' for peak in peaks)} |" in HEADLINES
+    answer, ours = (_predicted("gpt-oss-120b", 8, 256, replicas=2, **o)[0] for o in (fsdp2, levels))
+    assert f"{answer:.0f} ms for FSDP2 and {ours:.0f} for two levels there, {ours / answer:.2f}" in HEADLINES
+    slower = []
+    for model, layers in (("gpt-oss-120b", 8), ("llama-3-70b", 4)):
+        flat, peer = (_predicted(model, layers, 64, **o)[0] for o in ({"reduction": "all_to_all"}, fsdp2))
+        slower.append(f"{flat / peer:.1f} times")
+    assert f"{slower[0]} FSDP2's time on GPT-OSS and {slower[1]} on\nLlama (`predict`" in HEADLINES
+    assert f"would take {slower[0]} FSDP2's time on GPT-OSS (predicted)" in README
+    codes = _predicted("gpt-oss-120b", 8, 64, codes=True, **levels)[0]
+    assert f"float8 codes and nothing kept, {codes:.0f} ms (measured 336)" in HEADLINES
+    assert f"Llama, {_predicted('llama-3-70b', 4, 64, **levels)[0]:.0f} ms (measured 157)" in HEADLINES
 
 
 def test_every_result_is_named_on_a_page():
