@@ -264,8 +264,30 @@ def test_what_is_not_finite_is_named(rank):
     batch[3, 5] = float("inf")
     step(model, batch)
     found = fp8.nonfinite(model)
-    assert "gate_proj.weight: an input" in found and "gate_proj.weight: a gradient of its output" in found
+    assert found[0] == "gate_proj.weight: an input" and "gate_proj.weight: a gradient of its output" in found
     assert fp8.nonfinite(model) == []
+
+
+@spmd(2)
+def test_names_begin_with_what_was_seen_first(rank):
+    model, _ = built(rank.device)
+    fully_shard(model, gather_policy=fp8.gather_policy)
+    watch, batch = fp8.Watch(model), tokens(rank.device)
+
+    def spoil(module, args):
+        args[0].register_hook(lambda grad: grad * float("inf"))
+
+    hook = model.down_proj.register_forward_pre_hook(spoil)
+    step(model, batch)  # its own gradient is finite, those of the layers before it are not
+    hook.remove()
+    watch.mark()
+    expected = ["up_proj.weight: a gradient of its output", "gate_proj.weight: a gradient of its output"]
+    assert watch.names() == expected
+    step(model, batch * float("nan"))  # what is seen after the mark is not told
+    assert watch.names() == expected
+    watch.mark()
+    # up_proj has the same input, quantised once
+    assert watch.names()[:2] == ["gate_proj.weight: an input", "down_proj.weight: an input"]
 
 
 @spmd(2)

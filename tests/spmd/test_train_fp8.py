@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ragged_fsdp.models import MoETransformer
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.metrics import losses_by_step
 from rank_pool import spmd
@@ -60,6 +61,33 @@ def test_a_split_run_has_the_curve_and_the_gradients_of_a_plain_one(rank):
             for name in (name for name in whole if name.endswith(".exp_avg")):  # means of the gradients
                 error = (moments[name] - whole[name]).norm() / whole[name].norm()
                 assert error < tolerance, (case, name, error)
+
+
+@spmd(2)
+def test_the_layer_is_named_in_which_a_loss_became_infinite(rank):
+    """Of one rank's tokens, in the middle of the model; the next step has run when the loss is read."""
+    forward, calls = MoETransformer.forward, []
+
+    def spoiled(self, input_ids):
+        calls.append(len(calls))
+        layer = self.layers[1]
+        if len(calls) == 2 and rank.rank == 1:
+            hook = layer.post_attention_layernorm.register_forward_hook(lambda *_: _[2] * float("inf"))
+            try:
+                return forward(self, input_ids)
+            finally:
+                hook.remove()
+        return forward(self, input_ids)
+
+    MoETransformer.forward = spoiled
+    try:
+        common = {"fp8": True, "steps": 4, "batch": 2, "model": "nano", "eval_every": 100}
+        common |= {"model_set": {**MODEL, "layers": "2"}, "save_at_end": False}
+        named = r"step 2: loss nan.*; first not finite in FP8: layers.1.experts.gate_up_proj: an input"
+        with pytest.raises(FloatingPointError, match=named):
+            train_on_pool(rank.shared_dir / "run", **common)
+    finally:
+        MoETransformer.forward = forward
 
 
 @spmd(2)

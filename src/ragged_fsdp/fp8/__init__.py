@@ -2,6 +2,7 @@
 
 from ragged_fsdp.fp8.training import (
     Fp8Linear,
+    Watch,
     compute_in_fp8,
     fits,
     fp8_modules,
@@ -14,6 +15,7 @@ from ragged_fsdp.fp8.training import (
 
 __all__ = [
     "Fp8Linear",
+    "Watch",
     "compute_in_fp8",
     "fits",
     "fp8_modules",

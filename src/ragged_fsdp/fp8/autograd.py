@@ -30,9 +30,37 @@ from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
 from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE
 from ragged_fsdp.torch_internals import version_of
 
-__all__ = ["Fp8Product"]
+__all__ = ["Fp8Product", "Seen"]
 
 _QUANTIZED_ATTRIBUTE = "_ragged_fsdp_quantized"
+
+
+class Seen:
+    """Which products saw something that is not finite: one tensor per device, so one operation copies all."""
+
+    def __init__(self) -> None:
+        self._products = 0
+        self._flags: dict[torch.device, Tensor] = {}
+
+    def place(self) -> int:
+        """Room for one product more; before the first of them computes."""
+        self._products += 1
+        return self._products - 1
+
+    def on(self, device: torch.device) -> Tensor:
+        """(products, 2, 1): inputs, and gradients of outputs, that were not finite."""
+        if device not in self._flags:
+            self._flags[device] = torch.zeros(self._products, 2, 1, dtype=torch.int32, device=device)
+        return self._flags[device]
+
+    def copied(self) -> list[Tensor]:
+        """What was seen until now, on each device; nothing waits for the device."""
+        return [flags.clone() for flags in self._flags.values()]
+
+    def clear(self) -> None:
+        """Nothing was seen."""
+        for flags in self._flags.values():
+            flags.zero_()
 
 
 class Fp8Product:
@@ -41,25 +69,11 @@ class Fp8Product:
     transport = KeptCodes
     """How ``fully_shard`` gathers the parameter."""
 
-    def __init__(self, name: str, backend: str) -> None:
+    def __init__(self, name: str, backend: str, seen: Seen) -> None:
         self.name = name
         self.backend = backend
-        self._seen: dict[torch.device, tuple[Tensor, Tensor]] = {}
-
-    def seen(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two flags on ``device``: inputs, and gradients of outputs, that were not finite."""
-        if device not in self._seen:
-            flags = torch.zeros(2, 1, dtype=torch.int32, device=device)
-            self._seen[device] = (flags[0], flags[1])
-        return self._seen[device]
-
-    def take_seen(self) -> tuple[bool, bool]:
-        """Whether inputs, and gradients of outputs, were not finite since the last call."""
-        found = [[bool(flag.item()) for flag in pair] for pair in self._seen.values()]
-        for pair in self._seen.values():
-            for flag in pair:
-                flag.zero_()
-        return any(pair[0] for pair in found), any(pair[1] for pair in found)
+        self.seen = seen
+        self.place = seen.place()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x @ weight.T`` for a weight of (out, in)."""
@@ -87,7 +101,7 @@ class Fp8Product:
 
     def _flag(self, x: Tensor, which: int = 1) -> Tensor | None:
         # a compiled graph may not hold what it mutates outside of it
-        return None if torch.compiler.is_compiling() else self.seen(x.device)[which]
+        return None if torch.compiler.is_compiling() else self.seen.on(x.device)[self.place, which]
 
     def _quantized(self, x: Tensor, rows: Tensor, turned: bool, backend: str) -> products.Quantized:
         """Codes of ``x``; layers that share an input share them too."""

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.experts import Here, expert_modules, mix
 from ragged_fsdp.experts.layers import expert_parameters, held_part
-from ragged_fsdp.fp8.autograd import Fp8Product
+from ragged_fsdp.fp8.autograd import Fp8Product, Seen
 from ragged_fsdp.fp8.groups import BLOCK
 from ragged_fsdp.fp8.products import BACKENDS
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
@@ -29,6 +29,7 @@ from ragged_fsdp.policy import BlockCodes, Tiles
 
 __all__ = [
     "Fp8Linear",
+    "Watch",
     "compute_in_fp8",
     "fits",
     "fp8_modules",
@@ -131,8 +132,9 @@ def fp8_training(
     if not choice.taken:
         hint = f": {next(iter(choice.unfit.values()))}" if choice.unfit else ""
         raise ValueError(f"fp8_training: {type(model).__name__} has no module to compute in FP8{hint}.")
+    seen = Seen()
     for name, module in choice.taken.items():
-        _enable(name, module, backend, experts=not isinstance(module, nn.Linear))
+        _enable(name, module, backend, seen)
     if choice.unfit:
         unfit = list(choice.unfit.values())
         logger.warning("fp8: %d modules stay as they are, such as %s", len(unfit), unfit[0])
@@ -168,7 +170,7 @@ def compute_in_fp8(parameter: nn.Parameter, name: str, *, tiles: bool = False, b
     broken = _broken_rule({name: parameter}, tiles)
     if broken:
         raise ValueError(f"compute_in_fp8: {broken}.")
-    setattr(parameter, PRODUCT_ATTRIBUTE, Fp8Product(name, backend))
+    setattr(parameter, PRODUCT_ATTRIBUTE, Fp8Product(name, backend, Seen()))
 
 
 def fits(weight: Tensor, *, tiles: bool = False) -> bool:
@@ -191,23 +193,62 @@ def fp8_modules(model: nn.Module) -> dict[str, Fp8Linear | Fp8Experts]:
     return {n: m for n, m in model.named_modules() if isinstance(m, (Fp8Linear, Fp8Experts))}
 
 
-def nonfinite(model: nn.Module) -> list[str]:
-    """What was not finite since the last call, by name: inputs, gradients of outputs, and weights.
+class Watch:
+    """Names what FP8 products saw that is not finite, as of a moment, without waiting for it.
 
-    The device is asked, so call it where a loss or a norm of gradients was not finite. A compiled module does
-    not note its inputs and gradients.
+    Where a step's loss is read while the next one runs, the next one has been computed with what the first
+    one spoiled, and has seen it everywhere. So :meth:`mark` at the end of each step, and ask for the names
+    when the loss of that step turns out not to be finite.
     """
-    found = []
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = fp8_modules(model).items()
+        self._products = [
+            (f"{name}.{own}", product)
+            for name, module in modules
+            for own, product in module.fp8_products.items()
+        ]
+        self._seen = list(dict.fromkeys(product.seen for _, product in self._products))
+        self._marked: dict[Seen, list[Tensor]] = {}
+
+    def mark(self) -> None:
+        """Keep what was seen until now; one small copy on the device."""
+        self._marked = {seen: seen.copied() for seen in self._seen}
+
+    def names(self) -> list[str]:
+        """What was seen until the last mark, the first thing first; the device is asked.
+
+        Inputs come in the order of the model, then gradients of outputs in that of backward.
+        """
+        on_host = {seen: [flags.cpu() for flags in marked] for seen, marked in self._marked.items()}
+
+        def was_seen(product: Fp8Product, which: int) -> bool:
+            return any(bool(flags[product.place, which]) for flags in on_host.get(product.seen, ()))
+
+        inputs = [f"{name}: an input" for name, product in self._products if was_seen(product, 0)]
+        gradients = [
+            f"{name}: a gradient of its output" for name, product in self._products if was_seen(product, 1)
+        ]
+        return [*inputs, *reversed(gradients)]
+
+
+def nonfinite(model: nn.Module) -> list[str]:
+    """What was not finite since the last call, by name, the first thing first.
+
+    Inputs come in the order of the model, then gradients of outputs in that of backward, then weights that
+    are not finite now. The device is asked, so call it where a loss or a norm of gradients was not finite,
+    before the next step. A compiled module does not note its inputs and gradients.
+    """
+    watch = Watch(model)
+    watch.mark()
+    found = watch.names()
     for name, module in fp8_modules(model).items():
         for own, product in module.fp8_products.items():
-            label = f"{name}.{own}"
-            inputs, gradients = product.take_seen()
-            found += [f"{label}: an input"] if inputs else []
-            found += [f"{label}: a gradient of its output"] if gradients else []
+            product.seen.clear()
             weight = getattr(module, own)
             local = weight.to_local() if isinstance(weight, DTensor) else weight
             if not hasattr(weight, CODES_ATTRIBUTE) and not bool(local.detach().isfinite().all()):
-                found.append(f"{label}: the weight")
+                found.append(f"{name}.{own}: the weight")
     return found
 
 
@@ -288,10 +329,11 @@ def _check_backend(backend: str) -> None:
         raise ValueError(f"fp8: backend must be one of {', '.join(BACKENDS)}, got {backend!r}.")
 
 
-def _enable(name: str, module: Any, backend: str, *, experts: bool) -> None:
+def _enable(name: str, module: Any, backend: str, seen: Seen) -> None:
+    experts = not isinstance(module, nn.Linear)
     for own, weight in _weights(module).items():
         if not hasattr(weight, PRODUCT_ATTRIBUTE):
-            setattr(weight, PRODUCT_ATTRIBUTE, Fp8Product(f"{name}.{own}", backend))
+            setattr(weight, PRODUCT_ATTRIBUTE, Fp8Product(f"{name}.{own}", backend, seen))
     module.fp8_products = {own: getattr(p, PRODUCT_ATTRIBUTE) for own, p in _weights(module).items()}
     if experts and not isinstance(module, Fp8Experts):
         module.fp8_arguments = list(inspect.signature(type(module).forward).parameters)[1:4]

@@ -14,10 +14,11 @@ from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.store import open_store
 from ragged_fsdp.description import Description, describe
 from ragged_fsdp.experts import ExpertLoad, balanced_splits, expert_parallel, load_of, move_experts
-from ragged_fsdp.fp8 import nonfinite
+from ragged_fsdp.fp8 import Watch
 from ragged_fsdp.fsdp.watch import keep_records
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
+from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import TrainConfig
@@ -157,6 +158,7 @@ class TrainingJob:
             shown = ranks.rank == 0 and sys.stderr.isatty()
             load_weights(model, source.weights, strict="missing", progress=shown, group=ranks.control)
         self.model = ShardedModel(model, config.sharding, ranks)
+        self._watch = Watch(model)
         self.optimizer = build_optimizer(config.optimizer, model)
         self.optimizer.register_step_pre_hook(lambda *_: self._saver.before_update())
         self._lr = LearningRate(self.optimizer)
@@ -235,6 +237,7 @@ class TrainingJob:
         )
         load = load_of(self.model.module) if self.ranks.ep is not None else None
         self._flush()  # the row of the step before: by now its work has ended, and asking costs no wait
+        self._watch.mark()  # after it: the names it gives are those of the step before
         counters.step += 1
         counters.samples += config.data.batch
         counters.tokens += config.data.batch * config.data.seq_len
@@ -268,8 +271,7 @@ class TrainingJob:
         loss, grad_norm = float(result.loss), float(result.grad_norm)
         self._counters.train_loss = loss
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            seen = nonfinite(self.model.module)
-            where = f"; first not finite in FP8: {', '.join(seen[:3])}" if seen else ""
+            where = self._seen_in_fp8()
             raise FloatingPointError(
                 f"step {step}: loss {loss}, gradient norm {grad_norm}; lower lr or set clip{where}"
             )
@@ -295,6 +297,15 @@ class TrainingJob:
         }
         self._metrics.write("train", step, **row)
         self._view.step(step, row)
+
+    def _seen_in_fp8(self) -> str:
+        """Where something not finite was seen first, on any rank; all call it, with a loss that all have."""
+        seen: list[list[str]] = [[] for _ in range(self.ranks.world_size)]
+        torch.distributed.all_gather_object(seen, self._watch.names(), group=self.ranks.control)
+        # a rank whose inputs were finite saw it later, in gradients
+        named = (names[0] for names in seen if names)
+        first = min(named, key=lambda name: ": an input" not in name, default="")
+        return f"; first not finite in FP8: {plain_name(first)}" if first else ""
 
     def _evaluate(self) -> None:
         self._flush()
