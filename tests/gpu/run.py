@@ -9,7 +9,8 @@ time; a daemon is started for the run if there is one on this machine. ``make te
     python tests/gpu/run.py --out FOLDER          # results elsewhere than in tests/gpu
 
 ``tuning`` needs peft, accelerate, datasets, trl and bitsandbytes, ``replicas`` torchft: installed, or in a
-folder of ``PYTHONPATH``. What is not there is skipped, and the results say so.
+folder of ``PYTHONPATH`` (``pip install --target FOLDER``). What cannot be imported is skipped, and the
+results say why.
 """
 
 from __future__ import annotations
@@ -171,7 +172,7 @@ class Result:
 
     @property
     def passed(self) -> bool:
-        """Whether every test passed or was skipped; pytest has a code for files that were skipped as a whole."""
+        """Whether every test passed or was skipped; pytest has a code for files that are skipped whole."""
         return self.code == 0 or (self.code == _NO_TESTS and "SKIPPED [" in self.output)
 
     @property

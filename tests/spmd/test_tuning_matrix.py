@@ -13,7 +13,7 @@ import importlib.util
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,7 @@ import rank_pool
 from integration_cases import assert_ragged, fsdp_on_cpu, mean
 from rank_pool import DEVICE
 
+_FAILED_IMPORT = (ImportError, RuntimeError)  # transformers wraps the one in the other
 METHODS = ("lora", "qlora", "full")
 LOOPS = ("plain", "accelerate", "trainer", "trl")
 ROWS, STEPS, HALF, VOCABULARY = 12, 4, 2, 64
@@ -241,20 +242,19 @@ def _trainer(leg, count_as_accelerator):
 
 def _trl(leg, count_as_accelerator):
     import transformers
-    from datasets import Dataset
     from tokenizers import Tokenizer, models
-    from trl import SFTConfig, SFTTrainer
 
-    arguments = _arguments(leg, SFTConfig)
+    datasets, trl = _import("datasets"), _import("trl.trainer.sft_trainer")
+    arguments = _arguments(leg, trl.SFTConfig)
     count_as_accelerator()
     words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCABULARY)}, unk_token="0"))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0", eos_token="1")
     model = _base(leg.method, leg.folder)
     torch.manual_seed(1)
-    trainer = SFTTrainer(
+    trainer = trl.SFTTrainer(
         model=model,
         args=arguments,
-        train_dataset=Dataset.from_dict(
+        train_dataset=datasets.Dataset.from_dict(
             {"input_ids": torch.cat([_tokens(s) for s in range(STEPS)]).tolist()}
         ),
         peft_config=None if leg.method == "full" else _lora(),
@@ -279,11 +279,20 @@ def _merged(model):
     return found or {name: p.detach() for name, p in model.named_parameters()}
 
 
+def _import(package):
+    """Skip where a package is there and something that it needs is not."""
+    try:
+        return importlib.import_module(package)
+    except _FAILED_IMPORT as error:
+        pytest.skip(f"{package} cannot be imported: {error!r:.200}")
+
+
 def load_libraries(rank, method):
     """Import what legs need; skips, with the reason, what cannot be run on this device."""
-    for package in ("transformers.trainer", "accelerate", "peft", "trl.trainer.sft_trainer"):
-        if importlib.util.find_spec(package.partition(".")[0]) is not None:
-            importlib.import_module(package)
+    for package in ("transformers.trainer", "accelerate", "peft"):
+        _import(package)
+    with suppress(*_FAILED_IMPORT):  # its own cells say why
+        importlib.import_module("trl.trainer.sft_trainer")
     if method == "qlora":  # it can be imported without its library for this device
         import bitsandbytes
 
