@@ -50,9 +50,12 @@ class _RaisesInBackward(torch.autograd.Function):
 
 @contextmanager
 def _planted(where: str, module: nn.Module, error: type[BaseException]) -> Iterator[None]:
-    """Let the forward or the backward of ``module`` raise, every reduction, or all gathers but the first."""
-    if where == "reduction":
-        with failing(("reduce_scatter", "all_to_all"), lambda: error("planted")):
+    """Let the forward or the backward of ``module`` raise, every reduction, or all gathers but the first.
+
+    A rail raises after the level inside the node, which is one call.
+    """
+    if where in ("reduction", "rail"):
+        with failing(("reduce_scatter", "all_to_all"), lambda: error("planted"), spared=int(where == "rail")):
             yield
         return
     if where == "gather":
@@ -83,7 +86,7 @@ def test_the_step_after_a_failed_one_needs_no_reset(rank: Rank, where: str, redu
     _fail_and_go_on(rank, where, reduction)
 
 
-@pytest.mark.parametrize("where", ["backward", "reduction"])
+@pytest.mark.parametrize("where", ["backward", "reduction", "rail"])
 @spmd(4)
 def test_the_step_after_a_failed_one_over_two_levels(rank: Rank, where: str) -> None:
     _fail_and_go_on(rank, where, "two_level")
