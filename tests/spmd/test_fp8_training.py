@@ -1,6 +1,7 @@
 """FP8 training on ranks: the bits of one process that is not sharded, whatever the mesh and the schedule."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from torch.utils.checkpoint import checkpoint
 
 from collective_calls import noted
 from fsdp_cases import full, fully_shard, ragged_only
-from ragged_fsdp import Tiles, fp8
+from ragged_fsdp import Tiles, fp8, weights
+from ragged_fsdp.block_codes import encode_matrices
 from ragged_fsdp.cli.plan_costs import PlanSettings
 from ragged_fsdp.cli.plan_fp8 import plan_fp8
 from ragged_fsdp.cli.plan_inputs import load_shapes
+from ragged_fsdp.fp8 import emulation
 from ragged_fsdp.fp8.autograd import Fp8Product
 from ragged_fsdp.models import MoEConfig
 from ragged_fsdp.models.moe import Experts
@@ -159,6 +162,11 @@ def test_tiles_with_edges(rank):
 def test_replicas_parking_recomputing_and_accumulating(rank):
     for case, options in {
         "hsdp": {"mesh": rank.mesh(2, 2, names=("r", "s")), "reshard_after_forward": True},
+        "hsdp-tiles": {
+            "mesh": rank.mesh(2, 2, names=("r", "s")),
+            "orig_param_policy": fp8.orig_param_policy,
+            "reduction": "all_to_all",
+        },
         "parked": {"reshard_after_forward": 2},
         "recomputed": {},
         "accumulated": {},
@@ -186,6 +194,21 @@ def test_replicas_parking_recomputing_and_accumulating(rank):
         assert_same_gradients(rank, model, reference, case)
 
 
+@spmd(4)
+def test_two_levels(rank):
+    """Sums of a node are rounded to bf16 between nodes: losses have their bits, gradients bf16's error."""
+    for stored in ({}, {"orig_param_policy": fp8.orig_param_policy}):
+        model, reference = built(rank.device)
+        levels = {"reduction": "two_level", "ranks_per_node": 2}
+        fully_shard(model, gather_policy=fp8.gather_policy, mp_policy=BF16, **levels, **stored)
+        batch = tokens(rank.device)
+        expected = bf16_step(reference, batch)
+        assert torch.equal(step(model, batch), expected)
+        for name, p in reference.named_parameters():
+            got = full(model.get_parameter(name).grad).to(p.device)
+            assert (got - p.grad).norm() <= 0.01 * p.grad.norm(), name
+
+
 @spmd(2)
 def test_bytes_on_the_wire_and_in_memory(rank):
     model, _ = built(rank.device)
@@ -201,6 +224,61 @@ def test_bytes_on_the_wire_and_in_memory(rank):
     sizes = sorted(call.written.nbytes for call in calls.of("gather"))
     assert len(sizes) == 3 and 4 * matrices // 128**2 <= sizes[0] <= 2 * others + 256
     assert matrices <= sizes[-1] <= 1.1 * matrices  # one byte each, and padding
+
+
+def gathered_codes(model, name, shape):
+    """Codes in rows and columns, as bytes, and scales of a weight that is gathered."""
+    coded = model.get_parameter(name)._ragged_fsdp_codes
+    codes = coded.codes
+    if codes.dim() == 1:  # in the order of tiles
+        codes = emulation.untile(codes, (math.prod(shape[:-2]), *shape[-2:]), False)
+    return codes.view(shape).view(torch.uint8), coded.scales
+
+
+@spmd(1, 2, 3, 4)
+def test_codes_and_scales_have_the_bits_of_one_process(rank):
+    for stored in ({}, {"orig_param_policy": fp8.orig_param_policy}):
+        model, reference = built(rank.device)
+        fully_shard(model, gather_policy=fp8.gather_policy, **stored)
+        model.unshard()
+        for name, p in reference.named_parameters():
+            if fp8.gather_policy(name, p) is None:
+                continue
+            codes, scales = gathered_codes(model, name, p.shape)
+            expected = encode_matrices(p.detach())
+            assert torch.equal(codes, expected[0].view(torch.uint8)), (stored, name)
+            assert torch.equal(scales, expected[1]), (stored, name)
+
+
+@spmd(2)
+def test_what_is_exported_has_the_bits_that_were_computed_with(rank):
+    import transformers
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 64, "vocab_size": 64, "num_experts_per_tok": 2, "use_cache": False}
+    config = transformers.Qwen3MoeConfig(**sizes, num_experts=3, moe_intermediate_size=128)
+    torch.manual_seed(0)
+    model = fp8.fp8_training(transformers.AutoModelForCausalLM.from_config(config).to(rank.device))
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    fully_shard(model, gather_policy=fp8.gather_policy, orig_param_policy=fp8.orig_param_policy)
+    model(torch.arange(8, device=rank.device)[None]).logits.square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    sent = {name: value.clone() for name, value in weights.stream(model, codes="fp8").tensors()}
+    model.unshard()
+    layer = "model.layers.0"
+    for own in ("q", "k", "v", "o"):
+        name = f"{layer}.self_attn.{own}_proj.weight"
+        codes, scales = gathered_codes(model, name, shapes[name])
+        assert torch.equal(sent[name].view(torch.uint8), codes), name
+        assert torch.equal(sent[f"{name}_scale_inv"], scales), name
+    fused = f"{layer}.mlp.experts.gate_up_proj"
+    codes, scales = gathered_codes(model, fused, shapes[fused])
+    for expert in range(3):
+        for half, own in enumerate(("gate", "up")):
+            name = f"{layer}.mlp.experts.{expert}.{own}_proj.weight"
+            rows = slice(128 * half, 128 * half + 128)
+            assert torch.equal(sent[name].view(torch.uint8), codes[expert, rows]), name
+            assert torch.equal(sent[f"{name}_scale_inv"], scales[expert, half : half + 1]), name
 
 
 @spmd(4)
@@ -245,13 +323,14 @@ def test_checkpoints_know_nothing_of_it(rank):
 
 @spmd(2)
 def test_a_compiled_layer_has_the_same_bits(rank):
-    model, reference = built(rank.device)
-    model.compile(backend="aot_eager")
-    fully_shard(model, gather_policy=fp8.gather_policy, reshard_after_forward=True)
-    batch = tokens(rank.device)
-    for _ in range(2):
-        assert torch.equal(step(model, batch), step(reference, batch))
-    assert_same_gradients(rank, model, reference, "compiled")
+    for stored in ({}, {"orig_param_policy": fp8.orig_param_policy}):
+        model, reference = built(rank.device)
+        model.compile(backend="aot_eager")
+        fully_shard(model, gather_policy=fp8.gather_policy, reshard_after_forward=True, **stored)
+        batch = tokens(rank.device)
+        for _ in range(2):
+            assert torch.equal(step(model, batch), step(reference, batch))
+        assert_same_gradients(rank, model, reference, "compiled")
 
 
 @spmd(2)
