@@ -37,22 +37,22 @@ from torch.distributed.tensor.placement_types import Placement
 from ragged_fsdp.collectives import Comm, wait_all
 from ragged_fsdp.dbuffer.checks import (
     check_arguments,
-    check_group,
     check_tensors,
     check_transition,
     checked_placements,
     common_dtype,
     device_of,
     expect,
+    group_specs,
     levels_of,
 )
 from ragged_fsdp.dbuffer.redistribute import Move, plan_move
 from ragged_fsdp.dbuffer.storage import FlatStorage, debug_enabled
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
-from ragged_fsdp.layout import ALIGN_BYTES, GroupLayout, TensorSpec
-from ragged_fsdp.placement import block_numel, placement_from_layout
+from ragged_fsdp.layout import ALIGN_BYTES, GroupLayout
+from ragged_fsdp.placement import placement_from_layout
 from ragged_fsdp.planner import plan_group
-from ragged_fsdp.policy import Elements, Granularity, Tiles
+from ragged_fsdp.policy import Granularity
 from ragged_fsdp.tiling import tiled, untiled
 from ragged_fsdp.torch_internals import local_of, storage_id
 
@@ -172,14 +172,8 @@ class DBuffer:
             granularity: of tensors that may not be cut anywhere, by name.
             unit: the shard size is a multiple of this many elements.
         """
-        blocks = {} if granularity is None else granularity
-        dtype = check_group(tensors, blocks, mesh)
-        kinds = {name: blocks.get(name, Elements()) for name in tensors}
-        tiles = {n: (kind.rows, kind.columns) for n, kind in kinds.items() if isinstance(kind, Tiles)}
-        specs = tuple(
-            TensorSpec(name, tensor.numel(), block_numel(tensor.shape, kinds[name]), tiles.get(name))
-            for name, tensor in tensors.items()
-        )
+        specs = group_specs(tensors, {} if granularity is None else granularity, mesh)
+        dtype = next(iter(tensors.values())).dtype
         align = max(1, ALIGN_BYTES // dtype.itemsize)
         layout = plan_group(specs, mesh.size(mesh.ndim - 1), unit=unit, align=align)
         buffer = cls(layout, [t.shape for t in tensors.values()], mesh, dtype=dtype)
@@ -470,11 +464,6 @@ class DBuffer:
         offset = int(part.storage_offset()) * self.dtype.itemsize
         return self.with_placements(placements, storage=self.storage, offset_bytes=offset)
 
-    @property
-    def slot_tensors(self) -> tuple[torch.Tensor, ...]:
-        """This rank's part of each tensor, in its slot."""
-        return self.slot_buffer.tensors
-
     # -- checks and geometry ---------------------------------------------------------------------
 
     def _make_tensor(self, index: int) -> torch.Tensor:
@@ -509,16 +498,18 @@ class DBuffer:
 
     def _check_same_shape(self, other: DBuffer) -> None:
         expect(": other", other, DBuffer, "a DBuffer")
-        if other.layout is not self.layout and other.layout.digest != self.layout.digest:
-            raise ValueError("DBuffer: the buffers have different layouts.")
+        self._check_layout("other", other)
         if other.placements != self.placements:  # a sum and its parts are different values
             raise ValueError(f"DBuffer: placements {other.placements} do not match {self.placements}.")
 
     def _check_out(self, out: DBuffer, target: tuple[Placement, ...]) -> None:
-        if out.layout is not self.layout and out.layout.digest != self.layout.digest:
-            raise ValueError("DBuffer: out has another layout than the buffer that is redistributed.")
+        self._check_layout("out", out)
         if out.placements != target:
             raise ValueError(f"DBuffer: out has placements {out.placements}, expected {target}.")
+
+    def _check_layout(self, what: str, other: DBuffer) -> None:
+        if other.layout is not self.layout and other.layout.digest != self.layout.digest:
+            raise ValueError(f"DBuffer: {what} has another layout; expected that of {self}, got {other}.")
 
     def _check_live(self, what: str, *others: DBuffer) -> None:
         """Before ``what``: raise unless the bytes exist, and wait for a collective that still has them."""

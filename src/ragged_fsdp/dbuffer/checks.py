@@ -10,18 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.layout import GroupLayout
+from ragged_fsdp.layout import GroupLayout, TensorSpec
 from ragged_fsdp.placement import block_numel
+from ragged_fsdp.policy import Elements, Tiles
 
 __all__ = [
     "check_arguments",
-    "check_group",
     "check_tensors",
     "check_transition",
     "checked_placements",
     "common_dtype",
     "device_of",
     "expect",
+    "group_specs",
     "levels_of",
 ]
 
@@ -88,10 +89,10 @@ def check_transition(source: Sequence[Placement], target: Sequence[Placement]) -
             raise ValueError(f"DBuffer: no redistribution from {have} to {want} on mesh dim {dim}.")
 
 
-def check_group(
+def group_specs(
     tensors: Mapping[str, torch.Tensor], granularity: Mapping[str, Any], mesh: DeviceMesh
-) -> torch.dtype:
-    """The dtype of a group of full tensors; raise unless there is one and the granularities are theirs."""
+) -> tuple[TensorSpec, ...]:
+    """What to plan of a group of full tensors; raise unless they have one dtype and can be cut so."""
     expect(".distribute: tensors", tensors, Mapping, "a dict of tensors by name")
     expect(".distribute: granularity", granularity, Mapping, "a dict by name")
     expect(".distribute: mesh", mesh, DeviceMesh, "a DeviceMesh")
@@ -108,12 +109,15 @@ def check_group(
         raise ValueError(
             f"DBuffer.distribute: granularity names {unknown}; the tensors are {sorted(tensors)}."
         )
-    for name, kind in granularity.items():
+    specs = []
+    for name, tensor in tensors.items():
+        kind = granularity.get(name, Elements())
+        tile = (kind.rows, kind.columns) if isinstance(kind, Tiles) else None
         try:
-            block_numel(tensors[name].shape, kind)
+            specs.append(TensorSpec(name, tensor.numel(), block_numel(tensor.shape, kind), tile))
         except (TypeError, ValueError) as error:
             raise type(error)(f"DBuffer.distribute: {name}: {error}") from None
-    return kinds.pop()
+    return tuple(specs)
 
 
 def check_tensors(

@@ -83,7 +83,7 @@ class KeptCodes(InPlace):
         assert parts is not None
         own = parts[members.mesh.shard_rank]
         encode = (code_kernels(members.device.type) or block_codes).encode
-        for piece, slot, bands in zip(members.main.pieces, out.slot_tensors, self._own_bands):
+        for piece, slot, bands in zip(members.main.pieces, out.slot_buffer.tensors, self._own_bands):
             if not piece.numel():
                 continue
             shard = piece.to(members.device, non_blocking=members.pin_memory)

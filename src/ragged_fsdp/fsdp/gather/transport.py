@@ -174,7 +174,7 @@ class InPlace:
         """Its slot of ``out``, filled: what this rank sends where that is not the main shard as it lies."""
         main: Any = self.members.main
         # dtypes differ: the pieces lie behind each other, and go to their places one by one
-        main.fill(out.slot_tensors, non_blocking=self.members.pin_memory)
+        main.fill(out.slot_buffer.tensors, non_blocking=self.members.pin_memory)
         return out.slot_buffer
 
     def finish(self) -> None:
