@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_fsdp import fully_shard, weights
+from ragged_fsdp.weights.receivers import in_order
 from rank_pool import spmd
 
 
@@ -73,6 +74,28 @@ def test_vllm_weight_source(rank):
     if hasattr(source, "iter_groups"):  # not in every release
         groups = list(source.iter_groups())
         assert [names for names, _ in groups] == source.groups() and len(groups) == 4
+        for index, layer in enumerate(model):  # plain tensors of all layers come in one bucket
+            layer.register_buffer("correction", torch.full((3,), float(index)))
+        source = weights.vllm_source(weights.stream(model))
+        for (names, tensors), index in zip(source.iter_groups(), range(4)):
+            assert set(names) == {f"{index}.{own}" for own in ("weight", "bias", "correction")}
+            assert tensors[names.index(f"{index}.correction")].tolist() == [index] * 3
+
+
+@spmd(1, 2)
+def test_a_pass_in_another_order(rank):
+    """What comes early is kept; ranks beside the one of `to` see nothing; early ends are clean."""
+    model, whole = _model(rank.mesh())
+    stream = weights.stream(model)
+    for names in (list(whole), list(whole)[::-1]):
+        got = list(in_order(stream, names))
+        assert [name for name, _ in got] == names
+        assert all(torch.equal(value, whole[name]) for name, value in got)
+    to_last = weights.stream(model, to=rank.world_size - 1)
+    assert len(list(in_order(to_last, list(whole)))) == (8 if rank.rank == rank.world_size - 1 else 0)
+    for _ in in_order(stream, list(whole)):
+        break
+    assert len(dict(stream.tensors())) == 8
 
 
 @spmd(1)

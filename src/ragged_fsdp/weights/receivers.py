@@ -7,7 +7,9 @@ channel on ranks that have no receiver. What fails on a channel ends the pass on
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 from typing import Any
 
 import torch
@@ -146,19 +148,40 @@ def open_shared(message: dict[str, Any]) -> Bucket:
 
 
 def vllm_source(stream: Stream) -> Any:
-    """The stream as vLLM's ``WeightSource``: metadata, and a pass of ``(name, tensor)`` per iteration."""
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    """The stream as vLLM's ``WeightSource``: metadata, and a pass of ``(name, tensor)`` per iteration.
 
-    class Source(WeightSource):
+    Layer by layer, where vLLM says what a layer is: tensors of a later one that a bucket brings are kept.
+    """
+    from vllm.distributed.weight_transfer import base
+
+    records = {record.name: record for record in stream.metadata()}
+    order = list(records)
+    if hasattr(base, "layerwise_groups"):  # not in every release
+        order = [name for group in base.layerwise_groups(order) for name in group]
+
+    class Source(base.WeightSource):  # type: ignore[misc]
         """Weights of a sharded model, gathered a group at a time."""
 
         def metadata(self) -> list[Any]:
-            return [ParamMeta(r.name, r.dtype, r.shape) for r in stream.metadata()]
+            return [base.ParamMeta(name, records[name].dtype, records[name].shape) for name in order]
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-            return stream.tensors()
+            return in_order(stream, order)
 
     return Source()
+
+
+def in_order(stream: Stream, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """A pass with its tensors in the order of ``names``; what comes early is kept, and its bucket with it."""
+    early: dict[str, Tensor] = {}
+    with closing(stream.tensors()) as passing:
+        for name in names:
+            while name not in early:
+                count = len(early)
+                early.update(islice(passing, 1))  # not by a variable, which would keep a third bucket
+                if len(early) == count:
+                    return  # another rank gets the weights
+            yield name, early.pop(name)
 
 
 def sglang_bucket(bucket: Bucket) -> Any:

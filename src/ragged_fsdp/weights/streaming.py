@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -219,7 +219,7 @@ class Stream:
         """Bytes of the largest bucket that is gathered; a pass holds two of them at most."""
         return max((source.nbytes for source in self._sources), default=0)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self) -> Generator[tuple[str, Tensor], None, None]:
         """A pass as ``(name, tensor)``, for any ``load_weights``."""
         if self._changes is not None:
             raise ValueError(
