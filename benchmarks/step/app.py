@@ -351,6 +351,32 @@ def weight_gradients(model: str, tokens: int, out: Path | None) -> None:
 
 
 @app.command()
+@click.option("--models", default="gpt-oss-120b,llama-3-70b", help="Whose gradients; several with commas.")
+@click.option("--tokens", default=8192, help="Rows of the products beside the sums.")
+@_RANKS
+@click.option("--ranks-per-node", default=8, help="Rows that are added.")
+@_OUT
+def sums(models: str, tokens: int, ranks: int, ranks_per_node: int, out: Path | None) -> None:
+    """Ways to add what a node's ranks send each other.
+
+    How long they take, alone and beside matrix products, and by how much they delay those.
+    """
+    from .runner import save
+    from .sums import study
+
+    if unknown := sorted(set(models.split(",")) - set(MODELS)):
+        raise click.BadParameter(f"models: got {unknown}, expected any of {', '.join(MODELS)}")
+    if ranks % ranks_per_node:
+        raise click.BadParameter(f"ranks: expected a multiple of {ranks_per_node}, got {ranks}")
+    _need_cuda()
+    rows = [row for name in models.split(",") for row in study(MODELS[name], tokens, ranks, ranks_per_node)]
+    for row in rows:
+        _CONSOLE.print(row)
+    if out is not None:
+        save(out, rows)
+
+
+@app.command()
 @click.option("--ranks", default="64,256,1024", help="Emulated ranks, separated by commas.")
 @click.option("--ranks-per-node", default=8, help="Of the emulated ranks.")
 @click.option("--gradients", default="drawn,real", help="Random ones, those of a small model, or both.")

@@ -552,6 +552,21 @@ def test_cases_of_the_suite_run_with_small_layers(rank_of, monkeypatch, name):
     assert all(("all_reduce" in calls) == (case.replicas > 1) for calls in took.values())
 
 
+@pytest.mark.parametrize("numel", [64, 100])
+def test_ways_to_add_rows_make_the_same_sums(numel):
+    from benchmarks.step.app import app
+    from benchmarks.step.sums import WAYS
+    from click.testing import CliRunner
+
+    rows = torch.randint(-8, 9, (8, numel)).bfloat16()  # sums of these are exact
+    for name, way in WAYS.items():
+        out = torch.full((numel,), float("nan"), dtype=torch.bfloat16)
+        way(rows, out)
+        assert torch.equal(out, rows.float().sum(0).bfloat16()), name
+    wrong = CliRunner().invoke(app, ["sums", "--ranks", "60"])
+    assert wrong.exit_code == 2 and "multiple of 8, got 60" in wrong.output
+
+
 def test_a_floor_serves_files_without_one(tmp_path):
     paths = [tmp_path / "64.json", tmp_path / "128.json"]
     for path, ranks, row in zip(paths, (64, 128), (_row("none", None, 100.0), _row("fsdp2", None, 150.0))):
