@@ -567,13 +567,10 @@ def main() -> None:
         from importlib.metadata import version
 
         result["versions"]["torchft"] = version("torchft")
-    named = {"replicas": given.replicas, "kills": given.kills, "backend": given.backend}
-    if given.rate:
-        named = {"backend": given.backend, "megabytes": given.megabytes}
-    options = ("--rate " if given.rate else "") + " ".join(
-        f"--{name} {value}" for name, value in named.items()
-    )
-    result["command"] = f"python benchmarks/faults/replicas.py {options}"
+    usual = vars(parser.parse_args([]))
+    told = {k: v for k, v in vars(given).items() if v != usual[k] and k not in ("folder", "out")}
+    options = " ".join(f"--{k.replace('_', '-')}" + ("" if v is True else f" {v}") for k, v in told.items())
+    result["command"] = f"python benchmarks/faults/replicas.py {options}".rstrip()
     print(json.dumps({key: value for key, value in result.items() if key != "kills"}, indent=1))
     if given.out:
         given.out.write_text(json.dumps(result, indent=1) + "\n")
