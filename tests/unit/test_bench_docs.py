@@ -22,7 +22,6 @@ from ragged_fsdp.predict.step import Setup, predict  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "step" / "results"
 CARD = load_card(ROOT / "benchmarks" / "predict" / "results" / "h200-layers.json")
-README = (ROOT / "README.md").read_text()
 HEADLINES, METHOD, LOG = (
     (ROOT / "docs" / f"benchmarks{part}.md").read_text() for part in ("", "-method", "-log")
 )
@@ -97,22 +96,39 @@ def _predicted(model, layers, ranks, **options):
     return (done.seconds - update) * 1e3, done.peak_bytes / 2**30
 
 
-def test_what_the_pages_predict():
-    fsdp2, levels = {"sharding": "fsdp2"}, {"reduction": "two_level"}
-    for label, options in (("FSDP2", fsdp2), ("two levels", levels)):
-        peaks = [_predicted("deepseek-v3", layers, 256, **options)[1] for layers in (2, 3, 4)]
-        assert f"| {label} | {' | '.join(f'{peak:.1f}' for peak in peaks)} |" in HEADLINES
-    answer, ours = (_predicted("gpt-oss-120b", 8, 256, replicas=2, **o)[0] for o in (fsdp2, levels))
-    assert f"{answer:.0f} ms for FSDP2 and {ours:.0f} for two levels there, {ours / answer:.2f}" in HEADLINES
-    slower = []
-    for model, layers in (("gpt-oss-120b", 8), ("llama-3-70b", 4)):
-        flat, peer = (_predicted(model, layers, 64, **o)[0] for o in ({"reduction": "all_to_all"}, fsdp2))
-        slower.append(f"{flat / peer:.1f} times")
-    assert f"{slower[0]} FSDP2's time on GPT-OSS and {slower[1]} on\nLlama (`predict`" in HEADLINES
-    assert f"would take {slower[0]} FSDP2's time on GPT-OSS (predicted)" in README
-    codes = _predicted("gpt-oss-120b", 8, 64, codes=True, **levels)[0]
-    assert f"float8 codes and nothing kept, {codes:.0f} ms (measured 336)" in HEADLINES
-    assert f"Llama, {_predicted('llama-3-70b', 4, 64, **levels)[0]:.0f} ms (measured 157)" in HEADLINES
+FSDP2, LEVELS, FLAT = {"sharding": "fsdp2"}, {"reduction": "two_level"}, {"reduction": "all_to_all"}
+
+
+@pytest.mark.parametrize(
+    ("sentence", "said", "predicted"),
+    [
+        ("`predict` has 590 ms for FSDP2", 590, lambda: _ms("gpt-oss-120b", 8, 256, replicas=2, **FSDP2)),
+        ("and 454 for two levels there", 454, lambda: _ms("gpt-oss-120b", 8, 256, replicas=2, **LEVELS)),
+        ("2.4 times FSDP2's time on GPT-OSS", 2.4, lambda: _slower("gpt-oss-120b", 8)),
+        ("and 1.3 times on\nLlama", 1.3, lambda: _slower("llama-3-70b", 4)),
+        ("nothing kept, 326 ms", 326, lambda: _ms("gpt-oss-120b", 8, 64, codes=True, **LEVELS)),
+        ("Llama, 157 ms", 157, lambda: _ms("llama-3-70b", 4, 64, **LEVELS)),
+        ("| FSDP2 | 89.5 |", 89.5, lambda: _predicted("deepseek-v3", 2, 256, **FSDP2)[1]),
+        ("| 113.4 |", 113.4, lambda: _predicted("deepseek-v3", 3, 256, **FSDP2)[1]),
+        ("| 116.5 |", 116.5, lambda: _predicted("deepseek-v3", 4, 256, **FSDP2)[1]),
+        ("| two levels | 74.1 |", 74.1, lambda: _predicted("deepseek-v3", 2, 256, **LEVELS)[1]),
+        ("| 98.6 |", 98.6, lambda: _predicted("deepseek-v3", 3, 256, **LEVELS)[1]),
+        ("| 101.7 |", 101.7, lambda: _predicted("deepseek-v3", 4, 256, **LEVELS)[1]),
+    ],
+)
+def test_what_the_page_predicts(sentence, said, predicted):
+    """Within what `predict` itself is off by: its books may get better without the page."""
+    assert sentence in HEADLINES
+    assert predicted() == pytest.approx(said, rel=0.03)
+
+
+def _ms(*case, **options):
+    return _predicted(*case, **options)[0]
+
+
+def _slower(model, layers):
+    """The flat exchange over FSDP2."""
+    return _ms(model, layers, 64, **FLAT) / _ms(model, layers, 64, **FSDP2)
 
 
 def test_every_result_is_named_on_a_page():
