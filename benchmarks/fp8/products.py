@@ -5,13 +5,16 @@
 Times are the least of a few launches on an idle GPU, by events, in ms. ``fp8`` is everything that a step has
 to do: both quantisations, the transposed weight, three products; ``ratio`` is that over the three products of
 bf16. ``--configs`` also tries other tiles of the Triton kernels; an error of one case does not stop the
-others.
+others. A sweep of experts in less than a minute::
+
+    ... products.py --configs --only 'gpt-oss-120b gate_up' --seconds 35 --out benchmarks/fp8/sweep.json
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -41,14 +44,27 @@ EXPERTS = {  # experts, rows of all of them, columns in, columns out
     "deepseek-v3 gate_up": (256, 32768, 7168, 4096),
     "deepseek-v3 down": (256, 32768, 2048, 7168),
 }
-CONFIGS = [(64, 128, 4, 3), (64, 128, 4, 3, 1, 16, 0, 16)]
-"""Rows, columns, warps, stages, parts, groups of a program, registers, tiles together (``Config``)."""
+CONFIGS = [
+    (64, 128, 4, 3),  # the default
+    (128, 128, 8, 3),  # an expert of up to 128 rows reads its weight once, not once per 64 rows
+    (128, 128, 8, 4, 1, 16, 0, 4),
+    (64, 128, 4, 3, 2),  # two tiles of columns share the rows
+    (64, 64, 4, 4, 2),
+    (128, 64, 4, 4, 2),
+    (64, 128, 4, 4, 1, 16, 0, 32),  # more rows share columns that are in the cache
+]
+"""Rows, columns, warps, stages, parts, groups of a program, registers, tiles together (``Config``).
+
+The most telling first; columns are at most 128, since a program reads one scale of the weight per part.
+"""
 GRADIENT_CONFIGS = [
-    (64, 128, 4, 3),
-    (64, 128, 4, 3, 1, 16, 0, 16),
-    (64, 64, 4, 4, 2, 16, 0, 16),
-    (64, 64, 4, 3, 2, 16, 0, 16),
+    (64, 128, 4, 3, 1, 16, 0, 16),  # the default
     (128, 128, 8, 5, 1, 16, 0, 4),
+    (128, 128, 8, 4, 1, 32, 0, 8),
+    (64, 128, 4, 3, 1, 32, 0, 16),  # a program walks along more groups
+    (64, 128, 4, 3, 1, 64, 0, 16),
+    (128, 64, 4, 4, 2, 16, 0, 8),
+    (64, 64, 4, 4, 2, 16, 0, 16),
 ]
 BF16 = torch.bfloat16
 
@@ -75,8 +91,23 @@ def coded(experts: int, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     return codes.view(torch.float8_e4m3fn), scales
 
 
+def swept(
+    run: Callable[..., Any], cases: Sequence[Sequence[Any]], configs: Sequence[tuple[int, ...]], until: float
+) -> dict[str, Any]:
+    """Times of the same kernel for each of the cases, by configuration, those first that stand first.
+
+    Most of the time is compilation, which is not begun after ``until``.
+    """
+    found: dict[str, Any] = {}
+    for config in configs:
+        if time.monotonic() > until:
+            break
+        found[str(config)] = [least_ms(run, *case, kernels.Config(*config)) for case in cases]
+    return found
+
+
 def measured(
-    x: Tensor, dy: Tensor, groups: Groups, count: int, bf16: Sequence[float | str], configs: bool
+    x: Tensor, dy: Tensor, groups: Groups, count: int, bf16: Sequence[float | str], until: float | None
 ) -> dict[str, Any]:
     """The parts of a product with ``count`` matrices (out, in), and of its gradients."""
     found: dict[str, Any] = {"bf16": bf16}
@@ -98,7 +129,7 @@ def measured(
     if not any(isinstance(part, str) for part in (*parts, *bf16)):
         found["fp8"] = round(sum(parts), 4)
         found["ratio"] = round(sum(parts) / sum(bf16), 3)
-    if configs:
+    if until is not None:
         out = torch.empty(count, dy.shape[1], x.shape[1], dtype=BF16, device="cuda")
         nothing = kernels.groups_of(torch.zeros(count, dtype=torch.int64, device="cuda"), len(x))
         found["write a gradient: by torch, by the kernel"] = [
@@ -112,27 +143,27 @@ def measured(
             least_ms(kernels.untile, flat, shape, True),
             least_ms(kernels.untile, flat, shape, False),
         ]
-        found["product"] = {str(c): least_ms(kernels.product, *forward, kernels.Config(*c)) for c in CONFIGS}
-        found["weight gradient"] = {
-            str(c): least_ms(kernels.weight_gradient, *gradient, kernels.Config(*c)) for c in GRADIENT_CONFIGS
-        }
+        found["product: forward, input gradient"] = swept(
+            kernels.product, (forward, backward), CONFIGS, until
+        )
+        found["weight gradient"] = swept(kernels.weight_gradient, (gradient,), GRADIENT_CONFIGS, until)
         found["quantize x, warps"] = {
             warps: least_ms(partial(kernels.quantize, warps=warps), x, groups, seen) for warps in (2, 4, 8)
         }
     return found
 
 
-def linear(tokens: int, rows: int, columns: int, configs: bool) -> dict[str, Any]:
+def linear(tokens: int, rows: int, columns: int, until: float | None) -> dict[str, Any]:
     """One linear layer."""
     x, dy, weight = normal(tokens, columns), normal(tokens, rows), normal(rows, columns)
     bf16 = [least_ms(torch.mm, x, weight.t()), least_ms(torch.mm, dy, weight), least_ms(torch.mm, dy.t(), x)]
-    found = measured(x, dy, one_group(tokens, x.device), 1, bf16, configs)
+    found = measured(x, dy, one_group(tokens, x.device), 1, bf16, until)
     if not rows % BLOCK and not columns % BLOCK:
         bands = weight.float().view(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
         packed = torch.empty(bands.shape, dtype=torch.float8_e4m3fn, device="cuda")
         out = packed, torch.empty(rows // BLOCK, columns // BLOCK, device="cuda")
         found["quantize the weight"] = least_ms(codes_triton.encode, bands, BlockCodes("float8_e4m3fn"), out)
-    if configs:
+    if until is not None:
         turn = partial(torch.Tensor.contiguous)
         found["transpose by torch"] = least_ms(turn, packed_bytes(rows, columns).t())
     return found
@@ -143,7 +174,7 @@ def packed_bytes(rows: int, columns: int) -> Tensor:
     return torch.zeros(rows, columns, dtype=torch.uint8, device="cuda")
 
 
-def experts(count: int, rows: int, columns: int, outputs: int, configs: bool) -> dict[str, Any]:
+def experts(count: int, rows: int, columns: int, outputs: int, until: float | None) -> dict[str, Any]:
     """Fused experts, rows spread at random; bf16 is torch's grouped product."""
     chosen = torch.randint(0, count, (rows,), generator=torch.Generator().manual_seed(0))
     counts = chosen.bincount(minlength=count).cuda()
@@ -156,7 +187,7 @@ def experts(count: int, rows: int, columns: int, outputs: int, configs: bool) ->
         least_ms(multiply, dy.t(), x),
     ]
     del weight
-    found = measured(x, dy, kernels.groups_of(counts, rows), count, bf16, configs)
+    found = measured(x, dy, kernels.groups_of(counts, rows), count, bf16, until)
     return {"tables": least_ms(kernels.groups_of, counts, rows), **found}
 
 
@@ -165,14 +196,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the file of results (JSON)")
     parser.add_argument("--configs", action="store_true", help="try other tiles of the kernels")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="try no tiles after so many (default 300)"
+    )
     parser.add_argument("--only", default="", help="shapes whose name contains this")
     options = parser.parse_args()
+    until = time.monotonic() + options.seconds if options.configs else None
     rows: dict[str, Any] = {}
     for name, shape in {**LINEARS, **EXPERTS}.items():
         if options.only not in name:
             continue
         try:
-            rows[name] = (linear if name in LINEARS else experts)(*shape, options.configs)
+            rows[name] = (linear if name in LINEARS else experts)(*shape, until)
         except Exception as error:  # as above
             rows[name] = f"{type(error).__name__}: {str(error)[:400]}"
         torch.cuda.empty_cache()

@@ -33,6 +33,7 @@ from ragged_fsdp.torch_internals import version_of
 __all__ = ["Fp8Product", "Seen"]
 
 _QUANTIZED_ATTRIBUTE = "_ragged_fsdp_quantized"
+_GROUPS_ATTRIBUTE = "_ragged_fsdp_groups"
 
 
 class Seen:
@@ -93,7 +94,7 @@ class Fp8Product:
         """Rows of each expert times its matrix of (experts, in, out), or (experts, out, in) if transposed."""
         coded = self._coded(weight)
         backend = backend_name(self.backend, rows.device)
-        groups = products.groups_of(counts, len(rows), backend)
+        groups = _groups_of(counts, len(rows), backend)
         turned = torch.is_grad_enabled() and weight.requires_grad
         quantized = products.quantize(rows.detach(), *groups, self._flag(rows, 0), True, turned, backend)
         flag = self._flag(rows)
@@ -127,6 +128,18 @@ class Fp8Product:
             )
         with torch.no_grad():
             return CodedWeight(*encode_matrices(weight.detach()))
+
+
+def _groups_of(counts: Tensor, rows: int, backend: str) -> tuple[Tensor, Tensor]:
+    """The table of rows grouped so; both products of a layer of experts have the same counts and share it."""
+    if torch.compiler.is_compiling():  # a graph reuses memory without telling the tensor
+        return products.groups_of(counts, rows, backend)
+    made_for = (version_of(counts), rows, backend)
+    known = getattr(counts, _GROUPS_ATTRIBUTE, None)
+    if known is None or known[0] != made_for:
+        known = (made_for, products.groups_of(counts, rows, backend))
+        setattr(counts, _GROUPS_ATTRIBUTE, known)
+    return known[1]
 
 
 class _Product(torch.autograd.Function):

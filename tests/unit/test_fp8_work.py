@@ -1,0 +1,64 @@
+"""What the FP8 products of a layer do more than once, counted: tables of experts, quantising of inputs."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ragged_fsdp import fp8
+from ragged_fsdp.experts import grouped_linear
+from ragged_fsdp.models import MoEConfig
+from ragged_fsdp.models.moe import Experts
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator of FP8 training ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "ragged_fsdp":
+            self.calls[func._opname.removeprefix("fp8_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def experts():
+    torch.manual_seed(0)
+    made = Experts(MoEConfig(hidden=128, expert_hidden=128, experts=3, init_std=0.1))
+    return fp8.fp8_training(nn.ModuleDict({"experts": made}))["experts"]
+
+
+def test_a_layer_of_experts_makes_one_table(experts):
+    x, chosen = torch.randn(40, 128, requires_grad=True), torch.arange(40).remainder(3)[:, None]
+    with Counted() as counted:
+        experts(x, chosen, torch.ones(40, 1)).sum().backward()
+    # two products: each quantises its input and its gradient, and turns its weight once
+    assert counted.calls == {"groups": 1, "quantize": 4, "transpose": 2, "product": 4, "weight_gradient": 2}
+
+
+def test_a_table_is_made_anew_for_other_counts(experts):
+    rows, weight = torch.randn(40, 128), experts.gate_up_proj
+    counts = torch.tensor([10, 20, 10])
+    before = grouped_linear(rows, weight, counts)
+    assert torch.equal(before, grouped_linear(rows, weight, counts))
+    counts.copy_(torch.tensor([20, 10, 10]))
+    after = grouped_linear(rows, weight, counts)
+    assert torch.equal(after, grouped_linear(rows, weight, counts.clone()))
+    assert torch.equal(before[:10], after[:10]) and not torch.equal(before[10:20], after[10:20])
+    fewer = grouped_linear(rows[:20], weight, torch.tensor([20, 0, 0]))
+    assert torch.equal(after[:20], fewer)
+
+
+def test_layers_that_share_an_input_quantise_it_once():
+    torch.manual_seed(0)
+    model = fp8.fp8_training(nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in "abc"}))
+    x = torch.randn(40, 128)
+    with Counted() as counted:
+        sum(layer(x) for layer in model.values()).sum().backward()
+    # the inputs need no gradient, so no weight is turned
+    assert counted.calls == {"quantize": 1 + 3, "product": 3, "weight_gradient": 3}
