@@ -388,6 +388,16 @@ def test_what_is_saved_is_loaded_again(rank):
 
 
 @spmd(2)
+@pytest.mark.parametrize("wrong", [{"folder": 3}, {"max_file_bytes": 0}, {"adapter": "x"}], ids=str)
+def test_an_argument_of_save_that_is_wrong_on_one_rank_is_refused_on_all(rank, wrong):
+    model = sharded(rank.mesh(), meta=False)
+    options = {"folder": rank.shared_dir / "saved", **(wrong if rank.rank else {})}
+    with pytest.raises((ValueError, TypeError, RuntimeError)):
+        weights.save(model, **options)
+    assert not (rank.shared_dir / "saved").exists()
+
+
+@spmd(2)
 def test_two_saves_into_one_folder_do_not_mix(rank):
     """The second is refused on all ranks while the first writes, then since the folder is there."""
     model = sharded(rank.mesh(), meta=False)

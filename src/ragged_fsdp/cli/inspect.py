@@ -1,7 +1,6 @@
 """``ragged-fsdp inspect``: what a checkpoint holds, without loading it."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import click
@@ -32,7 +31,8 @@ def command(checkpoint: Any, verify: bool, show_all: bool, as_json: bool) -> Non
     from ragged_fsdp.checkpoint.store import damage
 
     try:
-        if isinstance(checkpoint, Path) and any(checkpoint.glob("*.safetensors")):
+        names = [path.name for path in checkpoint.iterdir()] if checkpoint.is_dir() else []
+        if any(name.endswith(".safetensors") for name in names):
             summary, show_all = _exported(checkpoint), True
             summary["problems"] = [] if verify else None
         else:
@@ -49,7 +49,7 @@ def command(checkpoint: Any, verify: bool, show_all: bool, as_json: bool) -> Non
         raise SystemExit(1)
 
 
-def _exported(folder: Path) -> dict[str, Any]:
+def _exported(folder: Any) -> dict[str, Any]:
     """What the safetensors of a folder hold, from their headers, which are checked against the files."""
     from ragged_fsdp.weights.files import read_header, safetensors_files
 
@@ -66,7 +66,7 @@ def _exported(folder: Path) -> dict[str, Any]:
         }
         for name, entry in sorted(entries.items())
     ]
-    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.is_file()}
+    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir(), key=str) if p.is_file()}
     return {"path": str(folder), "info": {}, "tensors": tensors, "values": [], "files": files}
 
 

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from ragged_fsdp.weights.targets import targets_of
 
 __all__ = ["copy_serving", "new_folder", "save"]
 
+T = TypeVar("T")
 _SERVING = (
     "generation_config.json",
     "tokenizer.json",
@@ -73,10 +74,11 @@ def save(
     Raises:
         ValueError: on every rank, if the model cannot be streamed or the folder cannot be taken.
     """
+    chosen = _on_all(lambda: _checked(model, folder, names, adapter, source, max_file_bytes))
+    if len(set(chosen)) > 1:
+        raise ValueError(f"save: the ranks do not save the same: adapter= is {chosen} on ranks 0, 1, ...")
     folder, first = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
     if adapter is not None:
-        if names is not None or source is not None:
-            raise ValueError("save: adapter= writes PEFT's files; names= and source= are for whole models")
         _save_adapter(model, folder, adapter, dtype, first, overwrite)
         return
     made = stream(model, dtype=dtype, names=names, to=0)
@@ -97,6 +99,23 @@ def save(
         _on_all(stack.pop_all().close)
 
 
+def _checked(
+    model: Any, folder: Any, names: Any, adapter: str | None, source: Any, max_file_bytes: Any
+) -> str | None:
+    """The adapter to save; raises if an argument cannot be used."""
+    os.fspath(folder)
+    if type(max_file_bytes) is not int or max_file_bytes < 1:
+        raise ValueError(f"save: max_file_bytes must be a positive number, got {max_file_bytes!r}")
+    if adapter is None:
+        return None
+    if names is not None or source is not None:
+        raise ValueError("save: adapter= writes PEFT's files; names= and source= are for whole models")
+    if adapter not in getattr(model, "peft_config", {}):
+        known = sorted(getattr(model, "peft_config", {}))
+        raise ValueError(f"save: the model has no adapter {adapter!r}; it has {known}")
+    return adapter
+
+
 def _write(made: Stream, buckets: Any, folder: Path, max_file_bytes: int) -> None:
     planned = [TensorToWrite(r.name, r.shape, r.dtype, group=r.name) for r in made.metadata()]
     values = (pair for bucket in buckets for pair in bucket.tensors())
@@ -110,9 +129,9 @@ def _write(made: Stream, buckets: Any, folder: Path, max_file_bytes: int) -> Non
     assert next(values, None) is None
 
 
-def _on_all(action: Callable[[], None]) -> None:
-    """Do something, and raise on every rank if it fails on one."""
-    together(action, None) if dist.is_initialized() else action()
+def _on_all(action: Callable[[], T]) -> list[T]:
+    """What it returns on every rank; raises on all if it fails on one."""
+    return together(action, None) if dist.is_initialized() else [action()]
 
 
 def _describe(
@@ -203,9 +222,6 @@ def _save_adapter(
     model: Any, folder: Path, adapter: str, dtype: torch.dtype | None, first: bool, overwrite: bool
 ) -> None:
     """The adapter's own tensors, gathered one by one, in the files PEFT reads."""
-    if adapter not in getattr(model, "peft_config", {}):
-        known = sorted(getattr(model, "peft_config", {}))
-        raise ValueError(f"save: the model has no adapter {adapter!r}; it has {known}")
     adapters, whole = Adapters(model, merging=False), {}
     for target in targets_of(model):
         if adapters.in_adapter(target.name, adapter) is not None:
