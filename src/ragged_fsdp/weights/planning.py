@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import torch
@@ -49,9 +51,10 @@ class _Want:
     def transfers(self, elements: View) -> list[Transfer]:
         """What to copy if the box has its elements there; ``ValueError`` if that is no strided view."""
         model = (self.model.offset, self.model.sizes, self.model.strides)
-        probe = torch.empty_strided(elements.sizes, elements.strides, device="meta")[self.index]
-        first = elements.offset + int(probe.storage_offset())
-        return list(transfers(self.shape, self.region, model, (first, probe.stride())))
+        if self.index != ():
+            probe = torch.empty_strided(elements.sizes, elements.strides, device="meta")[self.index]
+            elements = View(elements.offset + int(probe.storage_offset()), tuple(probe.shape), probe.stride())
+        return list(transfers(self.shape, self.region, model, (elements.offset, elements.strides)))
 
     def pieces(self, files: Files, target: int, source: int) -> list[Piece]:
         """The runs of bytes to read for a target, by their numbers."""
@@ -63,7 +66,9 @@ class _Want:
 
 
 def _row_major(sizes: tuple[int, ...]) -> View:
-    return View.of(torch.empty(sizes, device="meta"))
+    """All of a contiguous tensor; without torch, since a checkpoint of many ranks has many boxes."""
+    steps = accumulate((max(size, 1) for size in reversed(sizes[1:])), mul, initial=1)
+    return View(0, sizes, tuple(steps)[::-1] if sizes else ())
 
 
 def _wants(
