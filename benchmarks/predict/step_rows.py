@@ -74,7 +74,7 @@ def compared(card: Card, held_out: str | None = None) -> Iterator[Row]:
                 continue
             if held_out is not None and case["model"] != held_out:
                 continue
-            if case["delivery"] != "fake":  # takes multiprocessors from the computation, not modelled
+            if case["delivery"] != "fake" or case.get("carveout"):  # multiprocessors: not modelled
                 continue
             for row in result["rows"]:
                 found = _row(path.stem, case, row, card)

@@ -123,6 +123,7 @@ def _need_cuda() -> None:
 @click.option("--optimizer", default="adamw", help=f"Optimizer: {' or '.join(OPTIMIZERS)}.")
 @click.option("--recompute", is_flag=True, help="Compute each layer again in backward.")
 @click.option("--sequence", type=int, help="Tokens of a sequence.  [default: of the published shape]")
+@click.option("--carveout", default=0, help="Multiprocessors that matrix products leave to collectives.")
 @click.option("--warmup", default=3, help="Steps before the timed ones.")
 @click.option("--iterations", default=8, help="Timed steps; the median counts.")
 @_LIMIT

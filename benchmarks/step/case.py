@@ -44,6 +44,9 @@ class Case:
     """Whether backward computes each layer again instead of keeping its activations."""
     sequence: int | None = None
     """Tokens of a sequence, where they are not the published shape's."""
+    carveout: int = 0
+    """Multiprocessors that matrix products leave free. A grouped product has a thread block for each
+    multiprocessor that it counts: where a collective holds one, some blocks wait for the others to end."""
 
     def __post_init__(self) -> None:
         choices = {
@@ -63,6 +66,8 @@ class Case:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value}")
+        if self.carveout < 0:
+            raise ValueError(f"carveout: expected at least 0, got {self.carveout}")
         if self.warmup < 1:
             raise ValueError(
                 f"warmup: expected at least 1, since the first step allocates, got {self.warmup}"

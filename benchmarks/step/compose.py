@@ -52,7 +52,7 @@ def compose(results: Iterable[dict[str, Any]]) -> list[Composed]:
     if few.layers == many.layers or not few.shape.layers:
         got = f"{few.model} x{few.layers} and {many.model} x{many.layers}"
         raise ValueError(f"results: expected two depths of a published model, got {got}")
-    for name in ("model", "tokens", "ranks", "replicas", "reduce_dtype", "recompute", "sequence"):
+    for name in ("model", "tokens", "ranks", "replicas", "reduce_dtype", "recompute", "sequence", "carveout"):
         if getattr(few, name) != getattr(many, name):
             raise ValueError(
                 f"results: expected the same {name}, got {getattr(few, name)!r} and {getattr(many, name)!r}"

@@ -41,6 +41,8 @@ def prepare(case: Case, name: str) -> Run:
     device = torch.device("cuda", 0)
     if case.allocator == "expandable":
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    if case.carveout:
+        torch._C._set_sm_carveout_experimental(case.carveout)
     torch.cuda.set_device(device)
     torch.manual_seed(0)
     wire = Wire(payload=case.payload, delivery=case.delivery)

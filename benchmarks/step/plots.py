@@ -188,6 +188,7 @@ def _over_nodes(results: Iterable[dict[str, Any]]) -> dict[str, dict[str, dict[s
         ranks = f"{case.replicas} x {case.shard_ranks}" if case.replicas > 1 else f"{case.ranks}"
         more = f", sequences of {case.sequence}" if case.sequence else ""
         more += ", recomputed" if case.recompute else ""
+        more += f", {case.carveout} SMs spared" if case.carveout else ""
         label = f"{case.shape.name} x{case.layers}{more}\n{ranks} ranks, {case.wires[0]}"
         found[label] = found.get(label, {}) | rows
     return found

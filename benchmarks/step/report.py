@@ -117,7 +117,8 @@ def _is_floor(row: dict[str, Any]) -> bool:
 
 
 def _workload(case: dict[str, Any]) -> tuple[Any, ...]:
-    keys = ("model", "layers", "tokens", "recompute", "sequence")  # the last two came after the first files
+    keys = ("model", "layers", "tokens")
+    keys += ("recompute", "sequence", "carveout")  # came after the first files
     return tuple(case.get(key) or None for key in keys)
 
 
@@ -157,6 +158,7 @@ def title(result: dict[str, Any]) -> str:
         f"{case.reduce_dtype} reduction, {case.payload} payload by {case.delivery}"
         + (f", sequences of {case.sequence}" if case.sequence is not None else "")
         + (", layers computed again in backward" if case.recompute else "")
+        + (f", {case.carveout} multiprocessors left to collectives" if case.carveout else "")
         + (f", {case.optimizer.upper()}" if case.optimizer != "adamw" else "")
         + (f", {case.allocator} allocator" if case.allocator != "default" else "")
         + "".join(f", {name}={value}" for name, value in case.options)

@@ -75,6 +75,7 @@ SUITE: dict[str, Planned] = {
     ),
     "gpt-oss-nodes-64-recompute": Planned(replace(_NODES, recompute=True), _LEVELS),
     "gpt-oss-nodes-64-8192": Planned(replace(_NODES, sequence=8192), _LEVELS),
+    "gpt-oss-nodes-64-carveout": Planned(replace(_NODES, carveout=2), (*_LEVELS, "ours-two-level-float8")),
     "gpt-oss-nodes-64-sgd": Planned(replace(_NODES, optimizer="sgd"), _LEVELS),
     "gpt-oss-paper-64": Planned(replace(_NODES, layers=4, wires=("paper",)), _LEVELS),
     "gpt-oss-nodes-256": Planned(replace(_NODES, ranks=256), _LEVELS),

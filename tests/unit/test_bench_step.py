@@ -91,6 +91,7 @@ def test_the_bound_of_the_gpt_oss_case_is_90_gib():
         {"reduce_dtype": "fp8"},
         {"warmup": 0},
         {"replicas": 3},
+        {"carveout": -1},
     ],
 )
 def test_a_case_names_what_is_wrong(change):
