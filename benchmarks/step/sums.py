@@ -1,9 +1,9 @@
 """How should a rank add the rows that its node sends it, while matrix products run?
 
 Two levels add the rows of each step on a stream of their own (``fsdp/reduce/exchange.py``). That wants the
-memory's rate and multiprocessors that products hold: alone it takes half as long as beside them. Each way here
-makes the same sums, in fp32 and rounded once; what counts is by how much it delays the products, and when its
-sums are ready to leave the node.
+memory's rate and multiprocessors that products hold: alone it takes half as long as beside them. Each way
+here makes the same sums, in fp32 and rounded once; what counts is by how much it delays the products, and
+when its sums are ready to leave the node.
 """
 
 from __future__ import annotations
