@@ -152,6 +152,18 @@ def test_collectives_are_as_many_as_the_step_benchmark_counted(file, ranks):
     assert done.host_s == sum(called.values())
 
 
+def test_small_shards_are_exchanged_in_two_calls():
+    """As the runtime packs them: all of a node, then all of a rail, each with the latency of one step."""
+    network = replace(PROFILES["h200-400g"], inside_step_us=10.0, outside_step_us=20.0)
+    small = group_cost("g", (("w", (16, 1024)),), Wires(network, 64, reduction="two_level"), CARD)
+    assert small.reduce_calls == 2 and not small.keeps_grads
+    slot = 256 * 2
+    assert sum(held.inside for held, _ in small.reduce) == pytest.approx(10e-6 + 56 * slot / 400e9)
+    assert sum(held.outside for held, _ in small.reduce) == pytest.approx(20e-6 + 7 * slot / 45e9)
+    alone = Wires(replace(network, ranks_per_node=1), 64, reduction="two_level")
+    assert group_cost("g", (("w", (16, 1024)),), alone, CARD).reduce_calls == 1
+
+
 def test_a_host_that_binds_is_named():
     setup = Setup(gpus=64, tokens_per_gpu=256, seq_len=256, host=Host(collective_s=1.0))
     found = predict(workload_of("nano"), setup, CARD, PROFILES["h200-400g"])

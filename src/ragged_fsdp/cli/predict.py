@@ -28,6 +28,7 @@ _GIB = 1 << 30
 _FILE = click.Path(path_type=Path)
 _FROM_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.FloatRange(min=0)
+_ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 _NETWORKS = {
     "a100": "a100-200g",
     "h100": "h200-400g",
@@ -83,7 +84,7 @@ Examples:
 @click.option(
     "--expandable-segments/--no-expandable-segments", default=True, help="how torch's allocator is set."
 )
-@click.option("--memory", type=_FROM_ZERO, help="GiB of a GPU that may be used.  [default: all of it]")
+@click.option("--memory", type=_ABOVE_ZERO, help="GiB of a GPU that may be used.  [default: all of it]")
 @click.option("--fsdp2", is_flag=True, help="show torch's FSDP2 beside ours.")
 @click.option("--search", "searching", is_flag=True, help="find the best settings at one number of GPUs.")
 @click.option("--allow-codes", is_flag=True, help="let --search round weights to 8-bit codes.")
@@ -204,7 +205,7 @@ def _hardware(options: dict[str, Any]) -> tuple[Card, Network]:
             raise ValueError(f"--network is missing: for a {card.device} none is known.")
     if name not in PROFILES:
         raise ValueError(f"--network {name!r}: {nearest(name, PROFILES)}")
-    if options["memory"]:
+    if options["memory"] is not None:
         card = replace(card, memory_gib=float(options["memory"]))
     return card, PROFILES[name]
 

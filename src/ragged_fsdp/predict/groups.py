@@ -27,7 +27,7 @@ _BF16, _FP32 = 2, 4
 _ROUND_NUMEL = 1 << 19  # of fsdp/reduce/exchange.py: an exchange has fewer rounds, or is packed, below this
 _ROUNDS = 4
 _CHUNKS = 8  # steps of a two-level reduction that are simulated one by one
-_RAIL_CALLS = 8  # of fsdp/reduce/exchange.py: between nodes, beside one call inside for each node
+_RAIL_CALLS = 8  # of fsdp/reduce/exchange.py: sums of so many parts of the nodes leave together
 _SCALES = 1 + 4 / 128**2  # bytes of an 8-bit code and its part of the scale of a tile
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -204,32 +204,39 @@ def _all_to_all(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[s
 
 
 def _two_level(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[str, Any]:
-    """Inside the node, then the nodes' sums between them, one behind the other."""
+    """Inside the node, then the nodes' sums between them, one behind the other; small shards all at once."""
     place, network = wires.place, wires.network
     part, nodes = place.fewest, place.nodes
     if nodes == 1:
         return _all_to_all(full, shard_numel, wires, card)
-    slot = shard_numel * _BF16
-    inside = exchange_price(Traffic(slot * (part - 1), slot * (part - 1)), network).inside
-    rail = shard_numel * wires.internode_bytes
-    outside = exchange_price(Traffic(0, 0, rail, rail), network).outside
+    slot, rail = shard_numel * _BF16, shard_numel * wires.internode_bytes
     rows = card.sum_rows_gb_s * 1e9
-    summed = (slot * part + shard_numel * wires.internode_bytes) / rows
+    summed = (slot * part + rail) / rows
     last = (rail * nodes + shard_numel * _FP32) / rows
+    grads = full * _BF16
+    if shard_numel < _ROUND_NUMEL:
+        inside = exchange_price(Traffic(*[slot * (part - 1) * nodes] * 2), network).inside
+        outside = exchange_price(Traffic(0, 0, *[rail * (nodes - 1)] * 2), network).outside
+        copied = 2 * grads / (card.memory_gb_s * 1e9)  # packed, and then sorted by rails
+        return {
+            "grad_copy_s": copied,
+            "buffer_bytes": 2 * grads + 2 * grads // part,
+            "reduce": (
+                (Seconds(0.0, 0.0), copied),
+                (Seconds(inside, 0.0), summed * nodes),
+                (Seconds(0.0, outside), last),
+            ),
+            "reduce_calls": 1 + (part > 1),
+        }
+    inside = exchange_price(Traffic(*[slot * (part - 1)] * 2), network).inside
+    outside = exchange_price(Traffic(0, 0, rail, rail), network).outside
     chunks = min(nodes, _CHUNKS)
-    calls = nodes + min(nodes - 1, _RAIL_CALLS)
     each = nodes / chunks
     parts = [(Seconds(inside * each, 0.0), summed * each)]
     parts += [(Seconds(inside * each, outside * (nodes - 1) / chunks), summed * each)] * (chunks - 1)
     parts.append((Seconds(0.0, outside * (nodes - 1) / chunks), last))
-    grads = full * _BF16
-    if shard_numel < _ROUND_NUMEL:
-        copied = 2 * grads / (card.memory_gb_s * 1e9)
-        return {
-            "grad_copy_s": copied,
-            "buffer_bytes": 2 * grads + 2 * grads // part,
-            "reduce": tuple(parts),
-            "reduce_calls": calls,
-        }
+    rounds = max(1, min(-(-_ROUNDS // nodes), shard_numel // _ROUND_NUMEL))
+    rail_calls = -(-(nodes - 1) // max(1, nodes // _RAIL_CALLS)) * rounds
+    calls = nodes * rounds * (part > 1) + rail_calls
     buffer = 2 * grads // nodes + (grads + full * wires.internode_bytes) // part
     return {"keeps_grads": True, "buffer_bytes": buffer, "reduce": tuple(parts), "reduce_calls": calls}
