@@ -43,6 +43,7 @@ __all__ = [
 logger = logging.getLogger("ragged_fsdp")
 Include = Callable[[str, nn.Module], bool]
 _CODES = BlockCodes("float8_e4m3fn", (BLOCK, BLOCK), decoded=False)
+_IN_TILES = "store it in tiles (tiles=True; train --granularity '*_proj*=tiles:128x128'), "
 _TILED_MULTIPLE = 16  # what the kernels read begins at multiples of 16 bytes
 _EXCLUDED = re.compile(r"(^|\.)(lm_head|output|score|classifier|embed\w*|wte|wpe|\w*norm\w*|gate|router)$")
 
@@ -317,7 +318,7 @@ def _broken_rule(weights: Mapping[str, Tensor], tiles: bool) -> str:
             fits_tiles = not (tiles or rows % _TILED_MULTIPLE or columns % _TILED_MULTIPLE)
             return (
                 f"{name} has matrices of {rows} x {columns}; FP8 products need multiples of {multiple}: "
-                f"{'store it in tiles (tiles=True), ' if fits_tiles else ''}pad the layer, or exclude it"
+                f"{_IN_TILES if fits_tiles else ''}pad the layer, or exclude it"
             )
         if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
             return f"{name} is {weight.dtype}; FP8 products quantise fp32 or bf16 weights"
