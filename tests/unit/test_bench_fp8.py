@@ -1,5 +1,6 @@
 """FP8 products in ``bench step``, ours and torchao's, on one rank of eight: what is coded, what travels."""
 
+import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.fp8 import losses
 from benchmarks.step.case import Case
 from benchmarks.step.implementations import build, missing
 from benchmarks.step.wire import Wire, join
@@ -79,3 +81,18 @@ def test_torchaos_blockwise_layers_take_the_place_of_ours(monkeypatch):
 def test_a_recipe_that_takes_nothing_says_so():
     with pytest.raises(ValueError, match="torchao, blockwise: expected a linear layer that the recipe takes"):
         trained("fsdp2-torchao-blockwise", replace(DENSE, model="tiny-moe", tokens=16))
+
+
+def test_losses_are_compared_over_the_seeds_that_both_have_and_kept_for_the_same_setting(tmp_path):
+    options = argparse.Namespace(
+        backend="gloo", device="cpu", ranks=4, tiles=False, steps=None, out=tmp_path / "losses.json"
+    )
+    rows = {"dense": {"bf16": {"last_tenth": [2.0, 4.0, 9.0], "held_out": [2.0, 3.0, 9.0]}}}
+    rows["dense"]["fp8"] = {"last_tenth": [2.0, 4.6], "held_out": [2.5, 3.5]}
+    head = losses._head(options)
+    losses._write(options, head, rows)
+    kept = losses._kept(options.out, head)
+    assert kept == rows and kept["dense"]["fp8_over_bf16"] == {"last_tenth": 1.1, "held_out": 1.2}
+    assert "bf16_over_fp32" not in kept["dense"]
+    assert losses._kept(options.out, losses._head(argparse.Namespace(**{**vars(options), "steps": 7}))) == {}
+    assert losses._kept(tmp_path / "none.json", head) == {}
