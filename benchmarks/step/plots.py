@@ -37,9 +37,12 @@ def draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text
-    matplotlib.rcParams["svg.hashsalt"] = "step"
     folder.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "step"}):  # text stays text
+        return _draw(results, folder)
+
+
+def _draw(results: list[dict[str, Any]], folder: Path) -> list[Path]:
     default, expandable = (_by_model(results, allocator) for allocator in ALLOCATORS)
     written: list[Path] = []
     shown: list[dict[str, Any]] = []
