@@ -209,7 +209,7 @@ def _checked_modules(given: Any) -> list[nn.Module]:
     roots = get_root_modules(list(listed))
     for module in roots:
         # its own: wrappers such as that of checkpointing hand out the attributes of what they wrap
-        if "fully_shard" in module.__dict__.get(REGISTRY_KEY, {}):
+        if "fully_shard" in module.__dict__.get(REGISTRY_KEY, {}) or roots.count(module) > 1:
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard "
                 f"has already been applied to the following module:\n{module}"

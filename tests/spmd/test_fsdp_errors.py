@@ -31,6 +31,11 @@ def test_twice_on_one_module(rank):
     model = fully_shard(FeedForward())
     with pytest.raises(AssertionError, match="can only be applied to a module once"):
         fully_shard(model)
+    model = FeedForward()
+    with pytest.raises(AssertionError, match="can only be applied to a module once"):
+        fully_shard([model, model])
+    assert type(model) is FeedForward
+    assert not is_sharded(model.parameters())
 
 
 @spmd(1)
