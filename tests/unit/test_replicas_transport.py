@@ -291,3 +291,6 @@ def test_a_rank_without_gradients_says_so_where_its_parameters_are():
     model = nn.Linear(4, 4, device="meta").requires_grad_(False)
     present, flats = ReplicaGradients(model).collect()
     assert present.is_meta and present.shape == (2,) and flats == []
+    frozen_elsewhere = nn.Linear(4, 4).requires_grad_(False)
+    present, flats = ReplicaGradients(nn.Sequential(frozen_elsewhere, model.requires_grad_(True))).collect()
+    assert present.is_meta and [flat.device.type for flat in flats] == ["meta"]

@@ -58,8 +58,9 @@ class ReplicaGradients:
             there = [(part, local_part(g)) for part, g in zip(bucket.parts, grads) if g is not None]
             if there:
                 torch._foreach_copy_([part for part, _ in there], [grad for _, grad in there])
-        # that of the parameters: a rank may hold nothing that trains, and takes part all the same
-        device = local_part(self._params[0]).device
+        # that of what trains, though a rank may hold nothing of it, and takes part all the same
+        first = next((param for param in self._params if param.requires_grad), self._params[0])
+        device = local_part(first).device
         present = [param.grad is not None for param in self._params]
         return torch.tensor(present, dtype=torch.int64, device=device), [b.flat for b in self._buckets]
 
