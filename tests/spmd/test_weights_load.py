@@ -213,6 +213,28 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
 
 
 @spmd(2)
+def test_types_of_elements_in_a_distributed_checkpoint(rank):
+    """Those with a storage class of their own and those without; elements that are not the values."""
+    torch.manual_seed(0)
+    dtypes = (torch.complex64, torch.complex128, torch.float16, torch.int16, torch.bool, torch.uint16)
+    content = {str(i): (9 * torch.rand(6, 5)).to(dtype) for i, dtype in enumerate(dtypes)}
+    folder, negated = rank.shared_dir / "types", rank.shared_dir / "negated"
+    if rank.rank == 0:
+        dcp.save(content, checkpoint_id=folder, no_dist=True)
+        dcp.save({"0": torch._neg_view(torch.ones(3))}, checkpoint_id=negated, no_dist=True)
+    dist.barrier()
+    model = nn.Module()
+    for name, value in content.items():
+        model.register_buffer(name, torch.zeros_like(value))
+    weights.load(model, folder)
+    assert all(torch.equal(model.get_buffer(name), value) for name, value in content.items())
+    model = nn.Module()
+    model.register_buffer("0", torch.zeros(3))
+    with pytest.raises(ValueError, match=r"0 at \(0,\) is damaged: its elements are stored as {'neg': True}"):
+        weights.load(model, negated)
+
+
+@spmd(2)
 def test_folders_at_a_url(rank):
     """What fsspec opens: safetensors with an index, and a distributed checkpoint."""
     torch.manual_seed(0)

@@ -41,6 +41,8 @@ _STORAGES = {
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
     "BFloat16Storage": torch.bfloat16,
+    "ComplexDoubleStorage": torch.complex128,
+    "ComplexFloatStorage": torch.complex64,
     "LongStorage": torch.int64,
     "IntStorage": torch.int32,
     "ShortStorage": torch.int16,
@@ -168,7 +170,9 @@ def _look_into(item: _Ends) -> tuple[int, torch.dtype, View]:
 class _Tensor:
     """What ``torch.save`` says of a tensor: the record and type of its storage, and its place there."""
 
-    def __init__(self, storage: tuple[str, Any], offset: int, sizes: Any, strides: Any) -> None:
+    def __init__(
+        self, storage: tuple[str, Any], offset: int, sizes: Any, strides: Any, marks: Any = None
+    ) -> None:
         self.key, dtype = storage
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"it has the type {dtype!r}")
@@ -176,6 +180,10 @@ class _Tensor:
         self.view = View(offset, tuple(sizes), tuple(strides))
         if not all(type(n) is int for n in (offset, *self.view.sizes, *self.view.strides)):
             raise ValueError(f"it has {self.view}")
+        if marks:  # a lazy conjugate or negative: the elements are not the values
+            raise ValueError(
+                f"its elements are stored as {marks}; save it after resolve_conj().resolve_neg()"
+            )
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -185,10 +193,12 @@ class _TensorUnpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, offset, sizes, strides, *_: _Tensor(storage, offset, sizes, strides)
+            return lambda storage, offset, sizes, strides, _, __, marks=None: _Tensor(
+                storage, offset, sizes, strides, marks
+            )
         if (module, name) == ("torch._utils", "_rebuild_tensor_v3"):  # of dtypes without a storage class
-            return lambda storage, offset, sizes, strides, _, __, dtype, *___: _Tensor(
-                (storage[0], dtype), offset, sizes, strides
+            return lambda storage, offset, sizes, strides, _, __, dtype, marks=None: _Tensor(
+                (storage[0], dtype), offset, sizes, strides, marks
             )
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
