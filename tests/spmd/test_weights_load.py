@@ -183,11 +183,15 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
     fully_shard(model, mesh=rank.mesh())
     content = {
         "damaged": torch.ones(60, 40),
+        "behind": torch.ones(60, 40),
+        "renamed": torch.ones(60, 40),
         "codes": torch.ones(60, 40).to(torch.float8_e4m3fn),
         "parameter": nn.Parameter(torch.ones(60, 40)),
     }
     errors = {
         "damaged": r"weight at \(0, 0\) is damaged",
+        "behind": r"weight at \(0, 0\) is damaged: (9600 bytes at \d+ do not lie in its|Overlapped)",
+        "renamed": r"weight at \(0, 0\) is damaged: File name in directory",
         "codes": "weight is stored as torch.float8_e4m3fn",
         "parameter": "damaged: it asks for torch._utils._rebuild_parameter, which is no plain tensor",
     }
@@ -198,6 +202,11 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
             file = folder / "__0_0.distcp"
             if name == "damaged":
                 file.write_bytes(file.read_bytes().replace(b"FloatStorage", b"FloatSt0rage"))
+            if name in ("behind", "renamed"):
+                changed = bytearray(file.read_bytes())
+                header = changed.rindex(b"PK\3\4", 0, changed.index(b"/data/0"))
+                changed[header + (29 if name == "behind" else 26)] += 0x40 if name == "behind" else 1
+                file.write_bytes(changed)
             if name == "parameter":
                 saved = io.BytesIO()
                 torch.save(content[name], saved)
@@ -214,20 +223,26 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
 
 @spmd(2)
 def test_types_of_elements_in_a_distributed_checkpoint(rank):
-    """Those with a storage class of their own and those without; elements that are not the values."""
+    """Those with a storage class of their own and those without, also far from the ends of their items;
+    elements that are not the values."""
     torch.manual_seed(0)
     dtypes = (torch.complex64, torch.complex128, torch.float16, torch.int16, torch.bool, torch.uint16)
     content = {str(i): (9 * torch.rand(6, 5)).to(dtype) for i, dtype in enumerate(dtypes)}
-    folder, negated = rank.shared_dir / "types", rank.shared_dir / "negated"
+    folder, aligned, negated = (rank.shared_dir / name for name in ("types", "aligned", "negated"))
     if rank.rank == 0:
         dcp.save(content, checkpoint_id=folder, no_dist=True)
+        with torch.utils.serialization.config.patch("save.storage_alignment", 1 << 15):
+            dcp.save(content, checkpoint_id=aligned, no_dist=True)
         dcp.save({"0": torch._neg_view(torch.ones(3))}, checkpoint_id=negated, no_dist=True)
     dist.barrier()
     model = nn.Module()
     for name, value in content.items():
         model.register_buffer(name, torch.zeros_like(value))
-    weights.load(model, folder)
-    assert all(torch.equal(model.get_buffer(name), value) for name, value in content.items())
+    for place in (folder, aligned):
+        for buffer in model.buffers():
+            buffer.zero_()
+        weights.load(model, place)
+        assert all(torch.equal(model.get_buffer(name), value) for name, value in content.items())
     model = nn.Module()
     model.register_buffer("0", torch.zeros(3))
     with pytest.raises(ValueError, match=r"0 at \(0,\) is damaged: its elements are stored as {'neg': True}"):

@@ -35,7 +35,9 @@ __all__ = ["elements_of", "of_run", "read_index"]
 
 _PREFIX = "model."
 _END_BYTES = 4096
-"""Of each end of an item; torch's own records take less than half of it."""
+"""Of each end of an item; torch's own records take less than half of it, unless they are aligned to more."""
+_MOST_BYTES = 1 << 16
+"""Of a read between the ends, and of a record but the elements; what fills up to an alignment is shorter."""
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -108,13 +110,14 @@ def elements_of(name: str, entry: Entry, box: StoredBox, files: Files) -> tuple[
 
 
 class _Ends(io.RawIOBase):
-    """An item as a file of which only the two ends can be read."""
+    """An item as a file of which the two ends are read at once, and little else can be."""
 
     def __init__(self, box: StoredBox, files: Files) -> None:
-        self._begin, self._length, self._at = box.begin, box.item_bytes, 0
-        self._head = files.read(box.file, box.begin, min(_END_BYTES, self._length))
-        self._tail_at = max(len(self._head), self._length - _END_BYTES)
-        self._tail = files.read(box.file, box.begin + self._tail_at, self._length - self._tail_at)
+        self._file, self._files = box.file, files
+        self._begin, self.length, self._at = box.begin, box.item_bytes, 0
+        self._head = files.read(box.file, box.begin, min(_END_BYTES, self.length))
+        self._tail_at = max(len(self._head), self.length - _END_BYTES)
+        self._tail = files.read(box.file, box.begin + self._tail_at, self.length - self._tail_at)
 
     def place(self, at: int) -> int:
         """The byte of the file at which a byte of the item is."""
@@ -124,14 +127,14 @@ class _Ends(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.length}[whence]
         return self._at
 
     def tell(self) -> int:
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        end = self._length if size is None or size < 0 else min(self._at + size, self._length)
+        end = self.length if size is None or size < 0 else min(self._at + size, self.length)
         if end <= len(self._head):
             found = self._head[self._at : end]
         elif self._at >= self._tail_at:
@@ -139,7 +142,9 @@ class _Ends(io.RawIOBase):
         elif self._tail_at == len(self._head):
             found = (self._head + self._tail)[self._at : end]
         else:
-            raise ValueError(f"byte {self._at} is between its elements, where torch.save has no record")
+            if end - self._at > _MOST_BYTES:
+                raise ValueError(f"byte {self._at} begins no short record, as torch.save has before elements")
+            found = self._files.read(self._file, self.place(self._at), end - self._at)
         self._at = end
         return found
 
@@ -147,12 +152,16 @@ class _Ends(io.RawIOBase):
 def _look_into(item: _Ends) -> tuple[int, torch.dtype, View]:
     with zipfile.ZipFile(item) as archive:
         stem = next(name for name in archive.namelist() if name.endswith("data.pkl"))[: -len("data.pkl")]
+        if (unpacked := archive.getinfo(f"{stem}data.pkl").file_size) > _MOST_BYTES:
+            raise ValueError(f"its data.pkl has {unpacked} bytes, too many for one tensor")
         found = _TensorUnpickler(io.BytesIO(archive.read(f"{stem}data.pkl"))).load()
         if not isinstance(found, _Tensor):
             raise ValueError("it is no plain tensor")
         if (order := archive.read(f"{stem}byteorder").decode()) != sys.byteorder:
             raise ValueError(f"its elements are {order}-endian")
         record = archive.getinfo(f"{stem}data/{found.key}")
+        with archive.open(record):  # its header must be where the directory says, and be of this record
+            pass
     if record.compress_type != zipfile.ZIP_STORED:
         raise ValueError("its elements are compressed")
     view, steps = found.view, zip(found.view.sizes, found.view.strides)
@@ -164,6 +173,8 @@ def _look_into(item: _Ends) -> tuple[int, torch.dtype, View]:
         raise ValueError(f"its strides are {view.strides}")
     item.seek(record.header_offset)
     begin = record.header_offset + 30 + sum(_LOCAL_HEADER.unpack(item.read(_LOCAL_HEADER.size)))
+    if begin + record.file_size > item.length:
+        raise ValueError(f"{record.file_size} bytes at {begin} do not lie in its {item.length}")
     return item.place(begin), found.dtype, view
 
 
