@@ -113,6 +113,7 @@ class _Ends(io.RawIOBase):
     """An item as a file of which the two ends are read at once, and little else can be."""
 
     def __init__(self, box: StoredBox, files: Files) -> None:
+        assert box.item_bytes is not None
         self._file, self._files = box.file, files
         self._begin, self.length, self._at = box.begin, box.item_bytes, 0
         self._head = files.read(box.file, box.begin, min(_END_BYTES, self.length))

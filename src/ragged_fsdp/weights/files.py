@@ -33,8 +33,8 @@ class StoredBox:
     """Its first byte in the file: of the elements, or of the item that holds them."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    item_bytes: int = 0
-    """Bytes of an item of ``torch.distributed.checkpoint``; 0 where the elements themselves begin."""
+    item_bytes: int | None = None
+    """Bytes of an item of ``torch.distributed.checkpoint``; None where the elements themselves begin."""
 
 
 @dataclass(frozen=True)

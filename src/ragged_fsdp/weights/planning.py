@@ -59,7 +59,7 @@ class _Want:
     def pieces(self, files: Files, target: int, source: int) -> list[Piece]:
         """The runs of bytes to read for a target, by their numbers."""
         begin, elements = self.box.begin, _row_major(self.box.sizes)
-        if self.box.item_bytes:
+        if self.box.item_bytes is not None:
             begin, elements = elements_of(self.stored, self.entry, self.box, files)
         item = self.entry.dtype.itemsize
         return [Piece(self.box.file, begin, item, target, source, t) for t in self.transfers(elements)]
