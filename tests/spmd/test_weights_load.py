@@ -186,6 +186,7 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
         "behind": torch.ones(60, 40),
         "renamed": torch.ones(60, 40),
         "no item": torch.ones(60, 40),
+        "of one rank": model.weight,
         "codes": torch.ones(60, 40).to(torch.float8_e4m3fn),
         "parameter": nn.Parameter(torch.ones(60, 40)),
     }
@@ -194,6 +195,7 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
         "behind": r"weight at \(0, 0\) is damaged: (9600 bytes at \d+ do not lie in its|Overlapped)",
         "renamed": r"weight at \(0, 0\) is damaged: File name in directory",
         "no item": r"weight at \(0, 0\) is damaged: File is not a zip file",
+        "of one rank": r"weight of shape \(60, 40\) has pieces of 1280 elements, not of all",
         "codes": "weight is stored as torch.float8_e4m3fn",
         "parameter": "damaged: it asks for torch._utils._rebuild_parameter, which is no plain tensor",
     }

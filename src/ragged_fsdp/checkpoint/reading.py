@@ -4,12 +4,13 @@ Its index, ``.metadata``, is a pickle, and so are the values that are no tensors
 a checkpoint could run code in each process that loads it. Here the index may build nothing but the records
 that torch puts into it, values are loaded with ``weights_only=True``, and before anything is read the whole
 index is compared with the files: names that lead out of the folder, places behind the end of a file, pieces
-that do not lie in their tensor are refused, each by name.
+that do not lie in their tensor or do not fill it are refused, each by name.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -199,6 +200,9 @@ def _check_tensor(name: str, entry: Any, places: dict[Any, Any]) -> None:
             raise ValueError(f"{name} of shape {shape} has a piece of {sizes} at {offsets}, outside of it")
         if MetadataIndex(name, offsets) not in places:
             raise ValueError(f"{name}: its piece at {offsets} is stored nowhere")
+    held = sum(math.prod(piece.sizes) for piece in entry.chunks)
+    if held < math.prod(shape):  # as of one rank that saved its shards alone
+        raise ValueError(f"{name} of shape {shape} has pieces of {held} elements, not of all")
 
 
 def _lengths(given: Any) -> tuple[int, ...] | None:
