@@ -4,7 +4,9 @@ import json
 import math
 import os
 import random
+import resource
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from ragged_fsdp.routes import flat_boxes
 from ragged_fsdp.weights.files import read_header, safetensors_files
 from ragged_fsdp.weights.names import parts_of
-from ragged_fsdp.weights.reading import read_jobs
+from ragged_fsdp.weights.reading import Files, read_jobs
 from ragged_fsdp.weights.spans import GAP_BYTES, Piece, Transfer, jobs_of, transfers
 
 
@@ -152,3 +154,17 @@ def test_damaged_files_are_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"lacks gone.safetensors"):
         safetensors_files(tmp_path)
+
+
+def test_more_files_than_a_process_may_open(tmp_path):
+    """A checkpoint of many ranks has them; threads read some while others are closed."""
+    for number in range(300):
+        (tmp_path / str(number)).write_bytes(number.to_bytes(2, "little"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 100, limits[1]))
+    try:
+        with Files(tmp_path) as files, ThreadPoolExecutor(8) as pool:
+            found = pool.map(lambda number: files.read(str(number % 300), 0, 2), range(900))
+            assert [int.from_bytes(text, "little") for text in found] == [*range(300)] * 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

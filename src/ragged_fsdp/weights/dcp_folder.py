@@ -100,8 +100,9 @@ def elements_of(name: str, entry: Entry, box: StoredBox, files: Files) -> tuple[
     Raises:
         ValueError: if the item is damaged, or is not the tensor that the index tells of.
     """
+    item = _Ends(box, files)
     try:
-        begin, dtype, view = _look_into(_Ends(box, files))
+        begin, dtype, view = _look_into(item)
         if (dtype, view.sizes) != (entry.dtype, box.sizes):
             raise ValueError(f"it has {dtype} of shape {view.sizes}, not {entry.dtype} of shape {box.sizes}")
     except Exception as error:  # damaged bytes can make an unpickler raise anything

@@ -136,6 +136,7 @@ class Plan:
             lines.append(f"{target.name} {shape} {dtype}")
             if self._reads(index, target.tensor):
                 self._add(index, name, options[name])
+        self._wants.sort(key=lambda want: want[1].box.file)  # or files would be opened again and again
         with Files(self.folder) as files, ThreadPoolExecutor(_ITEMS_AT_A_TIME, "weights") as pool:
             found = pool.map(lambda want: want[1].pieces(files, *want[2:]), self._wants)
             for (into, *_), pieces in zip(self._wants, found):

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,21 @@ CHUNK_BYTES = 16 << 20
 _AHEAD_BYTES = 256 << 10
 """How much the kernel is told of at a time: of more it fetches only the first of its read-ahead, or what the
 disk takes in one request, whichever is more; few disks take less than this."""
+_OPEN_FILES = 64
+"""Of a rank at a time; systems allow a process 256 or more."""
 
 
 class Files:
-    """The files of a folder, each opened once: bytes of any place, from any thread, by ``pread``."""
+    """The files of a folder, each kept open: bytes of any place, from any thread, by ``pread``.
+
+    A checkpoint of many ranks has more files than a process may open: those that were opened first are closed
+    again, once no thread reads them.
+    """
 
     def __init__(self, folder: Place) -> None:
         self._folder = folder
         self._opened: dict[Path, int] = {}
+        self._readers: Counter[Path] = Counter()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Files:
@@ -68,7 +76,8 @@ class Files:
 
     def _read_some(self, file: str, begin: int, memory: memoryview) -> int:
         if isinstance(self._folder, Path):
-            return os.preadv(self._handle(self._folder / file), [memory], begin)
+            with self._handle(self._folder / file) as handle:
+                return os.preadv(handle, [memory], begin)
         path = self._folder / file
         found = path.fs.cat_file(path.url, start=begin, end=begin + len(memory))
         memory[: len(found)] = found
@@ -77,17 +86,28 @@ class Files:
     def will_read(self, file: str, begin: int, length: int) -> None:
         """Tell the kernel of a read to come, where it listens."""
         if isinstance(self._folder, Path):
-            handle = self._handle(self._folder / file)
-            for at in range(begin, begin + length, _AHEAD_BYTES):
-                _advise(handle, at, min(_AHEAD_BYTES, begin + length - at), "WILLNEED")
+            with self._handle(self._folder / file) as handle:
+                for at in range(begin, begin + length, _AHEAD_BYTES):
+                    _advise(handle, at, min(_AHEAD_BYTES, begin + length - at), "WILLNEED")
 
-    def _handle(self, path: Path) -> int:
+    @contextmanager
+    def _handle(self, path: Path) -> Iterator[int]:
+        """The file, open for as long as the caller reads."""
         with self._lock:
             if path not in self._opened:
+                idle = (other for other in self._opened if not self._readers[other])
+                if len(self._opened) >= _OPEN_FILES and (first := next(idle, None)) is not None:
+                    os.close(self._opened.pop(first))
                 self._opened[path] = os.open(path, os.O_RDONLY)
                 # the kernel's guesses would read what other ranks hold
                 _advise(self._opened[path], 0, 0, "RANDOM")
-            return self._opened[path]
+            handle = self._opened[path]
+            self._readers[path] += 1
+        try:
+            yield handle
+        finally:
+            with self._lock:
+                self._readers[path] -= 1
 
 
 def _advise(handle: int, begin: int, length: int, what: str) -> None:
