@@ -266,6 +266,12 @@ def test_fp8_goes_with_models_and_by_itself(tensors):
     for arguments, error in (
         ((tensors, "--fp8"), "--fp8: tiny is a list of tensors; name a model"),
         (("demo", "--fp8", "--advise"), "--fp8 compares ways of its own: leave --advise"),
+        (("demo", "--fp8", "--dtype", "fp32"), "--fp8 compares ways of its own: leave --dtype"),
+        (("demo", "--fp8", "--svg", "x.svg"), "--fp8 compares ways of its own: leave --svg"),
+        (
+            ("demo", "--fp8", "--advise", "--hardware", "h200", "--tokens-per-gpu", "8192"),
+            "--fp8 compares ways of its own: leave --advise",
+        ),
         (("demo", "--fp8", "-g", "*=whole"), "--fp8 compares ways of its own: leave --granularity"),
     ):
         result = run(*arguments)

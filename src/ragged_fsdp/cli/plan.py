@@ -174,22 +174,23 @@ def command(
     """Plan ``model`` and show what was asked for; ``planner`` are fields of ``PlanSettings``."""
     console, status = output_console(), Console(stderr=True)
     with errors_in_one_line(status):
+        base = PlanSettings(element_bytes=_element_bytes(dtype), **planner)
+        if fp8:
+            others = {"--granularity": granularity, "--advise": advising, "--show": show, "--plot": plot_file}
+            others |= {"--ranks-per-node": ranks_per_node, "--experts": experts != "built", "--svg": svg}
+            others |= {"--dtype": dtype != "bf16", "--hardware": hardware, "--tokens-per-gpu": tokens_per_gpu}
+            if given := [name for name, value in others.items() if value]:
+                raise ValueError(f"--fp8 compares ways of its own: leave {given[0]}.")
+            with status.status(f"planning {model}"):
+                found = plan_fp8(load_shapes(model, ep=ep), wrap, parse_sizes(fsdp), base)
+            print(json.dumps(found.as_json(), indent=1)) if as_json else found.print(console)
+            return
         if hardware is not None or tokens_per_gpu is not None:
             if not advising or hardware is None or tokens_per_gpu is None:
                 raise ValueError("--hardware and --tokens-per-gpu go together, with --advise.")
             if granularity:
                 raise ValueError("--granularity: with --hardware layouts are planned element by element.")
             _advise_by_time(model, gpus, hardware, tokens_per_gpu, memory, as_json)
-            return
-        base = PlanSettings(element_bytes=_element_bytes(dtype), **planner)
-        if fp8:
-            others = {"--granularity": granularity, "--advise": advising, "--show": show, "--plot": plot_file}
-            others |= {"--ranks-per-node": ranks_per_node, "--experts": experts != "built"}
-            if given := [name for name, value in others.items() if value]:
-                raise ValueError(f"--fp8 compares ways of its own: leave {given[0]}.")
-            with status.status(f"planning {model}"):
-                found = plan_fp8(load_shapes(model, ep=ep), wrap, parse_sizes(fsdp), base)
-            print(json.dumps(found.as_json(), indent=1)) if as_json else found.print(console)
             return
         compared = [replace(base, rules=rules) for rules in expand_rules(granularity)]
         sizes = _sizes_for(gpus, ranks_per_node or _USUAL_NODE) if advising else parse_sizes(fsdp)
