@@ -537,6 +537,16 @@ def test_search_names_the_best_and_why_others_lose():
     assert alone.exit_code == 2 and "go together, with --advise" in " ".join(alone.output.split())
 
 
+@pytest.mark.parametrize(("name", "sharing"), [("demo", {"tp": 2}), ("nano", {"ep": 4})])
+def test_search_keeps_the_parallelism_that_was_chosen(name, sharing):
+    setup = Setup(gpus=16, tokens_per_gpu=64 // sharing.get("tp", 1), seq_len=64, **sharing)
+    found = search(workload_of(name), setup, CARD, PROFILES["h200-400g"])
+    assert found[0].why == "best"
+    assert {(entry.prediction.setup.tp, entry.prediction.setup.ep) for entry in found} == {
+        (setup.tp, setup.ep)
+    }
+
+
 def test_a_training_run_s_file_is_a_model(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(

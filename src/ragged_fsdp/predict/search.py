@@ -85,8 +85,10 @@ def _spreads(setup: Setup, network: Network) -> Iterator[Setup]:
     for shard in range(1, setup.gpus + 1):
         if setup.gpus % shard or (shard % node and shard != setup.gpus and shard != 1):
             continue
+        if shard % setup.ep or shard % setup.tp:
+            continue
         for micro in _MICRO_BATCHES:
-            if setup.tokens_per_gpu % (setup.seq_len * micro):
+            if setup.tokens_per_gpu * setup.tp % (setup.seq_len * micro):
                 continue
             for every in _RECOMPUTED:
                 yield replace(
@@ -103,6 +105,16 @@ def _moves(setup: Setup, workload: Workload, network: Network, allow_codes: bool
     yield replace(setup, reshard_after_forward=False)
     if 1 < node < setup.shard and setup.shard % node == 0:
         yield replace(setup, park=node)
+    if setup.ep == setup.tp == 1:  # else the user has chosen
+        yield from _shared_layers(setup, workload)
+    if allow_codes:
+        yield replace(setup, codes=True)
+        if 1 < node < setup.shard and setup.shard % node == 0:
+            yield replace(setup, codes=True, park=node)
+
+
+def _shared_layers(setup: Setup, workload: Workload) -> Iterator[Setup]:
+    """Expert parallelism, or tensor parallelism."""
     experts = [shape[0] for k in workload.kinds for name, shape in k.shapes if ".experts." in f".{name}"]
     for ep in _EXPERT_PARALLEL:
         if experts and all(count % ep == 0 for count in experts) and setup.shard % ep == 0:
@@ -112,10 +124,6 @@ def _moves(setup: Setup, workload: Workload, network: Network, allow_codes: bool
             yield replace(setup, tp=tp)
             if not setup.tokens_per_gpu * tp % (setup.seq_len * setup.micro_batches * tp):
                 yield replace(setup, tp=tp, micro_batches=setup.micro_batches * tp)
-    if allow_codes:
-        yield replace(setup, codes=True)
-        if 1 < node < setup.shard and setup.shard % node == 0:
-            yield replace(setup, codes=True, park=node)
 
 
 def _different(ranked: Sequence[Prediction]) -> Iterator[Prediction]:
