@@ -559,6 +559,23 @@ def test_a_training_run_s_file_is_a_model(tmp_path):
     assert json.loads(other.stdout)["predictions"][0]["setup"]["optimizer"] == "sgd"
 
 
+def test_a_training_run_s_settings_are_those_that_are_predicted(tmp_path):
+    path = tmp_path / "run.toml"
+    head = '[model]\nmodel = "nano"\n[data]\nseq_len = 64\nbatch = 16\n'
+    path.write_text(
+        f'{head}[optimizer]\noffload_optimizer = true\n[sharding]\nsharding = "fsdp2"\n'
+        'internode_dtype = "fp32"\n'
+    )
+    rows = json.loads(run(path, "--gpus", "8", "--hardware", "h200", "--json").stdout)["predictions"]
+    assert [row["setup"]["sharding"] for row in rows] == ["ragged", "fsdp2"]
+    assert all(row["setup"]["offload_optimizer"] for row in rows)
+    assert rows[0]["setup"]["internode_dtype"] == "fp32"
+    for line in ('sharding = "ddp"', 'precision = "fp32"', "fp8 = true", 'ep = 2\ndispatch = "two_level"'):
+        path.write_text(f"{head}[sharding]\n{line}\n")
+        result = run(path, "--gpus", "8", "--hardware", "h200")
+        assert result.exit_code == 2 and "is not modelled; expected" in " ".join(result.output.split())
+
+
 def test_a_table_of_nccl_tests_replaces_the_rate(tmp_path):
     path = tmp_path / "all_gather.txt"
     path.write_text(

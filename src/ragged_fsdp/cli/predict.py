@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ragged_fsdp.predict.network import Network
     from ragged_fsdp.predict.step import Prediction, Setup
     from ragged_fsdp.predict.workload import Workload
+    from ragged_fsdp.trainer.config import TrainConfig
 
 __all__ = ["command"]
 
@@ -74,6 +75,7 @@ Examples:
 @click.option("--accumulate", type=_FROM_ONE, default=1, help="micro-batches of a step.")
 @click.option("--reduction", default="auto", help="auto, reduce_scatter, all_to_all or two_level.")
 @click.option("--reduce-dtype", default="fp32", help="fp32 or bf16: of the sums of gradients.")
+@click.option("--internode-dtype", default="bf16", help="bf16 or fp32: of sums that two_level sends.")
 @click.option(
     "--reshard-after-forward/--no-reshard-after-forward", default=True, help="free layers between passes."
 )
@@ -118,6 +120,8 @@ class _Request:
             name, changes = _from_toml(Path(model), options)
         if (options["tokens_per_gpu"] is None) == (options["batch_tokens"] is None):
             raise ValueError("give one of --tokens-per-gpu and --batch-tokens.")
+        self.fsdp2: bool = options["fsdp2"]
+        """Whether FSDP2 is shown beside ours: by the flag, or since the run is one of FSDP2."""
         counts = parse_gpus(gpus)
         self.card, self.network = _hardware(options)
         from ragged_fsdp.predict.workload import workload_of
@@ -166,6 +170,7 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
 
     config = from_values(load_toml(path))
     sharding, data = config.sharding, config.data
+    _refuse_what_is_not_modelled(path, config)
     options["seq_len"] = options["seq_len"] or data.seq_len
     if options["tokens_per_gpu"] is None and options["batch_tokens"] is None:
         options["batch_tokens"] = data.batch * data.seq_len
@@ -177,6 +182,9 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
         "reduction": sharding.reduction,
         "activation_checkpointing": sharding.activation_checkpointing,
         "optimizer": config.optimizer.optimizer,
+        "offload_optimizer": config.optimizer.offload_optimizer,
+        "fsdp2": sharding.sharding == "fsdp2",
+        "internode_dtype": "fp32" if sharding.internode_dtype == "fp32" else "bf16",
         "reshard_after_forward": sharding.reshard_after_forward,
         "reduce_dtype": "bf16" if sharding.precision == "bf16-reduce" else "fp32",
         "codes": bool(sharding.gather_codes),
@@ -188,6 +196,20 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
         if source is None or source.name != "COMMANDLINE":
             options[key] = value
     return config.model.model, dict(config.model.model_set)
+
+
+def _refuse_what_is_not_modelled(path: Path, config: TrainConfig) -> None:
+    sharding = config.sharding
+    modelled = {
+        "sharding": ("ragged", "fsdp2"),
+        "precision": ("auto", "bf16", "bf16-reduce"),
+        "fp8": (False,),
+        "dispatch": ("all_to_all",) if sharding.ep > 1 else (sharding.dispatch,),
+    }
+    for name, values in modelled.items():
+        if (value := getattr(sharding, name)) not in values:
+            expected = ", ".join(map(str, values))
+            raise ValueError(f"{path}: {name} = {value} is not modelled; expected {expected}.")
 
 
 def _hardware(options: dict[str, Any]) -> tuple[Card, Network]:
@@ -234,6 +256,7 @@ def _setup(gpus: int, options: dict[str, Any]) -> Setup | None:
         offload_optimizer=options["offload_optimizer"],
         reduction=options["reduction"],
         reduce_dtype=options["reduce_dtype"],
+        internode_dtype=options["internode_dtype"],
         reshard_after_forward=options["reshard_after_forward"],
         activation_checkpointing=options["activation_checkpointing"],
         codes=options["codes"],
@@ -274,7 +297,7 @@ def read_nccl_table(path: Path) -> tuple[tuple[float, float], ...]:
 def _predict(request: _Request, as_json: bool, options: dict[str, Any], status: Console) -> None:
     ours = [request.run(setup) for setup in request.setups]
     curves = {"ragged": ours}
-    if options["fsdp2"]:
+    if request.fsdp2:
         curves["fsdp2"] = [
             request.run(replace(setup, sharding="fsdp2", reduction="auto", codes=False))
             for setup in request.setups
