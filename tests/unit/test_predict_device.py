@@ -168,7 +168,13 @@ def test_a_host_that_binds_is_named():
     setup = Setup(gpus=64, tokens_per_gpu=256, seq_len=256, host=Host(collective_s=1.0))
     found = predict(workload_of("nano"), setup, CARD, PROFILES["h200-400g"])
     assert found.binds == "the host's launches" and found.seconds.value == found.replayed.host_s
-    assert found.seconds.error == 0.4
+    assert found.seconds.error == pytest.approx(0.4)
+    longer = predict(workload_of("nano"), replace(setup, host=Host()), CARD, PROFILES["h200-400g"])
+    calls = found.replayed.host_s  # of a second each
+    near = replace(setup, host=Host(collective_s=0.9 * longer.seconds.value / calls))
+    found = predict(workload_of("nano"), near, CARD, PROFILES["h200-400g"])
+    assert found.seconds.value == longer.seconds.value  # not bound, but 1.4 times its host would be
+    assert found.seconds.error == pytest.approx(max(longer.seconds.error, 1.4 * 0.9 - 1))
     assert predict(workload_of("nano"), replace(setup, host=None), CARD, PROFILES["flat"]).replayed.host_s > 0
 
 

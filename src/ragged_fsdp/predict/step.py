@@ -251,8 +251,7 @@ def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> P
     compute_error = _MEASURED_ERROR if measured else max(spreads, default=_MEASURED_ERROR)
     shares = done.compute_s / done.seconds, done.exposed_s / done.seconds
     error = shares[0] * compute_error + shares[1] * _NETWORK_ERROR
-    if done.host_s >= done.seconds:
-        error = _HOST_ERROR
+    error = max(error, (1 + _HOST_ERROR) * done.host_s / done.seconds - 1)
     return Prediction(
         model=workload.name,
         setup=setup,
