@@ -19,7 +19,7 @@ from ragged_fsdp.predict.clocks import BOOST, clock, replay_at_its_clock
 from ragged_fsdp.predict.costs import count_costs
 from ragged_fsdp.predict.groups import Wires, group_cost
 from ragged_fsdp.predict.network import PROFILES, Seconds
-from ragged_fsdp.predict.parallel import Ranks
+from ragged_fsdp.predict.parallel import Ranks, shared_point
 from ragged_fsdp.predict.products import GROUPED_BESIDE, products_of
 from ragged_fsdp.predict.replay import replay
 from ragged_fsdp.predict.simulate import Streams
@@ -93,10 +93,22 @@ def test_experts_apart_and_an_embedding_are_counted_as_they_are_used():
 # -- clocks ----------------------------------------------------------------------------------------
 
 
+def test_tensor_parallel_ranks_split_grouped_products_too():
+    workload = workload_of("demo")
+    kind = workload.kinds[0]
+    whole = products_of(workload, kind, 512, Ranks(8), CARD)
+    split = products_of(workload, kind, 512, Ranks(8, tp=2), CARD)
+    assert whole.grouped_s > 0 and split.seconds == whole.seconds / 2
+    point = Point(512, 3.0, 6.0, 3.0, 0, 0, 0, 0, 0, 2.0, 4.0, 0.0)
+    halves = shared_point(point, workload, kind, Ranks(8, tp=2), CARD)
+    assert split.held(halves) == pytest.approx(whole.held(point), rel=0.05)  # but for norms and residuals
+
+
 def test_the_clock_goes_with_the_third_root_of_the_load_and_ends():
     assert clock(1.0) == 1.0
     assert clock(0.8) == pytest.approx(0.8 ** (-1 / 3))
     assert clock(0.5) == clock(0.0) == BOOST
+    assert clock(1.3) == 1.0  # a card whose layers are faster than its products: no clock is below theirs
 
 
 def test_products_of_a_step_that_waits_run_at_the_clock_of_its_load():

@@ -31,8 +31,8 @@ _ROUNDS = 3
 
 
 def clock(load: float) -> float:
-    """The clock under a load of 0 to 1, over that under 1."""
-    return min(BOOST, max(load, 1e-9) ** (-1 / 3))
+    """The clock under a load, over that under 1. A load above 1 (the card's products are slower) is 1."""
+    return min(BOOST, max(1.0, 1 / max(load, 1e-9)) ** (1 / 3))
 
 
 def replay_at_its_clock(costs: StepCosts) -> Replayed:
@@ -55,7 +55,7 @@ def _products_s(run: LayerRun) -> float:
 
 def _load(run: LayerRun) -> float:
     """Of a layer by itself."""
-    return min(1.0, _products_s(run) / max(1e-9, run.forward_s + run.backward_s))
+    return _products_s(run) / max(1e-9, run.forward_s + run.backward_s)
 
 
 def _at(now: float, run: LayerRun) -> LayerRun:

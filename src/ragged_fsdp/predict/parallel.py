@@ -181,6 +181,8 @@ def _split_point(point: Point, workload: Workload, kind: Kind, ranks: Ranks, car
         forward_peak_bytes=int(share(point.forward_peak_bytes, _WHOLE_SAVED * once)),
         backward_peak_bytes=int(share(point.backward_peak_bytes, _WHOLE_SAVED * once)),
         recompute_peak_bytes=int(share(point.recompute_peak_bytes, _WHOLE_SAVED * once)),
+        roofline_forward_ms=share(point.roofline_forward_ms, _WHOLE_FORWARD * once_ms),
+        roofline_backward_ms=share(point.roofline_backward_ms, _WHOLE_BACKWARD * once_ms),
     )
 
 

@@ -66,4 +66,4 @@ def products_of(workload: Workload, kind: Kind, tokens: int, ranks: Ranks, card:
             plain += 2.0 * rows * numel / len(experts) / rate
         elif len(shape) == 2 and not (kind.name == ROOT and "embed" in name):
             plain += 2.0 * tokens * numel / rate
-    return Products(plain / ranks.tp, max(grouped, read))
+    return Products(plain / ranks.tp, max(grouped, read) / ranks.tp)
