@@ -586,6 +586,10 @@ def test_a_table_of_nccl_tests_replaces_the_rate(tmp_path):
     assert read_nccl_table(path) == ((1048576.0, 8.6), (1073741824.0, 364.48))
     wires = Wires(PROFILES["h200-400g"], 64, ring_table=read_nccl_table(path))
     assert wires.ring("all_gather", 1 << 30).outside == pytest.approx((1 << 30) * 63 / 64 / 364.48e9)
+    exchange = "all_to_all", 1 << 30  # of which every card carries a GPU's own bytes, not a node's eighth
+    assert wires.ring(*exchange) == Wires(PROFILES["h200-400g"], 64).ring(*exchange)
+    one_node = replace(wires, shard=8).ring("all_gather", 1 << 30)
+    assert one_node == pytest.approx(((1 << 30) * 7 / 8 / 364.48e9, 0.0))
     path.write_text("nothing")
     with pytest.raises(ValueError, match="no lines of nccl-tests"):
         read_nccl_table(path)

@@ -414,7 +414,9 @@ def _notes(console: Console, request: _Request, last: Prediction) -> None:
         else "layers are counted and modelled by a roofline"
         + (", times what others of their sort took over theirs on this card" if request.card.layers else "")
     )
-    network = "its rates are from the table" if last.setup.ring_table else "the network is modelled"
+    network = "the network is modelled"
+    if last.setup.ring_table:
+        network = "gathers and reduce-scatters are by the table, other collectives are modelled"
     lines = [
         f"{compute}; {network}; workspace, fragmentation and goodput are stated models (docs/predict.md)",
         f"a failure every {last.goodput.hours_between_failures:.1f} h at {last.setup.gpus} GPUs, "

@@ -53,7 +53,8 @@ class Wires:
     offload: bool = False
     """Whether shards live in the host's memory."""
     ring_table: tuple[tuple[float, float], ...] = ()
-    """Bytes and GB/s (bus bandwidth) of a gather as measured, instead of the network's rate."""
+    """Bytes and GB/s (bus bandwidth) of a gather as measured: of gathers and reduce-scatters, instead of the
+    network's rate."""
 
     @property
     def place(self) -> Place:
@@ -76,12 +77,12 @@ class Wires:
         return pick_reduction("auto", Levels.of(nodes), widens=True)
 
     def ring(self, kind: str, nbytes: float, place: Place | None = None) -> Seconds:
-        """A gather, reduce-scatter or all-reduce of a full buffer."""
+        """A collective of a full buffer; the table is of rings, in which a node's cards share the bytes."""
         held = price(kind, nbytes, place or self.place, self.network)
-        if place is None and self.ring_table and self.place.nodes > 1:
-            rate = _interpolate(self.ring_table, nbytes) * 1e9
-            return Seconds(held.inside, nbytes * (1 - 1 / self.shard) / rate)
-        return held
+        if place is not None or not self.ring_table or kind == "all_to_all":
+            return held
+        measured = nbytes * (1 - 1 / self.shard) / (_interpolate(self.ring_table, nbytes) * 1e9)
+        return Seconds(held.inside, measured) if self.place.nodes > 1 else Seconds(measured, 0.0)
 
 
 def _interpolate(table: Sequence[tuple[float, float]], nbytes: float) -> float:
