@@ -609,6 +609,15 @@ def test_a_table_of_nccl_tests_replaces_the_rate(tmp_path):
         ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--replicas", "3"], "divisor of 8 GPUs"),
         ([*NANO, "--gpus", "8,16", "--tokens-per-gpu", "64", "--search"], "one number of GPUs"),
         ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--memory", "0"], "not in the range x>0"),
+        ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--timeline", "a.png"], "suffix must be .svg"),
+        (
+            [*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--search", "--plot", "a.svg"],
+            "--plot shows what --search does not",
+        ),
+        (
+            ["llama-3-8b", "--hardware", "h100", "--gpus", "8", "--tokens-per-gpu", "4096", "--ep", "8"],
+            "'llama-3-8b' has no experts",
+        ),
         (
             [*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--reduction", "two_levels"],
             "did you mean 'two_level'?",

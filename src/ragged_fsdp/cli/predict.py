@@ -103,6 +103,8 @@ def command(model: str, gpus: str, as_json: bool, **options: Any) -> None:
     gc.set_threshold(50_000)  # looking for garbage among what imports leave took a tenth of the time
     status = Console(stderr=True)
     with errors_in_one_line(status):
+        if options["timeline"] is not None and options["timeline"].suffix.lower() != ".svg":
+            raise ValueError(f"--timeline {options['timeline']}: the suffix must be .svg.")
         request = _Request(model, gpus, options)
         if options["searching"]:
             _search(request, as_json, options)
@@ -446,6 +448,9 @@ def least_state(request: _Request, setup: Setup) -> str:
 def _search(request: _Request, as_json: bool, options: dict[str, Any]) -> None:
     from ragged_fsdp.predict.search import search
 
+    for name in ("plot_file", "timeline"):
+        if options[name] is not None:
+            raise ValueError(f"--{name.partition('_')[0]} shows what --search does not: give one of them.")
     if len(request.setups) > 1:
         raise ValueError("--search looks at one number of GPUs: give one.")
     setup = request.setups[0]

@@ -28,7 +28,7 @@ from ragged_fsdp.predict.groups import Shapes
 from ragged_fsdp.predict.network import Network, Place, Seconds, price
 from ragged_fsdp.predict.workload import ROOT, Kind, Workload
 
-__all__ = ["Part", "Ranks", "exchanged", "parts_of", "shared_point"]
+__all__ = ["Part", "Ranks", "exchanged", "parts_of", "refuse_without_experts", "shared_point"]
 
 _BF16 = 2
 _WHOLE_FORWARD, _WHOLE_BACKWARD, _WHOLE_SAVED = 10, 14, 4
@@ -77,6 +77,13 @@ def parts_of(workload: Workload, kind: Kind, ranks: Ranks) -> list[Part]:
     if taken:
         parts.append(Part(name, tuple(taken), ranks.count // apart, apart))
     return [part for part in parts if part.shapes]
+
+
+def refuse_without_experts(workload: Workload, ranks: Ranks) -> None:
+    """``ValueError`` where ranks are to share experts that the model does not have."""
+    names = [name for kind in workload.kinds for name, _ in kind.shapes]
+    if ranks.ep > 1 and not any(".experts." in f".{name}" for name in names):
+        raise ValueError(f"ep = {ranks.ep}: the model {workload.name!r} has no experts that can be spread")
 
 
 def _is_shared(workload: Workload, kind: Kind, ranks: Ranks, name: str, shape: tuple[int, ...]) -> bool:

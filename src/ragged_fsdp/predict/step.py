@@ -20,7 +20,7 @@ from ragged_fsdp.predict.computation import Amount, runs_of
 from ragged_fsdp.predict.groups import Wires, fsdp2_numel, group_cost, planned_numel
 from ragged_fsdp.predict.network import Network
 from ragged_fsdp.predict.optimizers import OPTIMIZERS, Update, elementwise, muon, with_state_on_host
-from ragged_fsdp.predict.parallel import Part, Ranks, exchanged, parts_of
+from ragged_fsdp.predict.parallel import Part, Ranks, exchanged, parts_of, refuse_without_experts
 from ragged_fsdp.predict.replay import Replayed
 from ragged_fsdp.predict.scale import Goodput, Scale, goodput, slowest
 from ragged_fsdp.predict.workload import Workload
@@ -216,6 +216,7 @@ class Prediction:
 
 def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> Prediction:
     """The cost of one step of ``workload`` on ``setup.gpus`` GPUs of ``card`` in ``network``."""
+    refuse_without_experts(workload, setup.ranks)
     wires = Wires(
         network=network,
         shard=setup.shard,
