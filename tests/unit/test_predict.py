@@ -418,6 +418,16 @@ def test_a_card_is_a_line_between_its_points_and_refuses_nonsense(tmp_path):
             load_card(path)
 
 
+def test_the_error_of_a_data_sheet_has_room_for_what_was_measured():
+    """GPT-OSS-120B on H200: by its card, within the error bar of its data sheet."""
+    setup = Setup(gpus=8, tokens_per_gpu=8192, activation_checkpointing=1)
+    workload, network = workload_of("gpt-oss-120b"), PROFILES["h200-400g"]
+    measured = predict(workload, setup, find_card("h200"), network).seconds.value
+    sheet = predict(workload, setup, roofline_card("h200"), network).seconds
+    assert measured == pytest.approx(sheet.value, rel=sheet.error + 0.05)
+    assert roofline_card("h200").spread("forward", "dense") == 0.25
+
+
 def test_what_a_card_has_measured_is_used():
     workload = workload_of("nano")
     points = tuple(Point(t, t / 64, t / 32, t / 64, t, t, t, 1, t, 1.0, 1.0, 0.0) for t in (64, 128))
