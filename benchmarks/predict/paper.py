@@ -152,6 +152,7 @@ def draw(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams["svg.hashsalt"] = "ragged-fsdp"  # the same figures give the same file
     figure, (weak, strong, model) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     for axes, name, key in ((weak, "weak", "tokens_per_gpu"), (strong, "strong", "batch_tokens")):
         axes.plot(_GPUS, [gpus / _GPUS[0] for gpus in _GPUS], "k:", label="linear")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.predict.paper import draw
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -31,6 +32,7 @@ from ragged_fsdp.predict.measure import _Mark, _phases_of
 from ragged_fsdp.predict.network import PROFILES, Network, Seconds
 from ragged_fsdp.predict.optimizers import muon
 from ragged_fsdp.predict.parallel import Part, Ranks, parts_of
+from ragged_fsdp.predict.pictures import plot_scaling
 from ragged_fsdp.predict.replay import replay
 from ragged_fsdp.predict.scale import Scale, goodput, slowest
 from ragged_fsdp.predict.search import search
@@ -521,6 +523,19 @@ def test_the_command_prints_what_the_library_says(tmp_path, monkeypatch):
         assert max(map(len, text.splitlines())) <= width and "roofline card, nothing measured" in " ".join(
             text.split()
         )
+
+
+def test_the_same_figures_give_the_same_picture(tmp_path):
+    predicted = predict(
+        workload_of("nano"), Setup(gpus=8, tokens_per_gpu=64, seq_len=64), CARD, PROFILES["flat"]
+    )
+    results = Path(__file__).parents[2] / "benchmarks" / "predict" / "results"
+    tables = json.loads((results / "paper.json").read_text())
+    paths = [tmp_path / f"{name}.svg" for name in "abcd"]
+    for scaling, paper in (paths[:2], paths[2:]):
+        plot_scaling(scaling, "one", {"ragged": [predicted]})
+        draw(tables, paper)
+    assert paths[0].read_bytes() == paths[2].read_bytes() and paths[1].read_bytes() == paths[3].read_bytes()
 
 
 def test_a_batch_is_shared_and_sizes_that_cannot_are_named():

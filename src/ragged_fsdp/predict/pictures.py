@@ -91,6 +91,7 @@ def plot_scaling(path: Path, title: str, curves: Mapping[str, Sequence[Predictio
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
+    plt.rcParams["svg.hashsalt"] = "ragged-fsdp"  # the same figures give the same file
     figure, (speed, share) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for label, predictions in curves.items():
         gpus = [p.setup.gpus for p in predictions]
