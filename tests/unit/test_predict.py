@@ -599,6 +599,9 @@ def test_a_training_run_s_settings_are_those_that_are_predicted(tmp_path):
         path.write_text(f"{head}[sharding]\n{line}\n")
         result = run(path, "--gpus", "8", "--hardware", "h200")
         assert result.exit_code == 2 and "is not modelled; expected" in " ".join(result.output.split())
+    path.write_text(f"{head}[sharding]\nranks_per_node = 4\ngranularity = {{'*' = 'rows:2'}}\n")
+    result = run(path, "--gpus", "8", "--hardware", "h200")
+    assert result.exit_code == 0 and "without granularity and ranks_per_node; nodes are" in result.stderr
 
 
 def test_a_table_of_nccl_tests_replaces_the_rate(tmp_path):

@@ -173,6 +173,9 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
     config = from_values(load_toml(path))
     sharding, data = config.sharding, config.data
     _refuse_what_is_not_modelled(path, config)
+    passed_over = [name for name in ("granularity", "ranks_per_node") if getattr(sharding, name)]
+    if passed_over:
+        click.echo(f"{path}: without {' and '.join(passed_over)}; nodes are those of --network", err=True)
     options["seq_len"] = options["seq_len"] or data.seq_len
     if options["tokens_per_gpu"] is None and options["batch_tokens"] is None:
         options["batch_tokens"] = data.batch * data.seq_len
