@@ -293,6 +293,7 @@ def _runs(launch: Launch) -> bool:
         return False
 
 
+_GLOO_LETS_GO_S = 0.05
 _ENDING = threading.Event()
 _LOOKING = threading.Lock()
 
@@ -311,6 +312,13 @@ def _look(watch: weakref.ref[CollectiveWatch], pause_s: float) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Before the interpreter goes: no thread may ask an event then."""
+    """Before the interpreter goes: no thread may ask an event then.
+
+    A thread of gloo tells first that a collective is done and drops its tensors then, for which it asks for
+    the interpreter. Without the pause it may ask one that is going, which ends the process with SIGABRT after
+    all its work (torch 2.13, without this package too).
+    """
     _ENDING.set()
     _LOOKING.acquire(timeout=1.0)
+    if _launches.counts:
+        time.sleep(_GLOO_LETS_GO_S)
