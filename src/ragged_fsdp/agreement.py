@@ -7,7 +7,8 @@ gather what each had to say::
                 another text on one     a Disagreement, the same on every rank
                 a failure on one        a Disagreement that names the rank and its error
 
-:func:`together` is for ranks that must hear what each of them made of a task, not just that it was the same.
+:func:`done_alike` raises what a comparison of this kind finds. :func:`together` is for ranks that must hear
+what each of them made of a task, not just that it was the same.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from ragged_fsdp.torch_internals import unset_fake_temporarily
 
-__all__ = ["Disagreement", "compare", "largest", "together"]
+__all__ = ["Disagreement", "compare", "done_alike", "largest", "together"]
 
 T = TypeVar("T")
 
@@ -105,6 +106,36 @@ def _first_difference(texts: Sequence[tuple[int, Sequence[str]]]) -> str:
             if ours != theirs:
                 return f"rank {first} has '{ours}', rank {rank} has '{theirs}'"
     return "no line differs"
+
+
+def done_alike(
+    verb: str,
+    action: Callable[[], T],
+    describe: Callable[[T], str],
+    groups: Iterable[dist.ProcessGroup | None],
+    device: torch.device,
+) -> T:
+    """What ``action`` returned on this rank, once it has succeeded on all and is described alike.
+
+    A rank whose action failed raises what it raised; the others a ``ValueError`` that names it, or what
+    differs, and says with ``verb`` what the ranks were about to do.
+    """
+    result: Any = None
+    text, failure, told = "", None, None
+    try:
+        result = action()
+        text = describe(result)
+    except Exception as error:
+        failure, told = error, f"{type(error).__name__}: {error}"
+    found = compare(text, groups, device, failure=told)
+    if failure is not None:
+        raise failure
+    if found is not None and found.failures:
+        rank, told = found.failures[0]
+        raise ValueError(f"rank {rank} cannot {verb}: {told}")
+    if found is not None:
+        raise ValueError(f"the ranks do not {verb} the same: {found.difference}")
+    return result
 
 
 def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:

@@ -6,6 +6,7 @@ each group, one byte per element and an fp32 scale per block; what does not comp
 beside it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -182,7 +183,4 @@ def _only(groups: Sequence[Group], coded: set[str], granularity: Rows | Tiles) -
 
 def _blocks(tensor: TensorShape) -> int:
     *matrices, rows, columns = tensor.shape
-    count = -(-rows // _BLOCK) * -(-columns // _BLOCK)
-    for size in matrices:
-        count *= size
-    return count
+    return math.prod(matrices) * math.ceil(rows / _BLOCK) * math.ceil(columns / _BLOCK)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ragged_fsdp.collectives import all_reduce_
+from ragged_fsdp.layout import align_up
 from ragged_fsdp.weights.buckets import Bucket, Record
 from ragged_fsdp.weights.codes import BLOCK, IsCoded, block_fp8, encoded_records, is_coded_record
 from ragged_fsdp.weights.names import Naming
@@ -81,7 +82,7 @@ class CodedSource(GroupSource):
             behind = made[-1]
             records.append(Record(behind.name, behind.dtype, behind.shape, end))
             self._behind[record.name] = records[-1]
-            end += -(-behind.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            end += align_up(behind.nbytes, _ALIGN_BYTES)
         self.records = records
         self._data_bytes = end
 

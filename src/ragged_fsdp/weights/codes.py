@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ragged_fsdp.block_codes import encode_matrices
+from ragged_fsdp.layout import align_up
 from ragged_fsdp.weights.buckets import Bucket, Record
 
 __all__ = ["BLOCK", "IsCoded", "block_fp8", "coded", "encoded_bucket", "encoded_records", "is_coded_record"]
@@ -71,7 +72,7 @@ def encoded_bucket(bucket: Bucket, is_coded: IsCoded) -> Bucket:
     for record in bucket.records:
         for made in encoded_records(record, is_coded):
             records.append(Record(made.name, made.dtype, made.shape, end))
-            end += -(-made.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+            end += align_up(made.nbytes, _ALIGN_BYTES)
     source = bucket.data
     data = torch.empty(end, dtype=torch.uint8, device=source.device)
     places = iter(records)

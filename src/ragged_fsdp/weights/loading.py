@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from ragged_fsdp.agreement import compare
+from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.checkpoint.place import Place, place
 from ragged_fsdp.weights.adapters import Adapters, fresh
 from ragged_fsdp.weights.dcp_folder import of_run, read_index
@@ -243,25 +243,8 @@ class _Ranks:
 
     def done(self, action: Callable[[], Any], describe: Callable[[Any], str] = lambda result: "") -> Any:
         """What ``action`` returned on this rank, once it has succeeded on all and is described alike."""
-        result, text = None, ""
-        failure: Exception | None = None
-        try:
-            result = action()
-            text = describe(result)
-        except Exception as error:
-            failure = error
-        found = None
-        if self.group is not None and self.size > 1:
-            told = f"{type(failure).__name__}: {failure}" if failure is not None else None
-            found = compare(text, [self.group], _device_for(self.group), failure=told)
-        if failure is not None:
-            raise failure
-        if found is not None and found.failures:
-            rank, told = found.failures[0]
-            raise ValueError(f"rank {rank} cannot load: {told}")
-        if found is not None:
-            raise ValueError(f"the ranks do not load the same: {found.difference}")
-        return result
+        device = torch.device("cpu") if self.group is None else _device_for(self.group)
+        return done_alike("load", action, describe, [self.group], device)
 
     def refuse(self, complaint: str | None) -> None:
         """Raise on every rank if there is a complaint on one."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
+from ragged_fsdp.layout import align_up
 from ragged_fsdp.weights.buckets import Bucket, Delta, Record
 from ragged_fsdp.weights.streaming import Stream
 
@@ -257,7 +258,7 @@ def _into(buffer: Tensor, bucket: Bucket) -> Iterator[list[dict[str, Any]]]:
             held, end = [], 0
         buffer[end : end + record.nbytes].copy_(data[record.offset : record.offset + record.nbytes])
         held.append(_described(record, end))
-        end += -(-record.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        end += align_up(record.nbytes, _ALIGN_BYTES)
     _done(buffer)
     yield held
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.agreement import compare
+from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.topology import subgroup
 from ragged_fsdp.weights.adapters import Adapters
@@ -69,22 +69,14 @@ def stream(
     for module in model.modules():
         if isinstance(module, TorchFSDPModule):
             module.reshard()
-    made: Stream | None = None
-    failure: Exception | None = None
-    try:
-        made = Stream(model, dtype, names, codes, delta, snapshot, to)
-    except Exception as error:
-        failure = error
     groups, device = _groups_of(targets_of(model))
-    told = f"{type(failure).__name__}: {failure}" if failure is not None else None
-    found = compare(made.description if made is not None else "", groups, device, failure=told)
-    if failure is not None:
-        raise failure
-    if found is not None and found.failures:
-        raise ValueError(f"rank {found.failures[0][0]} cannot stream: {found.failures[0][1]}")
-    if found is not None:
-        raise ValueError(f"the ranks do not stream the same: {found.difference}")
-    assert made is not None
+    made = done_alike(
+        "stream",
+        lambda: Stream(model, dtype, names, codes, delta, snapshot, to),
+        lambda made: made.description,
+        groups,
+        device,
+    )
     made.open(groups, device)
     return made
 
