@@ -333,6 +333,10 @@ class WireGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return BACKEND
 
+    def _get_backend(self, device: torch.device) -> WireGroup:
+        """Itself, which has no ``supports_coalescing``: torch 2.15 asks for it before batched calls."""
+        return self
+
     @property
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]

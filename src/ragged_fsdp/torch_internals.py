@@ -357,7 +357,7 @@ until a public way to read the settings of the allocator:
     torch.cuda.memory:_snapshot
         memory that may grow in place is not kept between steps
 until new_group taking a name:
-    torch.distributed.distributed_c10d:_hash_ranks_to_str
+    torch.distributed.distributed_c10d:_hash_ranks_to_str _world.group_count
         it counts the groups that a rank is in: one that is in more would wait under another name
 until a public context manager of FakeTensorMode:
     torch._subclasses.fake_tensor:unset_fake_temporarily
@@ -547,7 +547,7 @@ def joins_gathers(pg: ProcessGroup, device: torch.device) -> bool:
     """Whether several gathers over ``pg`` can be one launch; a backend of the user's is not asked for it."""
     try:
         return backend_of(pg, device).name() in ("nccl", "gloo")
-    except RuntimeError:  # a group in Python may have no backend at all
+    except (RuntimeError, AttributeError):  # a group in Python may have no backend, or be its own
         return False
 
 
@@ -591,7 +591,7 @@ def timeout_of(pg: ProcessGroup, device: torch.device) -> Any:
     """The ``timedelta`` after which a collective of ``pg`` on ``device`` fails; None if nobody tells."""
     try:
         return getattr(backend_of(pg, device).options, "_timeout", None)
-    except RuntimeError:  # a backend in Python may have no options
+    except (RuntimeError, AttributeError):  # a group in Python may have no backend, and that no options
         return None
 
 
@@ -601,17 +601,18 @@ def new_group_named(name: str) -> Iterator[None]:
 
     It has a communicator of its own also after ``init_process_group(device_id=...)``, whose device is
     forgotten meanwhile: torch would split it off the communicator of all ranks, and wait for those that know
-    nothing of it.
+    nothing of it. It is not counted either: torch 2.15 names later groups by a count that it takes to be the
+    same on all ranks, and those that made none of this would wait for them under another name.
     """
     named, world = torch.distributed.distributed_c10d, torch.distributed.group.WORLD
     assert world is not None
-    stock, device = named._hash_ranks_to_str, world.bound_device_id
+    stock, device, count = named._hash_ranks_to_str, world.bound_device_id, named._world.group_count
     named._hash_ranks_to_str = lambda ranks: name
     world.bound_device_id = None
     try:
         yield
     finally:
-        named._hash_ranks_to_str = stock
+        named._hash_ranks_to_str, named._world.group_count = stock, count
         world.bound_device_id = device
 
 

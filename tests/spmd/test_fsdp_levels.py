@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -371,6 +372,18 @@ def test_ranks_that_made_other_groups_before_meet(rank: Rank) -> None:
         dist.all_reduce(value, group=group)
         assert value.item() == 2
     assert len(set(alone)) == rank.rank
+
+
+@spmd(4)
+def test_groups_of_some_ranks_leave_those_of_all_their_names(rank: Rank) -> None:
+    """Torch names a group of all ranks by what a rank has made before; who made more would wait for ever."""
+    device = torch.device(rank.device)
+    for _ in range(rank.rank):
+        subgroup(dist.group.WORLD, [rank.rank], device)
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    value = torch.ones(1, device=device)
+    dist.all_reduce(value, group=group)
+    assert value.item() == 4
 
 
 @spmd(4)
