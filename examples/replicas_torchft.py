@@ -1,6 +1,6 @@
 """Replicas that may die: each is a job of its own, torchft knows which of them live.
 
-    torchft_lighthouse --min_replicas 1 --heartbeat_timeout_ms 1500 --quorum_tick_ms 50 &
+    torchft_lighthouse --min_replicas 1 --heartbeat_timeout_ms 1000 --quorum_tick_ms 50 &
     export TORCHFT_LIGHTHOUSE=http://localhost:29510 RAGGED_FSDP_REPLICA_TOKEN=$(openssl rand -hex 16)
     REPLICA=0 torchrun --nproc-per-node 2 --master-port 29601 --max-restarts 0 examples/replicas_torchft.py &
     REPLICA=1 torchrun --nproc-per-node 2 --master-port 29602 --max-restarts 0 examples/replicas_torchft.py

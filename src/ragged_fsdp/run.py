@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not given.module and not Path(given.script).is_file():
         parser.error(f"{given.script}: no such script")
     sys.argv = [given.script, *given.arguments]
-    with ragged_fully_shard(_policy(rules) if rules else None, **options) as sharded:
+    taken: set[str] = set()
+    with ragged_fully_shard(_policy(rules, taken) if rules else None, **options) as sharded:
         if given.module:
             runpy.run_module(given.script, run_name="__main__", alter_sys=True)
         else:
@@ -44,6 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"ragged_fsdp.run: {given.script} never called torch's fully_shard; it ran as it is.",
             file=sys.stderr,
         )
+        return
+    for pattern, _ in rules:
+        if pattern not in taken:
+            print(
+                f"ragged_fsdp.run: --granularity {pattern!r}: no parameter took this rule.", file=sys.stderr
+            )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,9 +83,17 @@ def _rule(parser: argparse.ArgumentParser, text: str) -> tuple[str, Granularity]
         parser.error(f"--granularity {text!r}: {error}")
 
 
-def _policy(rules: Sequence[tuple[str, Granularity]]) -> Callable[[str, Any], Granularity | None]:
+def _policy(
+    rules: Sequence[tuple[str, Granularity]], taken: set[str]
+) -> Callable[[str, Any], Granularity | None]:
+    """The first rule whose pattern matches; its pattern is noted in ``taken``."""
+
     def policy(name: str, parameter: Any) -> Granularity | None:
-        return next((unit for pattern, unit in rules if fnmatch.fnmatchcase(name, pattern)), None)
+        for pattern, unit in rules:
+            if fnmatch.fnmatchcase(name, pattern):
+                taken.add(pattern)
+                return unit
+        return None
 
     return policy
 

@@ -127,6 +127,19 @@ def test_the_stock_script_runs_with_ours_in_its_place(tmp_path):
     assert "['--granularity', \"is the script's\"] __main__" in said and "never called" in said
 
 
+def test_run_names_rules_that_nothing_took(tmp_path):
+    script = tmp_path / "shards.py"
+    script.write_text(
+        "import torch.distributed.fsdp as f, torch.nn as n\nf.fully_shard(n.Sequential(n.Linear(4, 4)))\n"
+    )
+    rules = [f"--granularity={rule}" for rule in ("*weight=1rows", "0.*=whole", "0.weight=2rows", "up=whole")]
+    said = _substituted(*rules, str(script))
+    assert [line for line in said.splitlines() if "--granularity" in line] == [
+        "ragged_fsdp.run: --granularity '0.weight': no parameter took this rule.",
+        "ragged_fsdp.run: --granularity 'up': no parameter took this rule.",
+    ]
+
+
 def test_run_names_what_is_wrong(capsys):
     from ragged_fsdp.run import main
 

@@ -211,7 +211,7 @@ class Muon(Optimizer):
         return loss
 
     def describe(self) -> str:
-        """A line per parameter: name, shape, algorithm, its matrices, and the ranks that work on them."""
+        """A line per parameter: name, shape, algorithm, its matrices; after a step their ranks too."""
         roots = {
             id(p): ", ".join(str(rank) for rank in ranks)
             for exchange in self._latest
