@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.geometry import (
-    RaggedLayout,
     is_ragged,
     ragged_layout,
     ragged_mesh_dim,
@@ -331,27 +330,13 @@ def _like(lead: DTensor, operand: torch.Tensor) -> DTensor:
 
 def _coordinates_of(tensor: DTensor) -> list[torch.Tensor]:
     """The index of each element of the local piece along each dim of the global tensor."""
-    layout, own, found = ragged_layout(tensor), local_of(tensor), []
-    if layout.tile is not None:
-        return _coordinates_in(layout, own.device)
-    flat = torch.arange(layout.start, layout.stop, device=own.device)
-    for size, offset in zip(reversed(layout.inner_shape), reversed(layout.inner_offset)):
-        found.append((flat % max(size, 1) + offset).view(own.shape))
-        flat = flat // max(size, 1)
-    return found[::-1]
-
-
-def _coordinates_in(layout: RaggedLayout, device: torch.device) -> list[torch.Tensor]:
-    """Those of a piece in the order of tiles, box by box."""
-    grids = [
-        torch.meshgrid(
-            *(torch.arange(o, o + s, device=device) for o, s in zip(offsets, sizes)), indexing="ij"
-        )
-        for offsets, sizes in layout.boxes()
-    ]
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    along = ([grid[d].reshape(-1) for grid in grids] for d in range(len(layout.inner_shape)))
-    return [torch.cat(parts) if parts else empty for parts in along]
+    own = local_of(tensor)
+    along: list[list[torch.Tensor]] = [[own.new_empty(0, dtype=torch.int64)] for _ in tensor.shape]
+    for offsets, sizes in ragged_layout(tensor).boxes():
+        ranges = (torch.arange(o, o + s, device=own.device) for o, s in zip(offsets, sizes))
+        for parts, grid in zip(along, torch.meshgrid(*ranges, indexing="ij")):
+            parts.append(grid.reshape(-1))
+    return [torch.cat(parts).view(own.shape) for parts in along]
 
 
 def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -120,38 +120,33 @@ def _move(
         local = _partial_from_ragged(local, pending, ragged_layout(current))
         middle = _replaced(current, ragged_dim, pending)
         return redistribute_local_tensor(local, middle, target, async_op=async_op, **stock_options)
-    mesh_dim: Any = ragged_mesh_dim(target.placements) if ragged_dim is None else ragged_dim
-    if _only_intervals(current, target, mesh_dim):
-        return _between_intervals(local, current, target, mesh_dim, async_op)
+    if ragged_dim is not None and _only_intervals(current, target, ragged_dim):
+        return _from_intervals(local, current, target, ragged_dim, async_op)
     if _is_scattered_sum(current, target):
         local, current = _scattered(local, current, target)
     return _exchange(local, current, target, async_op)
 
 
 def _only_intervals(current: DTensorSpec, target: DTensorSpec, mesh_dim: int) -> bool:
-    """Whether nothing but ``mesh_dim`` changes, and there the inner tensor is whole or in one order."""
+    """Whether only the intervals along ``mesh_dim`` change: to others of their order, or to the whole."""
     if any(isinstance(p, RaggedShard) for d, p in enumerate(current.placements) if d != mesh_dim):
         return False  # without the one at mesh_dim the other would be what is_ragged means
-    before, after = current.placements[mesh_dim], target.placements[mesh_dim]
-    if not all(p.is_replicate() or isinstance(p, RaggedShard) for p in (before, after)):
-        return False
-    if isinstance(before, RaggedShard) and isinstance(after, RaggedShard) and before.tile != after.tile:
+    before: Any = current.placements[mesh_dim]
+    after = target.placements[mesh_dim]
+    in_order = isinstance(after, RaggedShard) and before.tile == after.tile
+    if not (in_order or after.is_replicate()):
         return False
     return target.placements == _replaced(current, mesh_dim, after).placements
 
 
-def _between_intervals(
+def _from_intervals(
     local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, mesh_dim: int, async_op: bool
 ) -> torch.Tensor:
-    """Between intervals of the inner tensor, or an interval and the whole.
+    """From intervals of the inner tensor to others, or to the whole.
 
     Their lengths say all: a route, which intersects the boxes of all ranks, would take a tenth of a second to
     plan for a thousand of them, for each layout of a model.
     """
-    if not is_ragged(current):  # a copy: who writes into a piece never writes into what it was cut from
-        goal = ragged_layout(target)
-        own = [view.reshape(-1) for view in goal.own_views(local)]
-        return (own[0].clone() if len(own) == 1 else _joined(local, own)).view(goal.local_shape)
     source, group = ragged_layout(current), (current.mesh, mesh_dim)
     if not is_ragged(target):
         flat = _gathered(local.reshape(-1), source.counts, group, async_op and source.tile is None)
@@ -210,9 +205,7 @@ def _partial_from_ragged(local: torch.Tensor, partial: Partial, layout: RaggedLa
     if type(partial) is not Partial or partial.reduce_op not in ("sum", "avg"):
         raise RuntimeError(f"a ragged tensor cannot become {partial}: only a sum or an average can.")
     scale = len(layout.counts) if partial.reduce_op == "avg" else 1
-    flat = local.new_zeros(layout.inner_numel)
-    flat[layout.start : layout.stop] = local.reshape(-1) * scale
-    return untiled(flat, layout.inner_shape, layout.tile)
+    return layout.in_inner(local * scale, 0)
 
 
 def _exchange(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:

@@ -152,12 +152,7 @@ def _along_dims(
     elif reduced[:prefix] == list(range(prefix)):
         local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
     else:
-        filled = own.new_full(layout.inner_shape, combine.identity(own.dtype))
-        position, flat = 0, own.reshape(-1)
-        for view in layout.own_views(filled):
-            view.copy_(flat[position : position + view.numel()].view(view.shape))
-            position += view.numel()
-        local = reduce(filled, reduced, keepdim)
+        local = reduce(layout.in_inner(own, combine.identity(own.dtype)), reduced, keepdim)
 
     def after(mesh_dim: int, placement: Placement) -> Placement:
         if isinstance(placement, RaggedShard) and mesh_dim != layout.mesh_dim:  # whole rows of dim 0
