@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -147,7 +147,7 @@ def _tensor_rule(propagator: Any, schema: Any) -> OutputSharding | None:
     """The rule of an op on single tensors; None where the local pieces cannot meet an operand as it is."""
     op = schema.op
     written = _written_spec(schema)
-    lead = written or _leading_spec(schema)
+    lead = written or _leading(schema.args_schema, schema.kwargs_schema)
     others = [a for a in schema.args_schema if _is_spec(a) and a.shape != lead.shape]
     if op is aten.equal.default and others:
         return None  # they differ already
@@ -162,7 +162,7 @@ def _tensor_rule(propagator: Any, schema: Any) -> OutputSharding | None:
             if meta is not None and meta.shape != lead.shape:
                 raise refusal(op, lead, f"its result of shape {tuple(meta.shape)} is not laid out like it")
         output = _specs_of(out_meta, lead)
-    args = tuple(_matched(op, lead, a) if isinstance(a, DTensorSpec) else a for a in schema.args_schema)
+    args = tuple(_matched(op, lead, a) if _is_spec(a) else a for a in schema.args_schema)
     _check_written(schema, args)
     _check_keyword_tensors(schema, lead)
     return _sharding(schema, args, output)
@@ -219,11 +219,10 @@ def _written_spec(schema: Any) -> DTensorSpec | None:
     return None
 
 
-def _leading_spec(schema: Any) -> DTensorSpec:
-    """The largest ragged operand: the result is laid out like it."""
-    ragged = [a for a in schema.args_schema if _is_spec(a) and is_ragged(a)]
-    ragged += [v for v in schema.kwargs_schema.values() if _is_spec(v) and is_ragged(v)]
-    return max(ragged, key=lambda spec: (spec.ndim, math.prod(spec.shape)))
+def _leading(args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    """The largest ragged operand, as a tensor or as a spec: the result is laid out like it."""
+    ragged = filter(is_ragged, (*args, *kwargs.values()))
+    return max(ragged, key=lambda operand: (operand.ndim, math.prod(operand.shape)))
 
 
 def _settled(schema: Any, lead: DTensorSpec, written: bool) -> DTensorSpec:
@@ -308,8 +307,7 @@ def _check_keyword_tensors(schema: Any, lead: DTensorSpec | None) -> None:
 
 def run_spread(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """``op`` with every operand laid out like the largest ragged one; NotImplemented if they are."""
-    ragged = [v for v in (*args, *kwargs.values()) if is_ragged(v)]
-    lead = max(ragged, key=lambda tensor: (tensor.ndim, tensor.numel()))
+    lead = _leading(args, kwargs)
     smaller = [isinstance(a, torch.Tensor) and a.ndim > 0 and a.shape != lead.shape for a in args]
     for operand, to_spread in zip(args, smaller):
         if to_spread and torch.broadcast_shapes(operand.shape, lead.shape) != lead.shape:

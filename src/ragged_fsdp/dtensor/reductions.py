@@ -262,7 +262,7 @@ def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
         return op(local).to(torch.uint8)
 
-    combine = Combine("max", lambda dtype: 0) if op is aten.any.default else Combine("min", lambda dtype: 1)
+    combine = _MAX if op is aten.any.default else _MIN
     verdict = _along_dims(args[0], range(args[0].ndim), False, reduce, combine)
     return aten._to_copy.default(settled(verdict), dtype=torch.bool)
 
