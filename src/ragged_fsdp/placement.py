@@ -36,8 +36,7 @@ n and n' what a rank holds before and after):
     Partial sum/avg/...  ragged, uneven       reduce-scatter of padded pieces     m * max(n') - max(n')
     Partial sum/avg/...  ragged, very uneven  all-reduce, own slice               2 * N * (m - 1) / m
     special Partial      ragged               its own reduction, own slice        that of the reduction
-    ragged               Partial sum/avg      none (zeros elsewhere; backward)    0
-    ragged               other Partial        raises                              -
+    anything             a new Partial        raises                              -
     anything             anything, other mesh raises                              -
     ===================  ===================  ==================================  ====================
 

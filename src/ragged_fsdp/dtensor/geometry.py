@@ -22,7 +22,6 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ragged_fsdp.placement import RaggedShard, checked_shape
 from ragged_fsdp.policy import Tiles
 from ragged_fsdp.routes import Box, Region, boxes_between, chunk_of_chunks, contiguous_stride, starts_of
-from ragged_fsdp.tiling import untiled
 from ragged_fsdp.torch_internals import DTensorSpec, StridedShard, TensorMeta, spec_of
 
 __all__ = [
@@ -120,12 +119,6 @@ class RaggedLayout:
             (tuple(o + base for o, base in zip(offsets, self.inner_offset)), sizes)
             for offsets, sizes in boxes_between(panels, start, start + self.counts[index])
         ]
-
-    def in_inner(self, local: torch.Tensor, fill: Any) -> torch.Tensor:
-        """The inner tensor with this rank's piece in its place and ``fill`` where others have theirs."""
-        flat = local.new_full((self.inner_numel,), fill)
-        flat[self.start : self.stop] = local.reshape(-1)
-        return untiled(flat, self.inner_shape, self.tile)
 
 
 def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:

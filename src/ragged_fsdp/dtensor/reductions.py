@@ -29,6 +29,7 @@ from ragged_fsdp.dtensor.geometry import (
     ragged_layout,
 )
 from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.tiling import untiled
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
     OpSchema,
@@ -152,7 +153,9 @@ def _along_dims(
     elif reduced[:prefix] == list(range(prefix)):
         local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
     else:
-        local = reduce(layout.in_inner(own, combine.identity(own.dtype)), reduced, keepdim)
+        flat = own.new_full((layout.inner_numel,), combine.identity(own.dtype))
+        flat[layout.start : layout.stop] = own.reshape(-1)
+        local = reduce(untiled(flat, layout.inner_shape, layout.tile), reduced, keepdim)
 
     def after(mesh_dim: int, placement: Placement) -> Placement:
         if isinstance(placement, RaggedShard) and mesh_dim != layout.mesh_dim:  # whole rows of dim 0
