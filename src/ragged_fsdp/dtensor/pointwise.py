@@ -155,17 +155,13 @@ def _tensor_rule(propagator: Any, schema: Any) -> OutputSharding | None:
         return None
     lead = _settled(schema, lead, written is not None)
     out_meta = propagate_tensor_meta(propagator, schema)
-    if op is aten.equal.default:
-        output = None
-    else:
-        for meta in [out_meta] if isinstance(out_meta, TensorMeta) else list(out_meta or ()):
-            if meta is not None and meta.shape != lead.shape:
-                raise refusal(op, lead, f"its result of shape {tuple(meta.shape)} is not laid out like it")
-        output = _specs_of(out_meta, lead)
+    for meta in [out_meta] if isinstance(out_meta, TensorMeta) else list(out_meta or ()):
+        if meta is not None and meta.shape != lead.shape:
+            raise refusal(op, lead, f"its result of shape {tuple(meta.shape)} is not laid out like it")
     args = tuple(_matched(op, lead, a) if _is_spec(a) else a for a in schema.args_schema)
     _check_written(schema, args)
     _check_keyword_tensors(schema, lead)
-    return _sharding(schema, args, output)
+    return _sharding(schema, args, _specs_of(out_meta, lead))
 
 
 def _list_rule(propagator: Any, schema: Any) -> OutputSharding:
@@ -306,8 +302,9 @@ def _check_keyword_tensors(schema: Any, lead: DTensorSpec | None) -> None:
 
 
 def run_spread(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``op`` with every operand laid out like the largest ragged one; NotImplemented if they are."""
-    lead = _leading(args, kwargs)
+    """``op`` with every operand laid out like the leading one; NotImplemented if they are."""
+    # what is written leads, though an operand be larger: the op would write to a copy of it
+    lead = args[0] if _name(op).endswith("_") else _leading(args, kwargs)
     smaller = [isinstance(a, torch.Tensor) and a.ndim > 0 and a.shape != lead.shape for a in args]
     for operand, to_spread in zip(args, smaller):
         if to_spread and torch.broadcast_shapes(operand.shape, lead.shape) != lead.shape:
