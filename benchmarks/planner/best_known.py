@@ -68,7 +68,7 @@ def _improve(problem: Problem, best: int, seconds: float, rng: random.Random) ->
 
 
 def _search(case: Case, known: dict[str, int], seconds: float) -> dict[str, int]:
-    problem = Problem.build(case.sizes, case.blocks, case.ranks, case.unit, case.align)
+    problem = Problem.build(zip(case.sizes, case.blocks), case.ranks, case.unit, case.align)
     outcome = best_layout(problem, EFFORT)
     _checked(problem, outcome.order, outcome.shard)
     shard, bound = min(outcome.shard, known["shard"]), max(outcome.lower_bound, known["bound"])

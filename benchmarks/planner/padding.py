@@ -37,7 +37,7 @@ UNIT = 128
 def published_shards(group: SpecGroup, ranks: int) -> tuple[list[int], float]:
     """Shard sizes of the published algorithm for its three orders, and the CPU seconds of the first."""
     sizes, blocks = [s.numel for s in group.specs], [s.block_numel for s in group.specs]
-    problem = Problem.build(sizes, blocks, ranks, UNIT)
+    problem = Problem.build(zip(sizes, blocks), ranks, UNIT)
     shards, seconds = [], 0.0
     for order in (default, by_block, by_numel):
         began = time.process_time()

@@ -8,13 +8,10 @@ on the CPU; on CUDA ``codes_triton`` computes the same bits with one kernel inst
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from ragged_fsdp.policy import BlockCodes, Tiles
+from ragged_fsdp.policy import BlockCodes
 
 __all__ = [
     "LARGEST",
@@ -24,6 +21,7 @@ __all__ = [
     "decode",
     "encode",
     "encode_matrices",
+    "encoded",
     "quantize_dequantize",
 ]
 
@@ -61,23 +59,38 @@ def encode(bands: Tensor, codes: BlockCodes, out: tuple[Tensor, Tensor]) -> None
     out_codes.copy_(normal.round_() if codes.dtype == "int8" else normal)
 
 
-def encode_matrices(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """float8 codes of matrices (..., rows, columns) and a scale for each block of 128 x 128.
+def encoded(bands: Tensor, codes: BlockCodes) -> tuple[Tensor, Tensor]:
+    """Codes and fp32 scales of ``bands``, in memory of their own."""
+    packed = torch.empty(bands.shape, dtype=code_dtype(codes), device=bands.device)
+    scales = torch.empty((bands.shape[0], bands.shape[2]), dtype=torch.float32, device=bands.device)
+    encode(bands, codes, (packed, scales))
+    return packed, scales
 
-    It is DeepSeek-V3's format. Blocks at the edges may be smaller. Scales are (..., blocks along the rows,
-    blocks along the columns).
+
+def encode_matrices(weight: Tensor, codes: BlockCodes = _FP8_BLOCKS) -> tuple[Tensor, Tensor]:
+    """Codes of matrices (..., rows, columns), and a scale for each tile: (..., bands, tiles of a band).
+
+    By default it is DeepSeek-V3's format. Tiles at the edges may be smaller.
     """
-    (rows, columns), (high, wide) = weight.shape[-2:], _FP8_BLOCKS.block_shape
-    bands, tiles = -(-rows // high), -(-columns // wide)
-    whole = weight
-    if (rows, columns) != (bands * high, tiles * wide):  # zeros change no block's largest element
-        whole = torch.nn.functional.pad(weight, (0, tiles * wide - columns, 0, bands * high - rows))
-    view = whole.reshape(-1, high, tiles, wide)
-    codes = torch.empty(view.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scales = torch.empty((len(view), tiles), dtype=torch.float32, device=weight.device)
-    encode(view, _FP8_BLOCKS, (codes, scales))
-    full = codes.view(*weight.shape[:-2], bands * high, tiles * wide)
-    return full[..., :rows, :columns].contiguous(), scales.view(*weight.shape[:-2], bands, tiles)
+    packed, scales = encoded(_bands_of(weight, codes), codes)
+    bands = -(-weight.shape[-2] // codes.block_shape[0])
+    return _without_edges(packed, weight.shape), scales.view(*weight.shape[:-2], bands, scales.shape[1])
+
+
+def _bands_of(weight: Tensor, codes: BlockCodes) -> Tensor:
+    """Matrices as (bands, block rows, tiles, block columns), with zeros where tiles reach beyond them."""
+    (rows, columns), (high, wide) = weight.shape[-2:], codes.block_shape
+    if rows % high or columns % wide:  # zeros change no tile's largest element
+        weight = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
+    return weight.reshape(-1, *band_shape(codes, weight.shape[-1]))
+
+
+def _without_edges(bands: Tensor, shape: torch.Size) -> Tensor:
+    """The matrices of ``shape`` that bands hold, without what lies beyond them."""
+    _, high, tiles, wide = bands.shape
+    rows, columns = shape[-2:]
+    full = bands.view(*shape[:-2], -(-rows // high) * high, tiles * wide)
+    return full[..., :rows, :columns].contiguous()
 
 
 def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -87,29 +100,12 @@ def decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     torch.mul(codes, scales[..., None, :, None], out=out)
 
 
-def _by_kinds(whole: Tensor, codes: BlockCodes, dtype: torch.dtype) -> Tensor:
-    out = torch.empty(whole.shape, dtype=dtype, device=whole.device)
-    for kind in Tiles(*codes.block_shape).kinds(whole.shape):
-        rows = slice(kind.first_row, kind.first_row + kind.rows)
-        columns = slice(kind.first_column, kind.first_column + kind.columns)
-        sized = replace(codes, block_shape=(kind.tile_rows, kind.tile_columns))
-        out[..., rows, columns] = quantize_dequantize(whole[..., rows, columns].contiguous(), sized, dtype)
-    return out
-
-
 def quantize_dequantize(whole: Tensor, codes: BlockCodes, dtype: torch.dtype | None = None) -> Tensor:
     """What a weight is computed with when it is gathered as ``codes``: the reference of the runtime.
 
     Tiles that do not divide it are smaller at the edges, as of a parameter stored in :class:`Tiles`.
     """
-    if any(size % tile for size, tile in zip(whole.shape[-2:], codes.block_shape)):
-        return _by_kinds(whole.detach(), codes, dtype or whole.dtype)
-    codes.check(whole.shape)
-    shape: Sequence[int] = (-1, *band_shape(codes, whole.shape[-1]))
-    bands = whole.detach().reshape(shape)
-    packed = torch.empty(bands.shape, dtype=code_dtype(codes), device=whole.device)
-    scales = torch.empty((bands.shape[0], bands.shape[2]), dtype=torch.float32, device=whole.device)
-    encode(bands, codes, (packed, scales))
-    out = torch.empty(bands.shape, dtype=dtype or whole.dtype, device=whole.device)
+    packed, scales = encoded(_bands_of(whole.detach(), codes), codes)
+    out = torch.empty(packed.shape, dtype=dtype or whole.dtype, device=whole.device)
     decode(packed, scales, out)
-    return out.view(whole.shape)
+    return _without_edges(out, whole.shape)

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ragged_fsdp import block_codes
-from ragged_fsdp.block_codes import band_shape, code_dtype
+from ragged_fsdp.block_codes import band_shape, decode, encode_matrices
 from ragged_fsdp.policy import BlockCodes
 from ragged_fsdp.torch_internals import make_wrapper_subclass, return_and_correct_aliasing
 
@@ -110,17 +109,13 @@ class CodedWeight(Tensor):
     @classmethod
     def encode(cls, weight: Tensor, kind: BlockCodes) -> CodedWeight:
         """The codes of a plain weight."""
-        bands = weight.reshape(-1, *band_shape(kind, weight.shape[-1]))
-        codes = torch.empty(bands.shape, dtype=code_dtype(kind), device=weight.device)
-        scales = torch.empty(bands.shape[0], bands.shape[2], dtype=torch.float32, device=weight.device)
-        block_codes.encode(bands, kind, (codes, scales))
-        return cls(codes.view(weight.shape), scales, kind, weight.dtype)
+        return cls(*encode_matrices(weight, kind), kind, weight.dtype)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values, rounded once from fp32 to ``dtype``, which is that of the weight if not given."""
         bands = self.codes.view(-1, *band_shape(self.kind, self.shape[-1]))
         out = torch.empty(bands.shape, dtype=dtype or self.dtype, device=self.codes.device)
-        block_codes.decode(bands, self.scales, out)
+        decode(bands, self.scales, out)
         return out.view(self.shape)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

@@ -23,9 +23,17 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
-__all__ = ["ALIGN_BYTES", "INT64_MAX", "GroupLayout", "LocalRange", "TensorSpec", "align_up", "as_integer"]
+__all__ = [
+    "ALIGN_BYTES",
+    "GroupLayout",
+    "LocalRange",
+    "TensorSpec",
+    "align_up",
+    "as_integer",
+    "check_integer",
+]
 
-INT64_MAX = 2**63 - 1
+_INT64_MAX = 2**63 - 1
 ALIGN_BYTES = 16
 """What begins in a buffer or a message begins at a multiple of it: kernels and NCCL move 16 bytes at once."""
 
@@ -45,14 +53,15 @@ def as_integer(what: str, value: object) -> int:
     raise TypeError(f"{what} must be an integer, got {value!r}.")
 
 
-def _integer(owner: str, what: str, value: object, least: int) -> None:
-    if type(value) is int and least <= value <= INT64_MAX:
+def check_integer(owner: str, what: str, value: object, least: int) -> None:
+    """Raise, naming ``owner``, unless ``value`` is a plain int of at least ``least`` that int64 holds."""
+    if type(value) is int and least <= value <= _INT64_MAX:
         return
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{owner}: {what} must be an int, got {value!r}.")
     if value < least:
         raise ValueError(f"{owner}: {what} must be at least {least}, got {value}.")
-    if value > INT64_MAX:
+    if value > _INT64_MAX:
         raise ValueError(f"{owner}: {what} must fit in int64, got {value}.")
 
 
@@ -69,11 +78,11 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"TensorSpec: name must be a str, got {self.name!r}.")
-        _integer(self.name, "numel", self.numel, 0)
-        _integer(self.name, "block_numel", self.block_numel, 1)
+        check_integer(self.name, "numel", self.numel, 0)
+        check_integer(self.name, "block_numel", self.block_numel, 1)
         if self.tile is not None:
             for size in self.tile:
-                _integer(self.name, "tile", size, 1)
+                check_integer(self.name, "tile", size, 1)
         elif self.numel % self.block_numel:
             raise ValueError(
                 f"{self.name}: block of {self.block_numel} elements does not divide numel {self.numel}; "
@@ -116,7 +125,7 @@ class GroupLayout:
             if not isinstance(spec, TensorSpec):
                 raise TypeError(f"GroupLayout: specs must hold TensorSpecs, got {spec!r} in it.")
         for name, least in (("ranks", 1), ("unit", 1), ("align", 1), ("shard_numel", 0), ("lower_bound", 0)):
-            _integer("GroupLayout", name, getattr(self, name), least)
+            check_integer("GroupLayout", name, getattr(self, name), least)
         self._check_shard()
         self._check_names()
         self._check_offsets()
@@ -132,7 +141,7 @@ class GroupLayout:
             raise ValueError(
                 f"GroupLayout: lower_bound {self.lower_bound} exceeds shard_numel {self.shard_numel}."
             )
-        if self.ranks * self.shard_numel > INT64_MAX:
+        if self.ranks * self.shard_numel > _INT64_MAX:
             raise ValueError(
                 f"GroupLayout: {self.ranks} shards of {self.shard_numel} elements do not fit in int64."
             )
@@ -149,7 +158,7 @@ class GroupLayout:
 
     def _check_offsets(self) -> None:
         for spec, start in zip(self.specs, self.offsets):
-            _integer(spec.name, "offset", start, 0)
+            check_integer(spec.name, "offset", start, 0)
         kinds = tuple((spec.numel, spec.block_numel) for spec in self.specs)
         fault = _first_fault(kinds, self.offsets, self.ranks, self.shard_numel, self.align)
         if fault is not None:

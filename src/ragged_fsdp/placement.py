@@ -36,8 +36,7 @@ n and n' what a rank holds before and after):
     Partial sum/avg/...  ragged, uneven       reduce-scatter of padded pieces     m * max(n') - max(n')
     Partial sum/avg/...  ragged, very uneven  all-reduce, own slice               2 * N * (m - 1) / m
     special Partial      ragged               its own reduction, own slice        that of the reduction
-    ragged               Partial sum/avg      none (zeros elsewhere; backward)    0
-    ragged               other Partial        raises                              -
+    anything             a new Partial        raises                              -
     anything             anything, other mesh raises                              -
     ===================  ===================  ==================================  ====================
 
@@ -308,14 +307,11 @@ def placement_from_layout(
             f"{spec.name}: shape {shape} has {math.prod(shape)} elements, layout has {spec.numel}."
         )
     kind = StridedRaggedShard if strided else RaggedShard
-    if spec.tile is not None:
-        return kind(
-            range(len(shape)), layout.local_units(index) if spec.numel else (1,) * layout.ranks, spec.tile
-        )
-    if not spec.numel:  # an empty tensor lies nowhere; any units describe it
-        return kind(ragged_dims(shape, 1), (1,) * layout.ranks)
-    blocks = layout.local_units(index)
-    return kind(ragged_dims(shape, spec.block_numel * math.gcd(*blocks)), blocks)
+    # an empty tensor lies nowhere: any units describe it
+    units = layout.local_units(index) if spec.numel else (1,) * layout.ranks
+    piece = spec.block_numel * math.gcd(*units) if spec.numel else 1
+    dims = ragged_dims(shape, piece) if spec.tile is None else range(len(shape))
+    return kind(dims, units, spec.tile)
 
 
 def _block_shape_numel(shape: tuple[int, ...], block: tuple[int, ...]) -> int:

@@ -35,6 +35,7 @@ __all__ = [
     "boxes_between",
     "chunk_bounds",
     "chunk_of_chunks",
+    "contiguous_stride",
     "flat_boxes",
     "overlap",
     "packed",
@@ -56,6 +57,15 @@ Entry = tuple[Shape, Shape]
 def starts_of(counts: Sequence[int]) -> tuple[int, ...]:
     """Where each of the consecutive intervals of these lengths begins."""
     return tuple(accumulate(counts, initial=0))[:-1]
+
+
+def contiguous_stride(shape: Sequence[int]) -> Shape:
+    """The stride of a contiguous tensor of this shape."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
 
 
 def overlap(start: int, count: int, other_start: int, other_count: int) -> int:

@@ -88,7 +88,6 @@ __all__ = [
     "one_launch",
     "op_overloads",
     "parameters_of",
-    "partition_value",
     "peek_interpreter_stack",
     "post_accumulate_grad_hooks_of",
     "profiler_enabled",
@@ -253,7 +252,7 @@ until StridedShard becoming a documented placement:
     torch.distributed.tensor.placement_types:_StridedShard
         FSDP2's placement beside tensor parallelism
 until a public interface for placements that users write (rules, redistribution, construction):
-    torch.distributed.tensor:Partial._reduce_value Partial._partition_value
+    torch.distributed.tensor:Partial._reduce_value
         a partial placement reduces in its own way (masked embeddings, norms)
     torch.distributed.tensor:DTensor._raise_if_contains_partial_placements
         a checkpoint of pending sums is refused with torch's own words
@@ -636,11 +635,6 @@ def with_recompile_limit(limit: int) -> AbstractContextManager[None]:
 def reduce_value(partial: Any, local: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
     """The reduction of a pending ``local`` along ``mesh_dim``, in the way of its ``partial`` placement."""
     return partial._reduce_value(local, mesh, mesh_dim)
-
-
-def partition_value(partial: Any, whole: torch.Tensor, mesh: DeviceMesh, mesh_dim: int) -> torch.Tensor:
-    """What each rank holds of ``whole`` so that ``partial`` gives it back."""
-    return partial._partition_value(whole, mesh, mesh_dim)
 
 
 def propagate_tensor_meta(propagator: Any, schema: OpSchema) -> Any:

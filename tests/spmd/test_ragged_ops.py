@@ -94,6 +94,16 @@ def test_smaller_operands(rank):
         x + torch.ones(1, 1, 1, 1, device=rank.device)
 
 
+@spmd(2)
+def test_a_larger_operand_is_not_written_to_a_copy(rank):
+    """As on plain tensors, where the shape of what is written cannot grow."""
+    x = distribute_tensor(torch.arange(6.0, device=rank.device), rank.mesh(), [RaggedShard((0,), (4, 2))])
+    larger = distribute_tensor(torch.ones(8, 6, device=rank.device), rank.mesh(), [RaggedShard((0,), (3, 5))])
+    for write in (torch.Tensor.add_, torch.Tensor.copy_, torch.Tensor.lt_):
+        with pytest.raises(RaggedOpError, match=r"operand of shape \(8, 6\) is larger than it"):
+            write(x, larger)
+
+
 @spmd(*worlds(3))
 def test_lists_mix_ragged_sharded_and_replicated(rank):
     mesh = rank.mesh()

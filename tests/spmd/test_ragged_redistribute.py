@@ -10,6 +10,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_cases import assert_same, fewer, numbers, world_units, worlds
 from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor, ragged_layout
+from ragged_fsdp.dtensor.geometry import with_placements
+from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
 from rank_pool import spmd
 
 
@@ -220,6 +222,19 @@ def test_pending_sums_of_other_dims_are_reduced_on_the_pieces(rank):
     assert_same(half.redistribute(placements=[Replicate(), placement]).to_local(), local)
     assert_same(half.redistribute(placements=[Replicate(), Replicate()]), full)
     assert_same(half.redistribute(placements=[Replicate(), Shard(0)]), full)
+
+
+@spmd(1, 3, 4)
+def test_reductions_of_another_kind_settle_and_none_is_made(rank):
+    mesh, world = rank.mesh(), rank.world_size
+    full = numbers(3, 8, 6, device=rank.device)
+    norms = torch.linalg.vector_norm(distribute_tensor(full, mesh, [Shard(0)]), dim=0)
+    assert type(norms.placements[0]) is not Partial and norms.placements[0].is_partial()
+    settled = norms.redistribute(placements=[RaggedShard((0,), world_units(6, world))])
+    assert_same(settled, torch.linalg.vector_norm(full, dim=0))
+    pending = with_placements(settled._spec, [Partial()])
+    with pytest.raises(RuntimeError, match="makes no pending reduction: RaggedShard"):
+        redistribute_local_tensor(settled.to_local(), settled._spec, pending)
 
 
 @spmd(4)

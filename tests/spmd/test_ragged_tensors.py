@@ -312,6 +312,20 @@ def _mesh_of_rank_zero(rank):
 
 
 @spmd(4)
+def test_offsets_where_the_piece_is_one_box(rank):
+    """What other libraries ask torch for, to find a local tensor in the whole one."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset as find
+
+    mesh = rank.mesh()
+    rows = [((1, 4), (0, 0)), ((0, 4), (6, 0)), ((3, 4), (1, 0)), ((2, 4), (4, 0))]
+    assert find((6, 4), mesh, [RaggedShard((0,), (1, 0, 3, 2))]) == rows[rank.rank]
+    flat = [RaggedShard((0, 1), (5, 7, 8, 4))]
+    assert find((6, 4), mesh, flat, skip_offset=True)[0] == ((5,), (7,), (8,), (4,))[rank.rank]
+    with pytest.raises(NotImplementedError, match=r"is not one box.*ragged_layout\(\.\.\.\)\.boxes\(\)"):
+        find((6, 4), mesh, flat)
+
+
+@spmd(4)
 def test_three_dim_mesh(rank):
     mesh = rank.mesh(2, 2, 1, names=("replica", "shard", "tp"))
     full = numbers(0, 8, 6, device=rank.device)

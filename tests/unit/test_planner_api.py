@@ -192,3 +192,9 @@ def test_trainable_tensors_are_split_off_where_they_pile_up():
     assert split_trainable(plan_group(specs_of((900, 1), (100, 1)), 4), [False, True]) is None  # too few
     with pytest.raises(ValueError, match="got 1 flags for 4 tensors"):
         split_trainable(layout, [True])
+
+
+def test_the_fullest_rank_where_the_last_block_is_short():
+    """Tiles of 2 x 4 over (5, 5), whose edges are smaller: units are then elements, not blocks."""
+    layout = plan_group([TensorSpec("frozen", 64), TensorSpec("tiled", 25, 16, (2, 4))], 2, unit=1)
+    assert fullest_numel(layout, [1]) == max(layout.local_range(1, rank).numel for rank in range(2)) == 25

@@ -18,7 +18,7 @@ def small_problem(rng: random.Random, most_tensors: int) -> Problem:
         (block * rng.randint(1, 12), block) for block in rng.choices(blocks, k=rng.randint(1, most_tensors))
     ]
     unit, align = rng.choice([1, 1, 2, 4]), rng.choice([1, 1, 2, 4])
-    return Problem.build([n for n, _ in tensors], [b for _, b in tensors], rng.randint(1, 7), unit, align)
+    return Problem.build(tensors, rng.randint(1, 7), unit, align)
 
 
 def brute_force(problem: Problem) -> int:

@@ -84,7 +84,7 @@ def test_the_earliest_start_is_the_first_valid_one(position, tensor, shard_steps
 @given(st.lists(tensors.filter(lambda t: t[0]), min_size=1, max_size=7), ranks, units, aligns, st.randoms())
 @settings(max_examples=200)
 def test_feasibility_is_monotone_within_a_class(group, m, unit, align, rng):
-    problem = Problem.build([n for n, _ in group], [b for _, b in group], m, unit, align)
+    problem = Problem.build(group, m, unit, align)
     order = list(problem.kinds)
     rng.shuffle(order)
     for divisor in lcm_classes(problem, problem.volume_shard, problem.largest_shard):
@@ -106,7 +106,7 @@ def test_two_shard_size_is_the_threshold(numel, head_unit):
 @settings(max_examples=100)
 def test_every_feasible_size_is_in_some_class(group, m, unit, align):
     """The enumeration of classes misses nothing: a size that fits, fits under one of the divisors too."""
-    problem = Problem.build([n for n, _ in group], [b for _, b in group], m, unit, align)
+    problem = Problem.build(group, m, unit, align)
     most = problem.largest_shard
     classes = lcm_classes(problem, problem.volume_shard, most)
     for shard in range(problem.volume_shard, most + 1, problem.step)[:300]:

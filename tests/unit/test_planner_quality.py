@@ -31,7 +31,7 @@ def test_proven_figures(group, rule, ranks, percent, published):
     layout = layout_of(case)
     assert round(100 * layout.padding_ratio, 3) == percent
     assert layout.proven_optimal
-    problem = Problem.build(case.sizes, case.blocks, ranks, case.unit)
+    problem = Problem.build(zip(case.sizes, case.blocks), ranks, case.unit)
     shard = algorithm1(problem, [problem.kinds[i] for i in default(problem.kinds)])
     assert 100 * (shard * ranks / problem.tensor_numel - 1) == pytest.approx(published, abs=0.05)
 

@@ -62,7 +62,7 @@ def test_nothing_to_spare_changes_nothing():
 @settings(max_examples=300)
 def test_settled_plans_are_valid_and_as_aligned_as_can_be(group, ranks, alignment):
     unit, align = alignment
-    problem = Problem.build([n for n, _ in group], [b for _, b in group], ranks, unit, align)
+    problem = Problem.build(group, ranks, unit, align)
     outcome = best_layout(problem)
     order, starts = settle(problem, outcome.shard, outcome.order)
     assert Counter(order) == Counter(problem.kinds)
@@ -85,6 +85,6 @@ def test_settled_plans_are_valid_and_as_aligned_as_can_be(group, ranks, alignmen
 @settings(max_examples=100)
 def test_the_shard_is_the_search_s(group, ranks, alignment):
     unit, align = alignment
-    problem = Problem.build([n for n, _ in group], [b for _, b in group], ranks, unit, align)
+    problem = Problem.build(group, ranks, unit, align)
     specs = [TensorSpec(str(i), numel, block) for i, (numel, block) in enumerate(group)]
     assert plan_group(specs, ranks, unit=unit, align=align).shard_numel == best_layout(problem).shard

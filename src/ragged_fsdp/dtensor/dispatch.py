@@ -1,6 +1,6 @@
 """Where ops on ragged tensors are decided.
 
-The C++ dispatcher asks :func:`dispatch` on every sharding-cache miss. An op that runs on the local pieces
+The C++ dispatcher asks :func:`propagate` on every sharding-cache miss. An op that runs on the local pieces
 gets a rule, which C++ caches; every other one is run by hand, by its entry in ``HANDLERS``; what neither
 knows is refused. A few ops never reach the rules, because the dispatcher hands them to functions of its own:
 :func:`guard_handlers` lets those see no ragged operand that they would misread.
@@ -29,6 +29,7 @@ from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.geometry import contiguous_spec, is_ragged, refusal, replicated
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
 from ragged_fsdp.torch_internals import (
+    STOCK,
     DTensorSpec,
     OpOverload,
     OpSchema,
@@ -42,7 +43,7 @@ from ragged_fsdp.torch_internals import (
     unset_fake_temporarily,
 )
 
-__all__ = ["across_meshes", "dispatch", "guard_handlers", "is_ours", "look_at", "register_op"]
+__all__ = ["guard_handlers", "propagate", "register_op"]
 
 aten = torch.ops.aten
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -57,7 +58,22 @@ HANDLERS: dict[Any, Handler] = {
 }
 
 
-def look_at(op_info: Any) -> tuple[bool, bool]:
+def propagate(self: Any, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
+    """An ``OutputSharding``, which the C++ dispatcher caches, or the finished result of a rarer op."""
+    ragged, several_meshes = _look_at(op_info)
+    if several_meshes and (ragged or any(map(_is_ours, op_info.flat_args_schema))):
+        result = _across_meshes(op_call, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    if not ragged:
+        stock = STOCK["OpDispatcher._propagate_op_sharding_dispatch_slow_path"]
+        return stock(self, op_call, args, kwargs, op_info, try_cache)
+    rule = _caches.rule if try_cache and not tracing() else _rule
+    sharding = rule(self.sharding_propagator, op_info.schema)
+    return _run_by_hand(op_call, args, kwargs) if sharding is None else sharding
+
+
+def _look_at(op_info: Any) -> tuple[bool, bool]:
     """Whether any operand of the op is ragged, and whether they lie on several meshes.
 
     Runs for every op that the C++ cache does not know, stock tensors included: one cheap pass.
@@ -79,29 +95,6 @@ def look_at(op_info: Any) -> tuple[bool, bool]:
     if not ragged and op_info.schema.kwargs_schema:
         ragged = any(type(s) is DTensorSpec and is_ragged(s) for s in op_info.schema.kwargs_schema.values())
     return ragged, several
-
-
-def dispatch(
-    propagator: Any,
-    op: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    schema: OpSchema,
-    try_cache: bool,
-) -> Any:
-    """An ``OutputSharding``, which the C++ dispatcher caches, or the finished result of a rarer op."""
-    rule = _caches.rule if try_cache and not tracing() else _rule
-    sharding = rule(propagator, schema)
-    if sharding is not None:
-        return sharding
-    result = _run_by_hand(op, args, kwargs)
-    if result is not NotImplemented:
-        return result
-    if composite_kernel(op):  # reached only in inference mode
-        result = op.decompose(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    raise refusal(op, _ragged_operands(args, kwargs)[0], "it has no meaning on uneven pieces")
 
 
 def _rule(propagator: Any, schema: OpSchema) -> OutputSharding | None:
@@ -156,7 +149,16 @@ def register_op(op: OpOverload, handler: Handler | None = None) -> None:
 
 
 def _run_by_hand(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of an op without a cacheable rule, or NotImplemented where none is known."""
+    """The result of an op without a cacheable rule; raises where none is known."""
+    result = _result_of_handler(op, args, kwargs)
+    if result is NotImplemented and composite_kernel(op):  # reached only in inference mode
+        result = op.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        raise refusal(op, _ragged_operands(args, kwargs)[0], "it has no meaning on uneven pieces")
+    return result
+
+
+def _result_of_handler(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     settled = tuple(_settled(op, args))
     if any(after is not before for after, before in zip(settled, args)):
         return op(*settled, **kwargs)
@@ -201,13 +203,7 @@ def guard_handlers(table: dict[Any, Handler]) -> None:
 
 def _guarded(handler: Handler) -> Handler:
     def guarded(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        ragged = _ragged_operands(args, kwargs)
-        if not ragged:
-            return handler(op, args, kwargs)
-        result = _run_by_hand(op, args, kwargs)
-        if result is NotImplemented:
-            raise refusal(op, ragged[0], "it has no meaning on uneven pieces")
-        return result
+        return (_run_by_hand if _ragged_operands(args, kwargs) else handler)(op, args, kwargs)
 
     return guarded
 
@@ -260,14 +256,14 @@ def _unscaling(handler: Handler) -> Handler:
     return unscale
 
 
-def is_ours(spec: Any) -> bool:
+def _is_ours(spec: Any) -> bool:
     """Whether a tensor is ragged, what a reduction of a ragged one left, or a number of several meshes."""
     if type(spec) is not DTensorSpec:
         return False
     return is_ragged(spec) or reductions.is_pending(spec) or _is_number_mesh(spec.mesh)
 
 
-def across_meshes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _across_meshes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``op`` with the numbers of other meshes at home; NotImplemented if there are none.
 
     A stack of scalars becomes a replicated tensor of a number mesh.

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.placement import RaggedShard, checked_shape
 from ragged_fsdp.policy import Tiles
-from ragged_fsdp.routes import Box, Region, boxes_between, chunk_of_chunks, starts_of
+from ragged_fsdp.routes import Box, Region, boxes_between, chunk_of_chunks, contiguous_stride, starts_of
 from ragged_fsdp.torch_internals import DTensorSpec, StridedShard, TensorMeta, spec_of
 
 __all__ = [
@@ -120,18 +120,6 @@ class RaggedLayout:
             for offsets, sizes in boxes_between(panels, start, start + self.counts[index])
         ]
 
-    def own_views(self, inner: torch.Tensor) -> list[torch.Tensor]:
-        """What this rank holds of the inner tensor, as views in the order of the local tensor."""
-        if self.tile is None:
-            return [inner.reshape(-1)[self.start : self.stop]]
-        views = []
-        for offsets, sizes in self.boxes():
-            view = inner
-            for dim, (offset, base, size) in enumerate(zip(offsets, self.inner_offset, sizes)):
-                view = view.narrow(dim, offset - base, size)
-            views.append(view)
-        return views
-
 
 def ragged_mesh_dim(placements: Sequence[Placement]) -> int | None:
     """The mesh dim that carries the ragged placement, if any."""
@@ -170,15 +158,6 @@ def replicated(mesh: DeviceMesh) -> tuple[Placement, ...]:
 def settled_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
     """The placements with Replicate where a reduction is pending."""
     return tuple(Replicate() if p.is_partial() else p for p in placements)
-
-
-def contiguous_stride(shape: Sequence[int]) -> Shape:
-    """The stride of a contiguous tensor of this shape."""
-    stride, step = [], 1
-    for size in reversed(shape):
-        stride.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(stride))
 
 
 def ragged_layout(tensor_or_spec: Any) -> RaggedLayout:

@@ -65,21 +65,6 @@ def _describe_list_ops() -> None:
             own[op] = RuntimeSchemaInfo(needs_pytree=True)
 
 
-def _propagate(self: Any, op_call: Any, args: Any, kwargs: Any, op_info: Any, try_cache: bool) -> Any:
-    """The sharding of an op, or its finished result, where the C++ cache does not know it."""
-    ragged, several_meshes = dispatch.look_at(op_info)
-    if several_meshes and (ragged or any(map(dispatch.is_ours, op_info.flat_args_schema))):
-        result = dispatch.across_meshes(op_call, args, kwargs)
-        if result is not NotImplemented:
-            return result
-    if ragged:
-        propagator = self.sharding_propagator
-        return dispatch.dispatch(propagator, op_call, args, kwargs, op_info.schema, try_cache)
-    return STOCK["OpDispatcher._propagate_op_sharding_dispatch_slow_path"](
-        self, op_call, args, kwargs, op_info, try_cache
-    )
-
-
 def _redistribute_backward(ctx: Any, grad_output: DTensor) -> Any:
     if is_ragged(grad_output):
         settled = settled_placements(ctx.current_spec.placements)
@@ -167,7 +152,7 @@ def _to_local_backward(ctx: Any, grad_output: torch.Tensor | None) -> tuple[DTen
 
 
 REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    "OpDispatcher._propagate_op_sharding_dispatch_slow_path": _propagate,
+    "OpDispatcher._propagate_op_sharding_dispatch_slow_path": dispatch.propagate,
     "redistribute_local_tensor": redistribute.redistribute_local_tensor,
     "redistribute_cost": redistribute.redistribute_cost,
     "Redistribute.backward": _redistribute_backward,

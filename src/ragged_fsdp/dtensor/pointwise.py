@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.geometry import (
-    RaggedLayout,
     is_ragged,
     ragged_layout,
     ragged_mesh_dim,
@@ -148,7 +147,7 @@ def _tensor_rule(propagator: Any, schema: Any) -> OutputSharding | None:
     """The rule of an op on single tensors; None where the local pieces cannot meet an operand as it is."""
     op = schema.op
     written = _written_spec(schema)
-    lead = written or _leading_spec(schema)
+    lead = written or _leading(schema.args_schema, schema.kwargs_schema)
     others = [a for a in schema.args_schema if _is_spec(a) and a.shape != lead.shape]
     if op is aten.equal.default and others:
         return None  # they differ already
@@ -156,17 +155,13 @@ def _tensor_rule(propagator: Any, schema: Any) -> OutputSharding | None:
         return None
     lead = _settled(schema, lead, written is not None)
     out_meta = propagate_tensor_meta(propagator, schema)
-    if op is aten.equal.default:
-        output = None
-    else:
-        for meta in [out_meta] if isinstance(out_meta, TensorMeta) else list(out_meta or ()):
-            if meta is not None and meta.shape != lead.shape:
-                raise refusal(op, lead, f"its result of shape {tuple(meta.shape)} is not laid out like it")
-        output = _specs_of(out_meta, lead)
-    args = tuple(_matched(op, lead, a) if isinstance(a, DTensorSpec) else a for a in schema.args_schema)
+    for meta in [out_meta] if isinstance(out_meta, TensorMeta) else list(out_meta or ()):
+        if meta is not None and meta.shape != lead.shape:
+            raise refusal(op, lead, f"its result of shape {tuple(meta.shape)} is not laid out like it")
+    args = tuple(_matched(op, lead, a) if _is_spec(a) else a for a in schema.args_schema)
     _check_written(schema, args)
     _check_keyword_tensors(schema, lead)
-    return _sharding(schema, args, output)
+    return _sharding(schema, args, _specs_of(out_meta, lead))
 
 
 def _list_rule(propagator: Any, schema: Any) -> OutputSharding:
@@ -220,11 +215,10 @@ def _written_spec(schema: Any) -> DTensorSpec | None:
     return None
 
 
-def _leading_spec(schema: Any) -> DTensorSpec:
-    """The largest ragged operand: the result is laid out like it."""
-    ragged = [a for a in schema.args_schema if _is_spec(a) and is_ragged(a)]
-    ragged += [v for v in schema.kwargs_schema.values() if _is_spec(v) and is_ragged(v)]
-    return max(ragged, key=lambda spec: (spec.ndim, math.prod(spec.shape)))
+def _leading(args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
+    """The largest ragged operand, as a tensor or as a spec: the result is laid out like it."""
+    ragged = filter(is_ragged, (*args, *kwargs.values()))
+    return max(ragged, key=lambda operand: (operand.ndim, math.prod(operand.shape)))
 
 
 def _settled(schema: Any, lead: DTensorSpec, written: bool) -> DTensorSpec:
@@ -308,9 +302,9 @@ def _check_keyword_tensors(schema: Any, lead: DTensorSpec | None) -> None:
 
 
 def run_spread(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``op`` with every operand laid out like the largest ragged one; NotImplemented if they are."""
-    ragged = [v for v in (*args, *kwargs.values()) if is_ragged(v)]
-    lead = max(ragged, key=lambda tensor: (tensor.ndim, tensor.numel()))
+    """``op`` with every operand laid out like the leading one; NotImplemented if they are."""
+    # what is written leads, though an operand be larger: the op would write to a copy of it
+    lead = args[0] if _name(op).endswith("_") else _leading(args, kwargs)
     smaller = [isinstance(a, torch.Tensor) and a.ndim > 0 and a.shape != lead.shape for a in args]
     for operand, to_spread in zip(args, smaller):
         if to_spread and torch.broadcast_shapes(operand.shape, lead.shape) != lead.shape:
@@ -331,27 +325,13 @@ def _like(lead: DTensor, operand: torch.Tensor) -> DTensor:
 
 def _coordinates_of(tensor: DTensor) -> list[torch.Tensor]:
     """The index of each element of the local piece along each dim of the global tensor."""
-    layout, own, found = ragged_layout(tensor), local_of(tensor), []
-    if layout.tile is not None:
-        return _coordinates_in(layout, own.device)
-    flat = torch.arange(layout.start, layout.stop, device=own.device)
-    for size, offset in zip(reversed(layout.inner_shape), reversed(layout.inner_offset)):
-        found.append((flat % max(size, 1) + offset).view(own.shape))
-        flat = flat // max(size, 1)
-    return found[::-1]
-
-
-def _coordinates_in(layout: RaggedLayout, device: torch.device) -> list[torch.Tensor]:
-    """Those of a piece in the order of tiles, box by box."""
-    grids = [
-        torch.meshgrid(
-            *(torch.arange(o, o + s, device=device) for o, s in zip(offsets, sizes)), indexing="ij"
-        )
-        for offsets, sizes in layout.boxes()
-    ]
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    along = ([grid[d].reshape(-1) for grid in grids] for d in range(len(layout.inner_shape)))
-    return [torch.cat(parts) if parts else empty for parts in along]
+    own = local_of(tensor)
+    along: list[list[torch.Tensor]] = [[own.new_empty(0, dtype=torch.int64)] for _ in tensor.shape]
+    for offsets, sizes in ragged_layout(tensor).boxes():
+        ranges = (torch.arange(o, o + s, device=own.device) for o, s in zip(offsets, sizes))
+        for parts, grid in zip(along, torch.meshgrid(*ranges, indexing="ij")):
+            parts.append(grid.reshape(-1))
+    return [torch.cat(parts).view(own.shape) for parts in along]
 
 
 def _put(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

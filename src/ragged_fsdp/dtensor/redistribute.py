@@ -20,7 +20,6 @@ import torch
 from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.geometry import (
-    RaggedLayout,
     check_placements,
     is_ragged,
     outer_mesh_dims,
@@ -41,7 +40,6 @@ from ragged_fsdp.torch_internals import (
     all_gather,
     cut_order_of,
     functional,
-    partition_value,
     reduce_scatter,
     reduce_value,
 )
@@ -90,7 +88,12 @@ def redistribute_local_tensor(
             ragged_layout(spec)
         else:
             check_placements(tuple(spec.shape), tuple(spec.mesh.shape), spec.placements)
-    moved = _move(local_tensor, current_spec, target_spec, async_op, stock_options)
+    for before, after in zip(current_spec.placements, target_spec.placements):
+        if after.is_partial() and before != after:
+            raise RuntimeError(
+                f"a move of a ragged tensor makes no pending reduction: {before} cannot become {after}."
+            )
+    moved = _move(local_tensor, current_spec, target_spec, async_op)
     return moved if async_op else _wait(moved)
 
 
@@ -105,53 +108,36 @@ def redistribute_cost(current_spec: DTensorSpec, target_spec: DTensorSpec) -> fl
     return STOCK["redistribute_cost"](sharded, gathered)
 
 
-def _move(
-    local: torch.Tensor,
-    current: DTensorSpec,
-    target: DTensorSpec,
-    async_op: bool,
-    stock_options: dict[str, Any],
-) -> torch.Tensor:
+def _move(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
     """One row of the transition table, or several."""
     ragged_dim = ragged_mesh_dim(current.placements)
-    if ragged_dim is not None and target.placements[ragged_dim].is_partial():
-        # zeros where others hold the values: nothing is sent, and stock does the rest
-        pending: Any = target.placements[ragged_dim]
-        local = _partial_from_ragged(local, pending, ragged_layout(current))
-        middle = _replaced(current, ragged_dim, pending)
-        return redistribute_local_tensor(local, middle, target, async_op=async_op, **stock_options)
-    mesh_dim: Any = ragged_mesh_dim(target.placements) if ragged_dim is None else ragged_dim
-    if _only_intervals(current, target, mesh_dim):
-        return _between_intervals(local, current, target, mesh_dim, async_op)
+    if ragged_dim is not None and _only_intervals(current, target, ragged_dim):
+        return _from_intervals(local, current, target, ragged_dim, async_op)
     if _is_scattered_sum(current, target):
         local, current = _scattered(local, current, target)
     return _exchange(local, current, target, async_op)
 
 
 def _only_intervals(current: DTensorSpec, target: DTensorSpec, mesh_dim: int) -> bool:
-    """Whether nothing but ``mesh_dim`` changes, and there the inner tensor is whole or in one order."""
+    """Whether only the intervals along ``mesh_dim`` change: to others of their order, or to the whole."""
     if any(isinstance(p, RaggedShard) for d, p in enumerate(current.placements) if d != mesh_dim):
         return False  # without the one at mesh_dim the other would be what is_ragged means
-    before, after = current.placements[mesh_dim], target.placements[mesh_dim]
-    if not all(p.is_replicate() or isinstance(p, RaggedShard) for p in (before, after)):
-        return False
-    if isinstance(before, RaggedShard) and isinstance(after, RaggedShard) and before.tile != after.tile:
+    before: Any = current.placements[mesh_dim]
+    after = target.placements[mesh_dim]
+    in_order = isinstance(after, RaggedShard) and before.tile == after.tile
+    if not (in_order or after.is_replicate()):
         return False
     return target.placements == _replaced(current, mesh_dim, after).placements
 
 
-def _between_intervals(
+def _from_intervals(
     local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, mesh_dim: int, async_op: bool
 ) -> torch.Tensor:
-    """Between intervals of the inner tensor, or an interval and the whole.
+    """From intervals of the inner tensor to others, or to the whole.
 
     Their lengths say all: a route, which intersects the boxes of all ranks, would take a tenth of a second to
     plan for a thousand of them, for each layout of a model.
     """
-    if not is_ragged(current):  # a copy: who writes into a piece never writes into what it was cut from
-        goal = ragged_layout(target)
-        own = [view.reshape(-1) for view in goal.own_views(local)]
-        return (own[0].clone() if len(own) == 1 else _joined(local, own)).view(goal.local_shape)
     source, group = ragged_layout(current), (current.mesh, mesh_dim)
     if not is_ragged(target):
         flat = _gathered(local.reshape(-1), source.counts, group, async_op and source.tile is None)
@@ -205,47 +191,33 @@ def _scattered(
     return out.view(layout.local_shape), ragged
 
 
-def _partial_from_ragged(local: torch.Tensor, partial: Partial, layout: RaggedLayout) -> torch.Tensor:
-    """Ragged to a Partial whose reduction gives the same tensor: zeros where others hold the values."""
-    if type(partial) is not Partial or partial.reduce_op not in ("sum", "avg"):
-        raise RuntimeError(f"a ragged tensor cannot become {partial}: only a sum or an average can.")
-    scale = len(layout.counts) if partial.reduce_op == "avg" else 1
-    flat = local.new_zeros(layout.inner_numel)
-    flat[layout.start : layout.stop] = local.reshape(-1) * scale
-    return untiled(flat, layout.inner_shape, layout.tile)
-
-
 def _exchange(local: torch.Tensor, current: DTensorSpec, target: DTensorSpec, async_op: bool) -> torch.Tensor:
-    """Reduce what is pending, send each element to who wants it, make pending what the target has so."""
+    """Reduce what the target has not pending, and send each element to who wants it."""
     mesh: Any = current.mesh
     source, destination = division_of(current), division_of(target)
-    pending, made_pending, cut = [], [], False
+    pending, cut = [], False
     for mesh_dim, (before, after) in enumerate(zip(current.placements, target.placements)):
-        if before == after:
-            continue
         cut |= before.is_replicate() and is_cut(after)
+        if before == after or not before.is_partial():
+            continue
         if type(before) is Partial:
             pending.append((mesh_dim, before))
-        elif before.is_partial():  # its reduction needs the tensor as it is
+        else:  # its reduction needs the tensor as it is
             local = _wait(reduce_value(before, local, mesh, mesh_dim))
-            source = source.with_placement(mesh_dim, Replicate())
-        if after.is_partial():
-            made_pending.append((mesh_dim, after))
-            destination = destination.with_placement(mesh_dim, Replicate())
+            current = _replaced(current, mesh_dim, Replicate())
+            source = division_of(current)
     here = tuple(mesh.get_coordinate())
     route = route_between(here, source, destination)
     if cut and route.packing is None and not route.hops:
         local = local.clone()  # who writes into a piece never writes into what it was cut from
     shape = ragged_layout(target).local_shape if is_ragged(target) else destination.box_at(here)[1]
-    moved = _follow(local, route, mesh, pending, async_op).view(shape)
-    for mesh_dim, partial in made_pending:
-        moved = partition_value(partial, _wait(moved), mesh, mesh_dim)
-    return moved
+    return _follow(local, route, mesh, pending, async_op).view(shape)
 
 
 def _replaced(spec: DTensorSpec, mesh_dim: int, placement: Placement) -> DTensorSpec:
+    """``spec`` with another placement along ``mesh_dim``; neither is a Shard, whose order is kept."""
     placements = spec.placements
-    return with_placements(spec, (*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :]))
+    return replace(spec, placements=(*placements[:mesh_dim], placement, *placements[mesh_dim + 1 :]))
 
 
 @dataclass(frozen=True)
@@ -260,11 +232,6 @@ class Division:
     mesh_shape: Shape
     placements: tuple[Placement, ...]
     cut_order: tuple[tuple[int, tuple[int, ...]], ...]
-
-    def with_placement(self, mesh_dim: int, placement: Placement) -> Division:
-        """This division with another placement, which cuts nothing, along ``mesh_dim``."""
-        placements = (*self.placements[:mesh_dim], placement, *self.placements[mesh_dim + 1 :])
-        return replace(self, placements=placements)
 
     def box_at(self, coordinate: Shape) -> tuple[Shape, Shape]:
         """Offsets and sizes of what the Shard placements leave on the rank at ``coordinate``."""

@@ -29,6 +29,7 @@ from ragged_fsdp.dtensor.geometry import (
     ragged_layout,
 )
 from ragged_fsdp.placement import RaggedShard
+from ragged_fsdp.tiling import untiled
 from ragged_fsdp.torch_internals import (
     DTensorSpec,
     OpSchema,
@@ -152,12 +153,9 @@ def _along_dims(
     elif reduced[:prefix] == list(range(prefix)):
         local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
     else:
-        filled = own.new_full(layout.inner_shape, combine.identity(own.dtype))
-        position, flat = 0, own.reshape(-1)
-        for view in layout.own_views(filled):
-            view.copy_(flat[position : position + view.numel()].view(view.shape))
-            position += view.numel()
-        local = reduce(filled, reduced, keepdim)
+        flat = own.new_full((layout.inner_numel,), combine.identity(own.dtype))
+        flat[layout.start : layout.stop] = own.reshape(-1)
+        local = reduce(untiled(flat, layout.inner_shape, layout.tile), reduced, keepdim)
 
     def after(mesh_dim: int, placement: Placement) -> Placement:
         if isinstance(placement, RaggedShard) and mesh_dim != layout.mesh_dim:  # whole rows of dim 0
@@ -267,7 +265,7 @@ def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
         return op(local).to(torch.uint8)
 
-    combine = Combine("max", lambda dtype: 0) if op is aten.any.default else Combine("min", lambda dtype: 1)
+    combine = _MAX if op is aten.any.default else _MIN
     verdict = _along_dims(args[0], range(args[0].ndim), False, reduce, combine)
     return aten._to_copy.default(settled(verdict), dtype=torch.bool)
 

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ragged_fsdp.block_codes import encode
+from ragged_fsdp.block_codes import encoded
 from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned, groups_of
 from ragged_fsdp.policy import BlockCodes
 from ragged_fsdp.tiling import untiled
 
 __all__ = ["groups_of", "product", "quantize", "transpose", "untile", "weight_gradient"]
+
+_ROWWISE = BlockCodes("float8_e4m3fn", (1, BLOCK))
+_COLUMNWISE = BlockCodes("float8_e4m3fn", (BLOCK, 1))
 
 
 def quantize(
@@ -46,25 +49,18 @@ def quantize(
         here = slice(first, first + len(part))
         if rowwise:
             wide = pad(part, (0, blocks * BLOCK - columns)).view(-1, 1, blocks, BLOCK)
-            made, made_scales = _encoded(wide, (1, BLOCK))
+            made, made_scales = encoded(wide, _ROWWISE)
             codes[here] = made.view(len(part), -1)[:, :columns]
             scales[:, here] = made_scales.view(-1, blocks).t()
         if turned:
             high = pad(part, (0, 0, 0, BLOCK - len(part))).view(1, BLOCK, columns, 1)
-            made, made_scales = _encoded(high, (BLOCK, 1))
+            made, made_scales = encoded(high, _COLUMNWISE)
             turned_codes[tile] = made.view(BLOCK, columns).t()
             turned_scales[tile] = made_scales.view(-1)
         broken |= ~part.isfinite().all()
     if seen is not None:
         seen.masked_fill_(broken, 1)
     return codes, scales, turned_codes, turned_scales
-
-
-def _encoded(bands: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    codes = torch.empty(bands.shape, dtype=torch.float8_e4m3fn, device=bands.device)
-    scales = bands.new_empty((bands.shape[0], bands.shape[2]))
-    encode(bands, BlockCodes("float8_e4m3fn", block), (codes, scales))
-    return codes, scales
 
 
 def transpose(codes: Tensor) -> Tensor:

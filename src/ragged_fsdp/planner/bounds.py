@@ -40,10 +40,7 @@ def lcm_classes(problem: Problem, least: int, most: int) -> list[int]:
     Only blocks of tensors longer than ``least`` count: no other can contain a whole shard. There are
     few: a class counts only if its LCM has a multiple below ``most``, the best size known so far.
     """
-    longest: dict[int, int] = {}
-    for numel, block in problem.counts:
-        if numel > least:
-            longest[block] = max(numel, longest.get(block, 0))
+    longest = {block: numel for block, numel in problem.longest.items() if numel > least}
     classes = {problem.step}
     for block in sorted(longest, key=lambda b: (-longest[b], b)):
         grown = {math.lcm(divisor, block) for divisor in classes}
@@ -56,11 +53,8 @@ def ladder(problem: Problem) -> list[int]:
 
     These are the prefixes the paper proposes; the best of them is within a factor of two of the optimum.
     """
-    longest: dict[int, int] = {}
-    for numel, block in problem.counts:
-        longest[block] = max(numel, longest.get(block, 0))
     rungs = [problem.step]
-    for block in sorted(longest, key=lambda b: (-longest[b], -b)):
+    for block in sorted(problem.longest, key=lambda b: (-problem.longest[b], -b)):
         rungs.append(math.lcm(rungs[-1], block))
         if rungs[-1] > problem.largest_shard:
             break

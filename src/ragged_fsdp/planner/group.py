@@ -13,9 +13,8 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
-from typing import NamedTuple
 
-from ragged_fsdp.layout import GroupLayout, TensorSpec, as_integer
+from ragged_fsdp.layout import GroupLayout, TensorSpec, as_integer, check_integer
 from ragged_fsdp.planner.problem import Kind, Order, Problem, ordered, place_in_order
 from ragged_fsdp.planner.search import best_layout, order_layout, quick_bound, settle
 
@@ -110,7 +109,11 @@ def fullest_numel(layout: GroupLayout, indices: Sequence[int]) -> int:
     """How many elements of the tensors ``indices`` lie on the rank that has most of them."""
     if not indices:
         return 0
-    counts = [[n * layout.specs[i].block_numel for n in layout.local_units(i)] for i in indices]
+    counts = []
+    for i in indices:
+        units = layout.local_units(i)
+        unit_numel = layout.specs[i].numel // (sum(units) or 1)
+        counts.append([unit_numel * count for count in units])
     return max(sum(on_rank) for on_rank in zip(*counts))
 
 
@@ -139,7 +142,7 @@ def split_trainable(
 def bound_group(specs: Sequence[TensorSpec], ranks: int, *, unit: int = 128, align: int = 1) -> int:
     """A shard size no layout of ``specs`` can go under, in a fraction of the time of a plan."""
     kinds = _checked("bound_group", specs, ranks, unit, align)
-    return quick_bound(Problem.build([k[0] for k in kinds], [k[1] for k in kinds], ranks, unit, align))
+    return quick_bound(Problem.build(kinds, ranks, unit, align))
 
 
 def _checked(
@@ -147,10 +150,7 @@ def _checked(
 ) -> tuple[Kind, ...]:
     """The kinds of ``specs``; raise on any argument that is not what it should be."""
     for name, value in (("ranks", ranks), ("unit", unit), ("align", align)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{function}: {name} must be an int, got {value!r}.")
-        if value < 1:
-            raise ValueError(f"{function}: {name} must be at least 1, got {value}.")
+        check_integer(function, name, value, 1)
     if not isinstance(specs, Sequence):
         raise TypeError(f"{function}: specs must be a sequence of TensorSpecs, got {specs!r}.")
     for spec in specs:
@@ -159,41 +159,31 @@ def _checked(
     return tuple((spec.numel, spec.block_numel) for spec in specs)
 
 
-class _Planned(NamedTuple):
-    shard: int
-    offsets: tuple[int, ...]
-    lower_bound: int
-
-
 @lru_cache(maxsize=4096)
-def _plan_kinds(kinds: tuple[Kind, ...], ranks: int, unit: int, align: int, order: str | Order) -> _Planned:
-    """The plan of a group whose members were validated; the cache makes equal layers free."""
-    problem = Problem.build([k[0] for k in kinds], [k[1] for k in kinds], ranks, unit, align)
+def _plan_kinds(
+    kinds: tuple[Kind, ...], ranks: int, unit: int, align: int, order: str | Order
+) -> tuple[int, tuple[int, ...], int]:
+    """Shard size, offsets and lower bound of validated kinds; the cache makes equal layers free."""
+    problem = Problem.build(kinds, ranks, unit, align)
     if not problem.kinds:
-        return _Planned(0, (0,) * len(kinds), 0)
-    if order != "best":
+        return 0, (0,) * len(kinds), 0
+    if order == "best":
+        outcome = best_layout(problem)
+        placed, starts = settle(problem, outcome.shard, outcome.order)
+        waiting: dict[Kind, deque[int]] = defaultdict(deque)
+        for index, kind in enumerate(problem.kinds):
+            waiting[kind].append(index)
+        indices = [waiting[kind].popleft() for kind in placed]
+    else:
         indices = ordered(order, problem.kinds)
         outcome = order_layout(problem, [problem.kinds[i] for i in indices])
-        starts = place_in_order(outcome.order, ranks, outcome.shard, align)
-        if starts is None:
+        found = place_in_order(outcome.order, ranks, outcome.shard, align)
+        if found is None:
             raise RuntimeError(f"planner: no layout at shard size {outcome.shard}; this is a bug.")
-        return _Planned(outcome.shard, _scatter(kinds, indices, starts), outcome.lower_bound)
-    outcome = best_layout(problem)
-    placed, starts = settle(problem, outcome.shard, outcome.order)
-    waiting: dict[Kind, deque[int]] = defaultdict(deque)
-    for kind, start in zip(placed, starts):
-        waiting[kind].append(start)
-    offsets = tuple(waiting[kind].popleft() if kind[0] else 0 for kind in kinds)
-    return _Planned(outcome.shard, offsets, outcome.lower_bound)
-
-
-def _scatter(kinds: tuple[Kind, ...], indices: Sequence[int], starts: Sequence[int]) -> tuple[int, ...]:
-    """Offsets in the order of ``kinds``; ``indices`` count the tensors with elements only."""
-    filled = [position for position, (numel, _) in enumerate(kinds) if numel]
-    offsets = [0] * len(kinds)
-    for index, start in zip(indices, starts):
-        offsets[filled[index]] = start
-    return tuple(offsets)
+        starts = found
+    as_given = iter([start for _, start in sorted(zip(indices, starts))])
+    offsets = tuple(next(as_given) if numel else 0 for numel, _ in kinds)
+    return outcome.shard, offsets, outcome.lower_bound
 
 
 def _padding(layouts: Sequence[GroupLayout]) -> int:

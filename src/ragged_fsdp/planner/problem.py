@@ -57,17 +57,19 @@ class Problem:
     align: int
 
     @classmethod
-    def build(
-        cls, sizes: Sequence[int], blocks: Sequence[int], ranks: int, unit: int, align: int = 1
-    ) -> "Problem":
-        """The problem of validated parallel lists; keeps the order of the tensors with elements."""
-        kinds = tuple((numel, block) for numel, block in zip(sizes, blocks) if numel)
-        return cls(kinds, ranks, math.lcm(unit, align), align)
+    def build(cls, kinds: Iterable[Kind], ranks: int, unit: int, align: int = 1) -> "Problem":
+        """The problem of validated kinds; keeps the order of the tensors with elements."""
+        return cls(tuple(kind for kind in kinds if kind[0]), ranks, math.lcm(unit, align), align)
 
     @cached_property
     def counts(self) -> dict[Kind, int]:
         """How many tensors of each kind, largest kinds first."""
         return dict(sorted(Counter(self.kinds).items(), key=lambda item: (-item[0][0], -item[0][1])))
+
+    @cached_property
+    def longest(self) -> dict[int, int]:
+        """Elements of the longest tensor of each block size."""
+        return {block: numel for numel, block in reversed(self.counts)}  # the largest kinds come last
 
     @cached_property
     def tensor_numel(self) -> int:

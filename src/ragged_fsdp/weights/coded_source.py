@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ragged_fsdp.collectives import all_reduce_
-from ragged_fsdp.layout import align_up
+from ragged_fsdp.layout import ALIGN_BYTES, align_up
 from ragged_fsdp.weights.buckets import Bucket, Record
 from ragged_fsdp.weights.codes import BLOCK, IsCoded, block_fp8, encoded_records, is_coded_record
 from ragged_fsdp.weights.names import Naming
@@ -26,7 +26,6 @@ from ragged_fsdp.weights.sources import GroupSource, LooseSource
 
 __all__ = ["CodedSource", "coded_where_held"]
 
-_ALIGN_BYTES = 16
 _MOST_OTHERS = 8
 
 
@@ -69,7 +68,7 @@ class CodedSource(GroupSource):
 
     def __init__(self, plain: GroupSource, is_coded: IsCoded) -> None:
         super().__init__(plain.group, plain.members, plain.sent, plain.owners)
-        self._codes_bytes = -(-self.layout.ranks * self.shard_numel // _ALIGN_BYTES) * _ALIGN_BYTES
+        self._codes_bytes = align_up(self.layout.ranks * self.shard_numel, ALIGN_BYTES)
         self._held = [held for record in self.records for held in self._part(record)]
         self._runs = _joined([held for held in self._held if is_coded_record(held.record, is_coded)])
         self._others = [held for held in self._held if not is_coded_record(held.record, is_coded)]
@@ -82,7 +81,7 @@ class CodedSource(GroupSource):
             behind = made[-1]
             records.append(Record(behind.name, behind.dtype, behind.shape, end))
             self._behind[record.name] = records[-1]
-            end += align_up(behind.nbytes, _ALIGN_BYTES)
+            end += align_up(behind.nbytes, ALIGN_BYTES)
         self.records = records
         self._data_bytes = end
 

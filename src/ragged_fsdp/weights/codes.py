@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ragged_fsdp.block_codes import encode_matrices
-from ragged_fsdp.layout import align_up
+from ragged_fsdp.layout import ALIGN_BYTES, align_up
 from ragged_fsdp.weights.buckets import Bucket, Record
 
 __all__ = ["BLOCK", "IsCoded", "block_fp8", "coded", "encoded_bucket", "encoded_records", "is_coded_record"]
@@ -22,7 +22,6 @@ __all__ = ["BLOCK", "IsCoded", "block_fp8", "coded", "encoded_bucket", "encoded_
 IsCoded = Callable[[str, tuple[int, ...]], bool]
 BLOCK = 128
 """Rows and columns of a block."""
-_ALIGN_BYTES = 16
 # what DeepSeek-V3's own checkpoints, and transformers' converter, leave as it is
 _KEPT = re.compile(r"(^|\.)(lm_head|embed_\w+|wte|wpe|\w*norm\w*|gate|router)\.weight$")
 
@@ -72,7 +71,7 @@ def encoded_bucket(bucket: Bucket, is_coded: IsCoded) -> Bucket:
     for record in bucket.records:
         for made in encoded_records(record, is_coded):
             records.append(Record(made.name, made.dtype, made.shape, end))
-            end += align_up(made.nbytes, _ALIGN_BYTES)
+            end += align_up(made.nbytes, ALIGN_BYTES)
     source = bucket.data
     data = torch.empty(end, dtype=torch.uint8, device=source.device)
     places = iter(records)

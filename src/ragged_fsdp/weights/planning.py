@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.dbuffer.checks import device_of
-from ragged_fsdp.routes import Region
+from ragged_fsdp.routes import Region, contiguous_stride
 from ragged_fsdp.weights.dcp_folder import elements_of
 from ragged_fsdp.weights.files import Entry, StoredBox
 from ragged_fsdp.weights.names import Naming, Part, View, parts_of
@@ -67,8 +65,7 @@ class _Want:
 
 def _row_major(sizes: tuple[int, ...]) -> View:
     """All of a contiguous tensor; without torch, since a checkpoint of many ranks has many boxes."""
-    steps = accumulate((max(size, 1) for size in reversed(sizes[1:])), mul, initial=1)
-    return View(0, sizes, tuple(steps)[::-1] if sizes else ())
+    return View(0, sizes, contiguous_stride(sizes))
 
 
 def _wants(

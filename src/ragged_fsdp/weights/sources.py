@@ -25,6 +25,7 @@ from ragged_fsdp.collectives import Comm, all_reduce_, wait_all
 from ragged_fsdp.fsdp.parts.members import MainShard
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
+from ragged_fsdp.layout import ALIGN_BYTES, align_up
 from ragged_fsdp.packing import value_meta, values_of
 from ragged_fsdp.torch_internals import local_of, storage_id
 from ragged_fsdp.weights.adapters import Addition, added
@@ -47,7 +48,6 @@ __all__ = [
 Owner = tuple[ParamGroup, int]
 """Where a parameter is: its group, and its number there."""
 
-_ALIGN_BYTES = 16
 _LOOSE_BYTES = 64 << 20
 _COMM = Comm()
 
@@ -273,7 +273,7 @@ class GroupSource:
         """The adapters' matrices, whole: by one sum of zeros and what each rank of the group holds."""
         wanted = {id(f): f for m in self.members for a in m.additions for f in a.factors}
         shared = [key for key in wanted if self._shares_ranks(key)]
-        sizes = [-(-wanted[key].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for key in shared]
+        sizes = [align_up(wanted[key].nbytes, ALIGN_BYTES) for key in shared]
         flat = torch.zeros(sum(sizes), dtype=torch.uint8, device=self.device)
         found: dict[int, Tensor] = {}
         for key, space in zip(shared, flat.split(sizes) if sizes else ()):
@@ -411,7 +411,7 @@ def packed(label: str, values: Sequence[tuple[str, Tensor]]) -> Bucket:
     records, end = [], 0
     for name, value in values:
         records.append(Record(name, value.dtype, tuple(value.shape), end))
-        end += -(-records[-1].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+        end += align_up(records[-1].nbytes, ALIGN_BYTES)
     device = values[0][1].device
     data = torch.empty(end, dtype=torch.uint8, device=device)
     for record, (_, value) in zip(records, values):

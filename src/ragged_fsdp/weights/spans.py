@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ragged_fsdp.routes import Region
+from ragged_fsdp.routes import Region, contiguous_stride
 
 __all__ = ["Job", "Piece", "Transfer", "jobs_of", "transfers"]
 
@@ -117,7 +117,7 @@ def _within(
     first: Shape, axes: Sequence[_Axis], offsets: Shape, sizes: Shape
 ) -> tuple[int, int, list[tuple[int, int, int]]] | None:
     """Of a view that begins at ``first``, what lies in a box: source and target offset, and the dims."""
-    strides = _strides(sizes)
+    strides = contiguous_stride(sizes)
     walked = {axis.dim: axis for axis in axes}
     source = target = 0
     dims = []
@@ -134,7 +134,7 @@ def _within(
 
 
 def _axes(shape: Shape, first: Shape, model: tuple[int, Shape, Shape], source_strides: Shape) -> list[_Axis]:
-    strides = _strides(shape)
+    strides = contiguous_stride(shape)
     left = [dim for dim, size in enumerate(shape) if size > 1]
     axes = []
     todo = [(s, m, p) for s, m, p in zip(model[1], model[2], source_strides) if s > 1]
@@ -158,16 +158,8 @@ def _axes(shape: Shape, first: Shape, model: tuple[int, Shape, Shape], source_st
     return axes
 
 
-def _strides(shape: Shape) -> Shape:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def _unravel(shape: Shape, offset: int) -> Shape:
-    return tuple(offset // stride % max(size, 1) for size, stride in zip(shape, _strides(shape)))
+    return tuple(offset // stride % max(size, 1) for size, stride in zip(shape, contiguous_stride(shape)))
 
 
 @dataclass(frozen=True)
