@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import compare
-from ragged_fsdp.experts.again import cut_again
+from ragged_fsdp.experts.again import check_cut, cut_again
 from ragged_fsdp.experts.dispatch import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.experts.levels import TwoLevel
@@ -156,8 +156,9 @@ def move_experts(
             raise ValueError(f"move_experts: {name} has {now}, which cannot become {split}.")
     _compare(found, splits)
     moving = {name: split for name, split in splits.items() if split != found[name].split}
-    for name in moving:
+    for name in moving:  # all of them before the first moves
         _check_state(name, found[name].module, optimizer)
+        check_cut(found[name].module, expert_parameters(found[name].module))
     for name, split in moving.items():
         _move(found[name], split, optimizer)
     if moving and optimizer is not None:
