@@ -135,6 +135,7 @@ def test_any_number_of_experts_travels_as_codes_and_moves(rank, kind):
 @spmd(2)
 def test_load_is_counted_once_and_splits_follow_it(rank):
     model, optimizer = _model(rank, "ours", torch.optim.AdamW)
+    assert all(not rows.any() and rows.device.type == DEVICE for rows in load_of(model).rows.values())
     _step(model, optimizer, rank)
     load = load_of(model)
     assert {int(rows.sum()) for rows in load.rows.values()} == {60 * 2} and int(load.dropped) == 0

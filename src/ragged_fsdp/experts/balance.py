@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import compare
+from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.experts.again import check_cut, cut_again
 from ragged_fsdp.experts.dispatch import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
@@ -74,7 +75,7 @@ def load_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> ExpertL
     found = split_experts_of(model)
     if not found:
         raise ValueError("load_of: no experts are spread over ranks; call expert_parallel first.")
-    device = next((e.load.device for e in found.values() if e.load is not None), torch.device("cpu"))
+    device = device_of(next(iter(found.values())).mesh)
     parts, dropped = [], torch.zeros(1, dtype=torch.int64, device=device)
     for experts in found.values():
         counts = experts.load
