@@ -92,6 +92,18 @@ def test_any_number_of_tokens_on_each_rank(rank):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@spmd(2)
+def test_experts_of_another_dtype_than_the_tokens(rank):
+    """A rank without experts, or without rows, sends and expects what it would with some."""
+    for make in (AllToAll, AllGather):
+        for held, chosen in (((0, 4), None), ((2, 2), 3)):
+            plain, layer = (nn.ModuleDict({"experts": Squares().to(DEVICE).float()}) for _ in range(2))
+            expert_parallel(layer, rank.mesh(), dispatcher=make, split=ExpertSplit(held))
+            results = [_run(m["experts"], _inputs(3, rank.rank, chosen)) for m in (layer, plain)]
+            for got, want in zip(*results):
+                assert got.dtype == want.dtype == torch.float64 and torch.allclose(got, want, atol=1e-4)
+
+
 @spmd(4)
 def test_a_token_leaves_its_node_once_for_each_other_node(rank):
     """Two nodes of two: results and gradients of all-to-all, also interleaved and uneven; rows counted."""
@@ -158,6 +170,11 @@ def test_two_levels_with_a_capacity(rank):
         assert fit_capacity(layer, margin=1.0)["experts"] == pytest.approx(wanted)
         _run(layer["experts"], (x, chosen, w))
     assert int(load_of(layer).dropped) == 16  # of the first of the two runs
+    for _ in range(3):  # of all nodes to one expert: there is a capacity for that too
+        load_of(layer)
+        _run(layer["experts"], _inputs(tokens, rank.rank, chosen=0))
+        fit_capacity(layer, margin=1.0)
+    assert int(load_of(layer).dropped) == 0
     with pytest.raises(ValueError, match="ranks must have as many tokens"):
         layer["experts"](*_inputs(5 + (rank.rank == 3), 0))
 
@@ -308,7 +325,7 @@ def test_a_shared_expert_is_computed_while_rows_travel(rank):
 
 @spmd(2)
 def test_what_does_not_fit_is_dropped_and_counted(rank):
-    """The last slots of a rank's experts lose; the outputs are those with their weights at zero."""
+    """The last tokens for a rank lose; the outputs are those with their weights at zero."""
     tokens = 6
     for capacity in (0.25, 0.5, 1.0, 2.0):
         module = nn.ModuleDict({"experts": Squares().to(DEVICE)})
@@ -320,9 +337,7 @@ def test_what_does_not_fit_is_dropped_and_counted(rank):
         room = min(12, -(-int(capacity * 12) // 2))
         keep = torch.ones_like(w)
         for first, stop in ((0, 1), (1, 4)):
-            slots = chosen.flatten()
-            mine = slots.argsort(stable=True)
-            mine = mine[(slots[mine] >= first) & (slots[mine] < stop)]
+            mine = ((chosen >= first) & (chosen < stop)).flatten().nonzero().flatten()
             keep.view(-1)[mine[room:]] = 0
         expected = _run(Squares().to(DEVICE), (x, chosen, (w * keep).detach().requires_grad_()))
         x.grad = None

@@ -2,20 +2,25 @@
 
 import pytest
 import torch
+from torch import nn
 
 import experts_cases as cases
 from fsdp_inside import group_names
-from ragged_fsdp import fully_shard
+from ragged_fsdp import BlockCodes, fp8, fully_shard
+from ragged_fsdp.block_codes import quantize_dequantize
 from ragged_fsdp.experts import (
     ExpertSplit,
     balanced_splits,
+    divide_gradients,
     expert_parallel,
     load_of,
     move_experts,
     split_experts_of,
 )
+from ragged_fsdp.models import MoEConfig
+from ragged_fsdp.models.moe import Experts
 from ragged_fsdp.optim import AdamW8bit, Muon, block_policy
-from rank_pool import spmd
+from rank_pool import DEVICE, spmd
 
 ROUNDS = [(2, 3), (5, 0), (0, 5), (4, 1)]
 
@@ -78,9 +83,59 @@ def test_experts_move_with_their_state_bit_for_bit(rank):
                 assert torch.allclose(got[name].float(), expected[name].float(), **bound), (optimizer, name)
 
 
+def _coded(rank, kind, split):
+    """A layer of five experts that travels as codes; its width; what it computes with of a whole weight."""
+    wide = 128 if kind == "fp8" else 16
+    torch.manual_seed(0)
+    layer = nn.ModuleDict({"experts": Experts(MoEConfig(hidden=wide, expert_hidden=wide, experts=5))})
+    mesh = rank.mesh(rank.world_size // 2, 2, names=("dp", "ep"))
+    expert_parallel(layer.to(DEVICE), mesh["ep"], split=split)
+    codes = BlockCodes("int8", (8, 8))
+    if kind == "fp8":
+        fp8.fp8_training(layer)
+    policy = fp8.gather_policy if kind == "fp8" else lambda name, p: codes
+    fully_shard(layer["experts"], mesh=mesh["dp"], gather_policy=policy, reshard_after_forward=True)
+    divide_gradients([layer["experts"]], rank.world_size)
+    return layer, wide, lambda p: p if kind == "fp8" else quantize_dequantize(p, codes)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@spmd(2, 4)
+def test_any_number_of_experts_travels_as_codes_and_moves(rank, kind):
+    """Outputs and gradients of the whole weights' codes, on a rank without experts too, before and after."""
+    layer, wide, computed = _coded(rank, kind, ExpertSplit((0, 5)))
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
+    for step, held in enumerate(((3, 2), (5, 0), (1, 4))):
+        plain = nn.ModuleDict({"experts": Experts(MoEConfig(hidden=wide, expert_hidden=wide, experts=5))})
+        for p, q in zip(plain.to(DEVICE).parameters(), layer.parameters()):
+            p.data = computed(q.detach().full_tensor())
+        if kind == "fp8":
+            fp8.fp8_training(plain)
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randn(rank.world_size, 6, wide, generator=generator).to(DEVICE)
+        chosen = torch.randint(5, (rank.world_size, 6, 2), generator=generator).to(DEVICE)
+        weights = torch.full((6, 2), 0.5, device=DEVICE)
+        outputs = [plain["experts"](x, c, weights) for x, c in zip(tokens, chosen)]
+        (sum(out.sum() for out in outputs) / rank.world_size).backward()
+        out = layer["experts"](tokens[rank.rank], chosen[rank.rank], weights)
+        out.sum().backward()
+        torch.testing.assert_close(out, outputs[rank.rank], rtol=1e-4, atol=1e-6)
+        for p, q in zip(layer.parameters(), plain.parameters()):
+            # the 1 x 128 blocks of FP8's weight gradient lie along the rows of all ranks here, of one there
+            error = (p.grad.full_tensor() - q.grad).norm() / q.grad.norm()
+            assert error < (0.05 if kind == "fp8" else 1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = _wholes(layer, optimizer)
+        assert move_experts(layer, {"experts": ExpertSplit(held)}, optimizer) == ["experts"]
+        after = _wholes(layer, optimizer)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
 @spmd(2)
 def test_load_is_counted_once_and_splits_follow_it(rank):
     model, optimizer = _model(rank, "ours", torch.optim.AdamW)
+    assert all(not rows.any() and rows.device.type == DEVICE for rows in load_of(model).rows.values())
     _step(model, optimizer, rank)
     load = load_of(model)
     assert {int(rows.sum()) for rows in load.rows.values()} == {60 * 2} and int(load.dropped) == 0
@@ -116,5 +171,10 @@ def test_impossible_moves_change_nothing(rank):
     with pytest.raises(RuntimeError, match="has a gradient"):
         move_experts(model, {name: ExpertSplit((1, 4))}, optimizer)
     assert split_experts_of(model)[name].split == ExpertSplit((3, 2))
+    for parameter in split_experts_of(model)[name].module.parameters():
+        parameter.grad = None
+    with pytest.raises(RuntimeError, match="has a gradient"):  # of the second: the first must not move either
+        move_experts(model, dict.fromkeys(split_experts_of(model), ExpertSplit((1, 4))), optimizer)
+    assert {experts.split for experts in split_experts_of(model).values()} == {ExpertSplit((3, 2))}
     optimizer.zero_grad()
     _step(model, optimizer, rank)

@@ -334,6 +334,19 @@ def test_a_compiled_layer_has_the_same_bits(rank):
 
 
 @spmd(2)
+def test_inference_mode_before_a_step(rank):
+    model, reference = built(rank.device)
+    fully_shard(model, gather_policy=fp8.gather_policy)
+    batch = tokens(rank.device)
+    with torch.inference_mode():
+        inside = tokens(rank.device)
+        for given in (batch, inside, inside[:0]):
+            assert torch.equal(model(given), reference(given))
+    assert torch.equal(step(model, batch), step(reference, batch))
+    assert_same_gradients(rank, model, reference, "after inference")
+
+
+@spmd(2)
 def test_what_is_not_finite_is_named(rank):
     model, _ = built(rank.device)
     fully_shard(model, gather_policy=fp8.gather_policy)

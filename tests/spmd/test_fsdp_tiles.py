@@ -194,6 +194,31 @@ def test_checkpoints_of_either_order_are_read_by_the_other(rank):
                 assert torch.equal(a, b), (kind, key)
 
 
+@spmd(1, 2)
+def test_checkpoints_have_parameters_without_elements(rank):
+    def empty():
+        net = nn.Module()
+        for name, shape in {"full": (3, 5), "rows": (0, 5), "columns": (3, 0), "vector": (0,)}.items():
+            net.register_parameter(name, nn.Parameter(torch.ones(shape, device=rank.device)))
+        return net
+
+    def sharded(kind):
+        net = empty()
+        if kind == "stock":
+            stock_fully_shard(net)
+        else:
+            fully_shard(net, orig_param_policy=by_tiles if kind == "tiles" else by_elements)
+        return net
+
+    for kind in ("tiles", "rows"):
+        dcp.save({"model": sharded(kind).state_dict()}, checkpoint_id=rank.shared_dir / kind)
+        for other in ("tiles", "rows", "stock"):
+            states = sharded(other).state_dict()
+            dcp.load({"model": states}, checkpoint_id=rank.shared_dir / kind)
+            if other != "stock":  # torch's own full_tensor takes no empty rows
+                assert all(states[n].full_tensor().shape == p.shape for n, p in empty().named_parameters())
+
+
 @spmd(4)
 def test_a_checkpoint_of_four_ranks_in_tiles_is_read_on_two_in_rows_and_back(rank):
     writer, whole = make(rank, by_tiles, seed=1)

@@ -139,6 +139,22 @@ def test_matrix_and_block_optimizers_under_splits(rank):
 
 
 @spmd(4, timeout=400)
+def test_biases_of_experts_are_cut_between_experts(rank):
+    """Six rows of 704 have the size of a matrix; a block of several would be cut by expert parallelism."""
+    sizes = {"hidden_size": "32", "num_local_experts": "6", "intermediate_size": "352", "head_dim": "8"}
+    sizes |= {"num_hidden_layers": "1", "num_attention_heads": "2", "num_key_value_heads": "2"}
+    common = {"model": "GptOssConfig", "model_set": {**sizes, "vocab_size": "257"}, "save_at_end": False}
+    common |= {"eval_every": 100}
+    for optimizer in ("adam8bit", "shampoo"):
+        losses = []
+        for changes in ({}, {"ep": 4, "rebalance": 2}):
+            folder = rank.shared_dir / f"{optimizer}-{len(losses)}"
+            train_on_pool(folder, **common, optimizer=optimizer, steps=4, **changes)
+            losses.append(losses_by_step(folder))
+        _assert_close(*losses, 2e-3, optimizer)
+
+
+@spmd(4, timeout=400)
 def test_checkpoints_move_between_splits_and_are_exported(rank):
     from ragged_fsdp.trainer.exporting import export
 

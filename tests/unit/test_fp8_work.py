@@ -1,4 +1,4 @@
-"""What the FP8 products of a layer do more than once, counted: tables of experts, quantising of inputs."""
+"""What FP8 products do more than once, counted: tables of experts, quantising of inputs; and who has them."""
 
 from collections import Counter
 
@@ -62,3 +62,23 @@ def test_layers_that_share_an_input_quantise_it_once():
         sum(layer(x) for layer in model.values()).sum().backward()
     # the inputs need no gradient, so no weight is turned
     assert counted.calls == {"quantize": 1 + 3, "product": 3, "weight_gradient": 3}
+
+
+def test_a_weight_that_another_module_reads_is_left_alone():
+    """The codes have no values for it: it would compute with nans."""
+
+    def tied(name):
+        model = nn.ModuleDict({own: nn.Linear(128, 128, bias=False) for own in ("up", "down", name)})
+        model[name].weight = model["up"].weight
+        return model
+
+    assert list(fp8.fp8_modules(fp8.fp8_training(tied("also")))) == ["up", "down", "also"]
+    model = tied("gate")  # a router, by its name
+    assert list(fp8.fp8_modules(fp8.fp8_training(model))) == ["down"]
+    assert list(fp8.left_out(tied("gate"))) == ["up.weight"]
+    model = tied("also")
+    model["embed"] = nn.Embedding(128, 128)
+    model["embed"].weight = model["up"].weight
+    assert "tied to embed, which does not" in fp8.left_out(model)["up.weight"]
+    with pytest.raises(ValueError, match=r"up.weight is tied to also, which .*: include both or neither"):
+        fp8.fp8_training(tied("also"), include=lambda name, module: name != "also")

@@ -106,6 +106,12 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"ep": 3}, 4, "ep = 3 does not divide the 4 processes; it can be 1, 2, 4"),
         ({"dispatch": "all_gather"}, 2, "dispatch = all_gather is for expert parallelism"),
         ({"ep": 2, "dispatch": "all_gather", "expert_capacity": 2.0}, 2, "needs dispatch = all_to_all"),
+        (
+            {"ep": 3, "granularity": {"*.experts.*": "tiles:8x8"}},
+            3,
+            "process, which ep = 3 of 8 experts does not keep",
+        ),
+        ({"ep": 2, "rebalance": 5, "granularity": {"*.experts.*": "tiles"}}, 2, "rebalance = 5 of"),
         ({"tp": 2}, 3, "tp = 2 does not divide the 3 processes"),
         ({"ep": 2, "replicas": 2}, 6, "ep = 2 does not divide the 3 processes of each of 2 replicas"),
         ({"tp": 4}, 4, "tp = 4 does not divide the model's kv_heads = 2; for this model tp can be 1, 2"),

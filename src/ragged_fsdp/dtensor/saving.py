@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dtensor.construct import own_piece, wrap_local
 from ragged_fsdp.dtensor.geometry import is_ragged, ragged_layout, with_placements
+from ragged_fsdp.routes import Box
 from ragged_fsdp.torch_internals import STOCK, local_of, raise_if_partial, spec_of
 
 __all__ = [
@@ -59,8 +60,15 @@ def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
     raise_if_partial(self)
     return [
         ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
-        for offsets, sizes in ragged_layout(self).boxes()
+        for offsets, sizes in _boxes(self)
     ]
+
+
+def _boxes(tensor: DTensor) -> list[Box]:
+    """What this rank writes and reads; an empty tensor is one box, or no checkpoint would have its name."""
+    if not tensor.numel():
+        return [((0,) * tensor.ndim, tuple(tensor.shape))]
+    return ragged_layout(tensor).boxes()
 
 
 def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
@@ -83,7 +91,7 @@ def get_tensor_shard(self: DTensor, index: MetadataIndex) -> torch.Tensor:
     if not is_ragged(self):
         return STOCK["DTensor.__get_tensor_shard__"](self, index)
     flat, position = local_of(self).detach().view(-1), 0
-    for offsets, sizes in ragged_layout(self).boxes():
+    for offsets, sizes in _boxes(self):
         numel = math.prod(sizes)
         if index.offset is None or tuple(index.offset) == offsets:
             return flat[position : position + numel].view(sizes)

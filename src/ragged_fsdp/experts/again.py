@@ -7,7 +7,7 @@ tensors, so that optimizers keep what they hold; whoever holds tensors laid out 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
 from ragged_fsdp.policy import Elements, Granularity, Tiles
 from ragged_fsdp.torch_internals import local_of, set_local, spec_of
 
-__all__ = ["cut_again"]
+__all__ = ["check_cut", "cut_again"]
 
 
 @torch.no_grad()
@@ -38,15 +38,9 @@ def cut_again(module: nn.Module, placements: Mapping[str, Sequence[Placement]]) 
         module: one that was passed to ``fully_shard`` alone.
         placements: by name below ``module``, over the mesh that a parameter had before ``fully_shard``.
     """
-    state = state_of(module)
-    if state is None or state.modules != (module,):
-        raise ValueError(f"cut_again: expected a module after fully_shard, got {type(module).__name__}.")
-    options, mesh = state.call
-    groups = state.groups
+    state = check_cut(module, placements)
+    (options, mesh), groups = state.call, state.groups
     old = {param.name: param for group in groups for param in group.params}
-    _check(old, groups, placements)
-    if mesh.spmd_mesh is not None:
-        raise NotImplementedError("cut_again: not with dp_mesh_dims.")
     before = {name: param.sharded for name, param in old.items()}
     inners = {name: _inner(param, mesh.mesh.ndim, placements.get(name)) for name, param in old.items()}
     policy = _same_blocks(groups)
@@ -77,10 +71,13 @@ def cut_again(module: nn.Module, placements: Mapping[str, Sequence[Placement]]) 
     _adopt(state)
 
 
-def _check(
-    old: Mapping[str, ManagedParam], groups: Sequence[ParamGroup], placements: Mapping[str, Any]
-) -> None:
-    for name in placements:
+def check_cut(module: nn.Module, names: Iterable[str]) -> ModuleState:
+    """Raise where :func:`cut_again` would before any change, so that several modules can be checked first."""
+    state = state_of(module)
+    if state is None or state.modules != (module,):
+        raise ValueError(f"cut_again: expected a module after fully_shard, got {type(module).__name__}.")
+    old = {param.name: param for group in state.groups for param in group.params}
+    for name in names:
         if name not in old:
             raise ValueError(f"cut_again: no parameter {name!r}; there are {', '.join(old)}.")
         if old[name].inner_spec is None:
@@ -88,10 +85,13 @@ def _check(
     for param in old.values():
         if param.sharded.grad is not None:
             raise RuntimeError(f"cut_again: {param.fqn} has a gradient; call it after zero_grad().")
-    for group in groups:
+    for group in state.groups:
         group.to_sharded()
         if group.residence is not Residence.SHARDED:
             raise RuntimeError(f"cut_again: {group.label} is in use; call it between steps.")
+    if state.call[1].spmd_mesh is not None:
+        raise NotImplementedError("cut_again: not with dp_mesh_dims.")
+    return state
 
 
 def _inner(param: ManagedParam, data_dims: int, changed: Sequence[Placement] | None) -> torch.Tensor:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import compare
-from ragged_fsdp.experts.again import cut_again
+from ragged_fsdp.dbuffer.checks import device_of
+from ragged_fsdp.experts.again import check_cut, cut_again
 from ragged_fsdp.experts.dispatch import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.experts.levels import TwoLevel
@@ -74,7 +75,7 @@ def load_of(model: nn.Module, group: dist.ProcessGroup | None = None) -> ExpertL
     found = split_experts_of(model)
     if not found:
         raise ValueError("load_of: no experts are spread over ranks; call expert_parallel first.")
-    device = next((e.load.device for e in found.values() if e.load is not None), torch.device("cpu"))
+    device = device_of(next(iter(found.values())).mesh)
     parts, dropped = [], torch.zeros(1, dtype=torch.int64, device=device)
     for experts in found.values():
         counts = experts.load
@@ -156,8 +157,9 @@ def move_experts(
             raise ValueError(f"move_experts: {name} has {now}, which cannot become {split}.")
     _compare(found, splits)
     moving = {name: split for name, split in splits.items() if split != found[name].split}
-    for name in moving:
+    for name in moving:  # all of them before the first moves
         _check_state(name, found[name].module, optimizer)
+        check_cut(found[name].module, expert_parameters(found[name].module))
     for name, split in moving.items():
         _move(found[name], split, optimizer)
     if moving and optimizer is not None:

@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.collectives import Comm
-from ragged_fsdp.experts.permute import combine, order, take
+from ragged_fsdp.experts.permute import combine, order, place, take
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import keep_largest
 from ragged_fsdp.torch_internals import joined_launch
@@ -181,9 +181,9 @@ class AllToAll:
         route = Route(row_of, load, extra={"dtype": tokens.dtype, "there": there, "here": here})
         if self._by_expert:
             return arrived, held, route
-        place = torch.arange(self._most, device=tokens.device).repeat(self._ranks)
-        place = place.repeat_interleave(received.flatten(), output_size=len(arrived))
-        return self._grouped(arrived, place, held, route)
+        places = torch.arange(self._most, device=tokens.device).repeat(self._ranks)
+        places = places.repeat_interleave(received.flatten(), output_size=len(arrived))
+        return self._grouped(arrived, places, route)
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The weighted sums of outputs that came back."""
@@ -193,11 +193,6 @@ class AllToAll:
         back = exchange(outputs, way["here"], way["there"], self._group)
         return combine(back, weights, route.row_of, len(weights), dtype=way["dtype"])
 
-    def rows_per_rank(self, slots: int) -> int:
-        """Rows that a rank with so many slots sends each rank under the capacity."""
-        assert self.capacity is not None
-        return min(slots, math.ceil(self.capacity * slots / self._ranks))
-
     def forget_needed(self) -> None:
         """Count the capacity that is needed anew."""
         if self.needed is not None:
@@ -205,31 +200,32 @@ class AllToAll:
 
     def dispatch_fixed(self, tokens: Tensor, chosen: Tensor, slots: int, meanwhile: Meanwhile) -> Dispatched:
         """Send every rank as many rows, from the capacity for ``slots``; no shape depends on the routes."""
+        assert self.capacity is not None
         agree_on_tokens(len(tokens), self._agreed, self._group, tokens.device)
-        row_of, counts, load = self._order(chosen)
-        room = self.rows_per_rank(slots)
-        to_rank = counts.sum(1)
+        by_rank = self._on(tokens.device)[0]
+        owner_of = by_rank.div(self._most, rounding_mode="floor")
+        # by rank alone: ordered by expert too, the last one of a rank would lose all that does not fit
+        row_of, to_rank = order(chosen, self._ranks, owner_of)
+        room = min(chosen.numel(), math.ceil(self.capacity * slots / self._ranks))
         self.needed = keep_largest(self.needed, to_rank.max() * (self._ranks / max(1, slots)))
-        owner = self._on(tokens.device)[0].div(self._most, rounding_mode="floor")[chosen.flatten()]
-        row_of = in_rooms(row_of, owner, to_rank, room)
-        # of each expert's slots those that come before the room of its rank ends
-        kept = torch.minimum((room - counts.cumsum(1) + counts).clamp(min=0), counts)
-        received = self._exchange_counts(kept)
+        flat, sent = chosen.flatten(), room * self._ranks
+        row_of = in_rooms(row_of, owner_of[flat], to_rank, room)
         equal = [[room] * self._ranks]
-        rows = exchange(take(tokens, row_of, room * self._ranks), equal, equal, self._group, meanwhile)
-        position = torch.arange(room, device=tokens.device).expand(self._ranks, room).contiguous()
-        place = torch.searchsorted(received.cumsum(1), position, right=True)  # one past the last for padding
-        route = Route(row_of, load, counts.sum() - kept.sum())
+        numbers = place((by_rank % self._most)[flat], row_of, sent, self._most)  # one past the last: padding
+        numbers = exchange(numbers, equal, equal, self._group)
+        rows = exchange(take(tokens, row_of, sent), equal, equal, self._group, meanwhile)
+        load = order(chosen, self._split.experts)[1]
+        route = Route(row_of, load, to_rank.sum() - (row_of >= 0).sum())
         route.extra.update(dtype=tokens.dtype, there=equal, here=equal)
-        return self._grouped(rows, place, received.sum(0)[: self._held], route)
+        return self._grouped(rows, numbers, route)
 
-    def _grouped(self, rows: Tensor, place: Tensor, held: Tensor, route: Route) -> Dispatched:
+    def _grouped(self, rows: Tensor, places: Tensor, route: Route) -> Dispatched:
         """Rows that came ordered by sender, in the order of their experts, whose places are given."""
-        arrival, _ = order(place, self._most)
+        arrival, counts = order(places, self._most)
         route.extra["arrival"] = arrival
         # padding is last, and zeros: what experts make of it must not spoil gradients of what they share
         grouped = take(rows, arrival, len(arrival), padded=self.capacity is not None)
-        return grouped, held, route
+        return grouped, counts[: self._held], route
 
     def _order(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The row of each slot, how many go to each (rank, place in its list), and to each expert."""
@@ -393,8 +389,8 @@ def agree_on_tokens(tokens: int, agreed: set[int], group: Any, device: torch.dev
 
 def in_rooms(row_of: Tensor, destination: Tensor, counts: Tensor, room: int) -> Tensor:
     """Rows that are ordered by destination, each of which gets ``room`` of them; -1 for what does not fit."""
-    place = row_of - (counts.cumsum(0) - counts)[destination.clamp(max=len(counts) - 1)]
-    return torch.where((row_of >= 0) & (place < room), destination * room + place, -1)
+    position = row_of - (counts.cumsum(0) - counts)[destination.clamp(max=len(counts) - 1)]
+    return torch.where((row_of >= 0) & (position < room), destination * room + position, -1)
 
 
 class Asked:

@@ -114,18 +114,19 @@ def grouped_linear(
     nobody may use them. A weight that FP8 products compute with (:mod:`ragged_fsdp.fp8`) says so itself.
     """
     product = getattr(weight, PRODUCT_ATTRIBUTE, None)
-    if product is None and transposed:
-        weight = weight.transpose(-2, -1)
+    if product is None:
+        rows = rows.to(weight.dtype)  # without rows too: other ranks send their outputs in this dtype
+        weight = weight.transpose(-2, -1) if transposed else weight
     if not len(weight) or not len(rows):
         # no group, but autograd must reach both: the ranks wait for each other in its collectives
         columns = weight.shape[-2 if product is not None and transposed else -1]
         out = rows.sum() * rows.new_zeros(len(rows), columns) + weight.expand(0, *weight.shape).sum()
-        return out if bias is None else out + bias.sum() * 0
+        return out if bias is None else out + bias.sum(0) * 0
     if product is not None:
         out = product.grouped(rows, weight, counts, transposed)
     else:
         grouped = rows.is_cuda and rows.dtype == torch.bfloat16
-        out = (in_one_kernel if grouped else _one_by_one)(rows.to(weight.dtype), weight, counts)
+        out = (in_one_kernel if grouped else _one_by_one)(rows, weight, counts)
     if bias is None:
         return out
     # rows after the groups use an entry of zeros: their gradient is garbage and must reach no expert

@@ -51,7 +51,8 @@ class Seen:
     def on(self, device: torch.device) -> Tensor:
         """(products, 2, 1): inputs, and gradients of outputs, that were not finite."""
         if device not in self._flags:
-            self._flags[device] = torch.zeros(self._products, 2, 1, dtype=torch.int32, device=device)
+            with torch.inference_mode(False):  # a tensor of inference mode could not be changed outside of it
+                self._flags[device] = torch.zeros(self._products, 2, 1, dtype=torch.int32, device=device)
         return self._flags[device]
 
     def copied(self) -> list[Tensor]:
@@ -106,8 +107,8 @@ class Fp8Product:
 
     def _quantized(self, x: Tensor, rows: Tensor, turned: bool, backend: str) -> products.Quantized:
         """Codes of ``x``; layers that share an input share them too."""
-        if torch.compiler.is_compiling():  # a graph reuses memory without telling the tensor
-            return products.quantize(rows.detach(), None, None, None, True, turned, backend)
+        if not _knows_its_version(x):
+            return products.quantize(rows.detach(), None, None, self._flag(x, 0), True, turned, backend)
         known = getattr(x, _QUANTIZED_ATTRIBUTE, None)
         if known is None or known[0] != (version_of(x), backend) or (turned and not known[1]):
             made = products.quantize(rows.detach(), None, None, self._flag(x, 0), True, turned, backend)
@@ -130,9 +131,17 @@ class Fp8Product:
             return CodedWeight(*encode_matrices(weight.detach()))
 
 
+def _knows_its_version(tensor: Tensor) -> bool:
+    """Whether what is made of a tensor may be kept beside it: it says when its values change.
+
+    A compiled graph reuses memory without telling the tensor, and a tensor of inference mode does not count.
+    """
+    return not torch.compiler.is_compiling() and not tensor.is_inference()
+
+
 def _groups_of(counts: Tensor, rows: int, backend: str) -> tuple[Tensor, Tensor]:
     """The table of rows grouped so; both products of a layer of experts have the same counts and share it."""
-    if torch.compiler.is_compiling():  # a graph reuses memory without telling the tensor
+    if not _knows_its_version(counts):
         return products.groups_of(counts, rows, backend)
     made_for = (version_of(counts), rows, backend)
     known = getattr(counts, _GROUPS_ATTRIBUTE, None)

@@ -113,8 +113,8 @@ def fp8_training(
     Args:
         model: any module.
         include: ``include(name, module)`` says whether a linear layer, or a module of experts, computes in
-            FP8. None takes all whose sizes fit, except heads, routers and what is tied to an embedding, and
-            logs a line about those whose sizes do not.
+            FP8. None takes all whose sizes fit, except heads, routers and what is tied to a module that does
+            not compute in FP8, and logs a line about those whose sizes do not.
         tiles: the weights will be stored in tiles (``orig_param_policy=ragged_fsdp.fp8.orig_param_policy``).
             Their sizes must then be multiples of 16, otherwise of 128.
         backend: ``hopper``, ``emulation`` (slow, exact, on any device), or ``auto``.
@@ -264,19 +264,41 @@ class _Choice(NamedTuple):
 def _choose(model: nn.Module, include: Include | None, tiles: bool) -> _Choice:
     """Which of the modules that could compute in FP8 do."""
     choice = _Choice({}, {}, {})
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in _candidates(model):
         if include is not None and not include(name, module):
             choice.excluded[name] = "include= leaves it out"
         elif include is None and _EXCLUDED.search(name):
             choice.excluded[name] = "left out by its name: a head, a router, a norm or an embedding"
-        elif include is None and id(getattr(module, "weight", None)) in embeddings:
-            choice.excluded[name] = "tied to an embedding"
         elif broken := _broken_rule({f"{name}.{own}": w for own, w in _weights(module).items()}, tiles):
             choice.unfit[name] = broken
         else:
             choice.taken[name] = module
+    while tied := _tied_to_others(model, choice.taken):  # which leaves fewer, so others may be tied to these
+        name, own, other = tied
+        del choice.taken[name]
+        if include is None:
+            choice.excluded[name] = f"tied to {other}, which does not compute in FP8"
+        else:
+            choice.unfit[name] = (
+                f"{name}.{own} is tied to {other}, which does not compute in FP8 and would read nans: "
+                "include both or neither"
+            )
     return choice
+
+
+def _tied_to_others(model: nn.Module, taken: Mapping[str, nn.Module]) -> tuple[str, str, str] | None:
+    """One that is taken and shares a weight with one that is not: its name, the weight's, the other's."""
+    modules = {id(module) for module in taken.values()}
+    others = {
+        id(p): name
+        for name, module in model.named_modules()
+        if id(module) not in modules
+        for p in module.parameters(recurse=False)
+    }
+    found = (
+        (n, own, others.get(id(w))) for n, module in taken.items() for own, w in _weights(module).items()
+    )
+    return next(((name, own, other) for name, own, other in found if other is not None), None)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -8,14 +8,16 @@ import torch
 
 from ragged_fsdp.checkpoint.place import is_url, place
 from ragged_fsdp.experts import expert_count, expert_modules
+from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.fp8 import fp8_training
 from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
+from ragged_fsdp.policy import Tiles
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.loggers import check_loggers
-from ragged_fsdp.trainer.rules import check_rules, stores_tiles
+from ragged_fsdp.trainer.rules import check_rules, match_rules, stores_tiles
 from ragged_fsdp.trainer.tokenizers import has_tokenizer
 
 __all__ = ["check", "likely_mistakes"]
@@ -84,7 +86,8 @@ def _check_experts(config: ShardingConfig, source: ModelSource) -> None:
         )
     if config.rebalance and config.sharding != "ragged":
         raise ConfigError(f"rebalance = {config.rebalance} needs sharding = ragged, not {config.sharding}")
-    counts = {expert_count(module) for module in expert_modules(source.build()).values()}
+    model = source.build()
+    counts = {expert_count(module) for module in expert_modules(model).values()}
     if not counts:
         raise ConfigError(f"ep = {config.ep}: the model {source.name!r} has no experts that can be spread")
     common = math.gcd(*counts)
@@ -94,6 +97,16 @@ def _check_experts(config: ShardingConfig, source: ModelSource) -> None:
             f"ep = {config.ep} does not divide the model's {common} experts, as sharding = fsdp2 needs; use "
             f"ragged, or for this model one of {fits}"
         )
+    if config.granularity and (config.rebalance or common % config.ep):
+        stored = match_rules(model, "granularity", config.granularity)
+        for name, module in expert_modules(model).items():
+            for own, parameter in expert_parameters(module).items():
+                if isinstance(stored.get(parameter), Tiles):
+                    what = f"rebalance = {config.rebalance}" if config.rebalance else f"ep = {config.ep}"
+                    raise ConfigError(
+                        f"granularity: {name}.{own} in tiles needs as many experts on every process, which "
+                        f"{what} of {common} experts does not keep; use rows for it, or leave one of them"
+                    )
 
 
 def _check_rules(config: ShardingConfig, source: ModelSource) -> None:

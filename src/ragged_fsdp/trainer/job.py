@@ -144,7 +144,7 @@ class TrainingJob:
                 token_mesh=ranks.tp.inner if ranks.tp is not None else None,
             )
         prepare_layers(model, config.sharding)
-        shard(model, config.sharding, ranks, granularity_for(config.optimizer))
+        shard(model, config.sharding, ranks, granularity_for(config.optimizer, model))
         self._reductions = reductions(config.sharding, ranks)
         materialize(
             model,

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ragged_fsdp.experts import expert_modules
+from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.policy import Granularity
 from ragged_fsdp.trainer.config import OptimizerConfig
@@ -18,13 +20,15 @@ _SHAMPOO_BLOCK = (128, 128)
 GranularityRule = Callable[[str, nn.Parameter], Granularity | None]
 
 
-def granularity_for(config: OptimizerConfig) -> GranularityRule | None:
+def granularity_for(config: OptimizerConfig, model: nn.Module) -> GranularityRule | None:
     """What must stay together on a rank for this optimizer; None if nothing must."""
     if config.optimizer not in ("adam8bit", "shampoo"):
         return None
     from ragged_fsdp.optim import block_policy
 
-    return block_policy(_SHAMPOO_BLOCK) if config.optimizer == "shampoo" else block_policy()
+    blocks = block_policy(_SHAMPOO_BLOCK) if config.optimizer == "shampoo" else block_policy()
+    vectors = _expert_vectors(model)
+    return lambda name, parameter: None if parameter in vectors else blocks(name, parameter)
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -62,12 +66,23 @@ def _built(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     if config.optimizer == "adamw":
         return FusedAdamW(groups, **adam)
     groups = [part for group in groups for part in _by_tile(group)]
+    vectors = _expert_vectors(model)
+    adam["exclude"] = [name for name, p in named if p in vectors]
     try:
         if config.optimizer == "adam8bit":
             return AdamW8bit(groups, **adam)
         return Shampoo(groups, **adam, block_shape=_SHAMPOO_BLOCK)
     except ValueError as error:  # a layout that cuts its blocks: by a granularity rule, or by tp
         raise ConfigError(f"optimizer = {config.optimizer}: {error}") from error
+
+
+def _expert_vectors(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters with a vector for each expert, such as biases: they are no matrices.
+
+    A block over several of them would be cut where expert parallelism spreads the experts.
+    """
+    found = (p for module in expert_modules(model).values() for p in expert_parameters(module).values())
+    return {p for p in found if p.ndim == 2}
 
 
 def _muon_dtype(config: OptimizerConfig, weight: nn.Parameter) -> torch.dtype:

@@ -288,7 +288,8 @@ class GroupBuilder:
                 )
             if len(set(shapes)) > 1:
                 raise NotImplementedError(
-                    f"{name}: {granularity} of a dim that is cut unevenly, into {shapes}."
+                    f"{name}: {granularity} need parts of one shape, but it is cut into {shapes}; cut it "
+                    "evenly (as many experts on every rank), or answer Rows."
                 )
         return granularity
 
@@ -308,8 +309,11 @@ class GroupBuilder:
             raise TypeError(f"{name}: gather_policy must return BlockCodes or None, got {codes!r}.")
         if is_extended(param) or not param.dtype.is_floating_point or param.dtype.itemsize == 1:
             raise ValueError(f"{name}: no codes are made of a {type(param.data).__name__} of {param.dtype}.")
-        if len(set(shapes)) > 1:
-            raise NotImplementedError(f"{name}: codes of a dim that is cut unevenly, into {shapes}.")
+        if len({shape[-2:] for shape in shapes}) > 1:  # of stacked matrices ranks may have any number
+            raise NotImplementedError(
+                f"{name}: codes need matrices of one shape, but it is cut into {shapes}; cut it evenly, or "
+                "return None from gather_policy."
+            )
         if not codes.decoded and not hasattr(param, PRODUCT_ATTRIBUTE):
             raise ValueError(
                 f"{name}: codes that are not decoded need an FP8 product that computes with them; call "

@@ -1,0 +1,171 @@
+"""Dispatchers under random layers, splits and tokens, against a plain computation of all experts."""
+
+import random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ragged_fsdp.experts import (
+    AllGather,
+    AllToAll,
+    ExpertSplit,
+    SharedTokens,
+    SlicedTokens,
+    SplitExperts,
+    TwoLevel,
+    grouped_linear,
+    held_part,
+    load_of,
+    spread,
+)
+from ragged_fsdp.topology import Levels
+from rank_pool import DEVICE, spmd
+
+SEEDS = 5
+
+
+class Bent(nn.Module):
+    """Experts with a bias, and a parameter that all of them share."""
+
+    def __init__(self, experts, channels, hidden, generator, dtype):
+        super().__init__()
+        self.num_experts = experts
+
+        def random_(*shape):
+            return nn.Parameter((torch.randn(shape, generator=generator) / 2).to(DEVICE, dtype))
+
+        self.up, self.bias = random_(experts, channels, hidden), random_(experts, hidden)
+        self.down = random_(experts, channels, hidden)
+        self.scale = random_()
+
+    def forward(self, tokens, chosen, weights):
+        raise AssertionError("replaced")
+
+    def apply_to_groups(self, rows, counts):
+        hidden = grouped_linear(rows, held_part(self.up), counts, held_part(self.bias)).tanh()
+        return grouped_linear(hidden, held_part(self.down), counts, transposed=True) * self.scale
+
+
+def by_all(module, tokens, chosen, weights, kept):
+    """What one process computes: every expert of every token, of which the chosen ones count."""
+    hidden = (torch.einsum("nd,edh->neh", tokens, module.up) + module.bias).tanh()
+    outputs = torch.einsum("neh,edh->ned", hidden, module.down) * module.scale
+    picked = outputs[torch.arange(len(tokens), device=DEVICE).unsqueeze(1), chosen]
+    return (picked * (weights * kept).unsqueeze(-1)).sum(1)
+
+
+class Case:
+    """A random layer and the tokens of every rank; the same on all of them."""
+
+    def __init__(self, seed, world):
+        pick = self.pick = random.Random(f"{seed} {world}")
+        self.experts = pick.choice([1, 2, 3, 5, 7])
+        self.per_token = min(self.experts, pick.choice([1, 2, 3, self.experts]))
+        self.channels, self.hidden = pick.choice([1, 3, 8]), pick.choice([1, 4])
+        cuts = sorted(pick.randrange(self.experts + 1) for _ in range(world - 1))
+        uneven = tuple(b - a for a, b in zip((0, *cuts), (*cuts, self.experts)))
+        self.split = ExpertSplit(uneven) if pick.random() < 0.7 else ExpertSplit.even(self.experts, world)
+        self.alike = pick.random() < 0.4
+        most = pick.choice([1, 4, 9])
+        self.counts = [pick.randrange(most + 1) for _ in range(world)]
+        if self.alike:
+            self.counts = [self.counts[0]] * world
+        self.route = pick.choice(["any", "any", "one", "twice", "few"])
+        self.seed = seed
+
+    def module(self, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(self.seed)
+        return Bent(self.experts, self.channels, self.hidden, generator, dtype)
+
+    def inputs(self, rank, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(1000 * self.seed + rank)
+        n, k = self.counts[rank], self.per_token
+        x = torch.randn(n, self.channels, generator=generator).to(DEVICE, dtype).requires_grad_()
+        w = torch.randn(n, k, generator=generator).to(DEVICE, dtype).requires_grad_()
+        chosen = torch.rand(n, self.experts, generator=generator).argsort(1)[:, :k]
+        if self.route == "one":
+            chosen = torch.full_like(chosen, self.experts - 1)
+        elif self.route == "twice":  # routers do not, but nothing forbids it
+            chosen = torch.randint(self.experts, (n, k), generator=generator)
+        elif self.route == "few":
+            chosen = chosen % max(1, self.experts // 2)
+        return x, chosen.to(DEVICE), w
+
+    def dispatchers(self, mesh):
+        """Each way that this layer can go, by name."""
+        split, world = self.split, self.split.ranks
+        yield "all_to_all", lambda: AllToAll(mesh, split)
+        yield "one exchange", lambda: AllToAll(mesh, split, most_exchanges=0)
+        yield "all_gather", lambda: AllGather(mesh, split)
+        if self.alike:
+            capacity = self.pick.choice([0.1, 0.6, 1.0, float(world)])
+            yield f"capacity {capacity}", lambda: AllToAll(mesh, split, capacity=capacity)
+            yield "shared", lambda: SharedTokens(mesh, split)
+            yield "sliced", lambda: SlicedTokens(AllToAll(mesh, split), mesh)
+        for levels in (Levels(((0, 1), (2, 3)), 2), Levels(((0, 2), (1, 3)), 2)) if world == 4 else ():
+            if all(sum(split.held[rank] for rank in node) for node in levels.nodes):
+                yield "two_level", lambda levels=levels: TwoLevel(mesh, split, levels)
+                if self.alike:
+                    yield (
+                        "two_level, capacity for all",
+                        lambda levels=levels: TwoLevel(mesh, split, levels, capacity=8.0),
+                    )
+
+
+def kept_of(case, chosen, name, world):
+    """Which slots fit: of those for a rank the first."""
+    kept = torch.ones_like(chosen, dtype=torch.bool)
+    if name.startswith("capacity"):
+        slots = chosen.numel()
+        room = min(slots, -int(-(float(name.split()[1]) * slots / world) // 1))
+        owner = torch.tensor([r for r, held in enumerate(case.split.held) for _ in range(held)])
+        for rank in range(world):
+            mine = (owner.to(DEVICE)[chosen] == rank).flatten().nonzero().flatten()
+            kept.view(-1)[mine[room:]] = False
+    return kept
+
+
+@spmd(1, 2, 3, 4)
+def test_random_layers_are_those_of_one_process(rank):
+    for seed in range(SEEDS):
+        case = Case(seed, rank.world_size)
+        for name, make in case.dispatchers(rank.mesh()):
+            check(rank, case, name, make)
+
+
+def check(rank, case, name, make):
+    note, mesh, common = (case.seed, name, case.split), rank.mesh(), name in ("shared", "sliced")
+    whole, module = case.module(), case.module()
+    spread(SplitExperts("x", module, mesh, case.split, lambda *_: make()))
+    layer = nn.ModuleDict({"x": module})
+    mine, expected = case.inputs(0 if common else rank.rank), None
+    for other in [0] if common else range(rank.world_size):
+        inputs = case.inputs(other)
+        kept = kept_of(case, inputs[1], name, rank.world_size)
+        out = by_all(whole, *inputs, kept)
+        out.square().sum().backward()
+        if common or other == rank.rank:
+            expected = (out.detach(), inputs[0].grad, inputs[2].grad, kept)
+    out = module(*mine)
+    out.square().sum().backward()
+    wants = zip((out, mine[0].grad, mine[2].grad), expected)
+    for got, want in wants:
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-10), note
+    for own, parameter in module.named_parameters():
+        want, got = whole.get_parameter(own).grad, parameter.grad
+        if own == "scale":
+            got = torch.zeros_like(want) if got is None else got
+            dist.all_reduce(got)
+        else:
+            assert got is not None, (note, own)
+            got = got.full_tensor()
+        assert torch.allclose(got, want, rtol=1e-10, atol=1e-10), (note, own)
+    load = load_of(layer)
+    routed = [case.inputs(r)[1].flatten() for r in ([0] if common else range(rank.world_size))]
+    if name == "shared":
+        routed *= rank.world_size  # each counts the common tokens
+    assert load.rows["x"].tolist() == torch.cat(routed).bincount(minlength=case.experts).tolist(), note
+    lost = (~expected[3]).sum()
+    dist.all_reduce(lost)
+    assert int(load.dropped) == int(lost), note
