@@ -364,6 +364,8 @@ class ParamGroup(Members):
     def reduce(self, zeros: bool = False) -> None:
         """Reduce what was collected, unless gradients are not synchronised now."""
         if self.settings.reduce_grads:
+            if zeros or self.settings.reduce_unused:
+                self.settle()  # it takes part even if it was not gathered since parameters were unfrozen
             self.reducer.reduce(zeros=zeros)
 
     def _take_gradients(self) -> list[tuple[int, torch.Tensor]]:
