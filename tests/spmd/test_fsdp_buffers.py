@@ -204,3 +204,18 @@ def test_roots_that_share_have_as_many_buffers_as_any_was_given(rank: Rank, earl
         assert _seen_in_backward(other, rank) == (1, 0)
         share_comm_ctx([other, asking])
     assert _seen_in_backward(other, rank) == (3, 2)
+
+
+@spmd(2)
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+def test_memory_that_was_kept_goes_when_another_root_s_is_shared(rank: Rank, reduction: str) -> None:
+    """After its first step a root has memory of its own, which its groups remember and nobody would free."""
+    models = [build(lambda: Stack(layers=3), rank.device)[0] for _ in range(2)]
+    for model in models:
+        shard_blocks(model, reduction=reduction)
+        model(rows(rank, 0)).sum().backward()
+    kept = fsdp_inside.gradient_storages(models[1])
+    assert all(storage.nbytes() for storage in kept)
+    share_comm_ctx(models)
+    models[1](rows(rank, 0)).sum().backward()
+    assert not any(storage.nbytes() for storage in kept)
