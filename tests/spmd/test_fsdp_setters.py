@@ -273,3 +273,17 @@ def test_an_explicit_prefetch_that_nobody_used_is_dropped(rank):
         for parameter in second.parameters():
             parameter.zero_()
         assert not model(x).any()
+
+
+@ragged_only
+@spmd(2)
+def test_a_prefetch_of_what_another_root_owns(rank):
+    models = [build(lambda: Transformer(layers=1), rank.device) for _ in range(2)]
+    (first, reference), (second, _) = models
+    for model, _ in models:
+        shard_blocks(model)
+    first.layers[0].set_modules_to_forward_prefetch([second.layers[0]])
+    with pytest.raises(RuntimeError, match="cannot be gathered before its root has run a forward"):
+        first(tokens(rank, 0))
+    second(tokens(rank, 0))
+    assert_steps_agree(first, reference, rank)

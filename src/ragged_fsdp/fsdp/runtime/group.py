@@ -178,9 +178,14 @@ class ParamGroup(Members):
     def _issue_gather(self, async_op: bool) -> None:
         if self.beside and not async_op and self._issue_together():
             return
+        context, mesh = self.context, self.mesh
+        if context is None:  # another root's, that a module of this one is told to gather ahead
+            raise RuntimeError(
+                f"{self.label}: it cannot be gathered before its root has run a forward; run one, or call "
+                "its unshard(), before a module of another root prefetches it."
+            )
         if self.stale:
             self.lazy_init()
-        context, mesh = self.context, self.mesh
         self.transport.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
             begun = context.watch.begin("all-gather", self, mesh.shard_group) if mesh.shard_size > 1 else None
