@@ -38,6 +38,9 @@ class GradReducer:
         self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
         """HSDP without all-reduce: the reduce-scattered shard, accumulated over backwards, and the parameters
         that have a gradient in it."""
+        self._launching: tuple[DBuffer, DBuffer] | None = None
+        """What the reduction that is being launched writes; if a hook raises, it is held until
+        :meth:`discard`, before which the streams are waited for."""
         self._offload_event: Any = None
         self._layouts: dict[tuple[bool, ...], GradLayout] = {}
         self._layout: GradLayout | None = None
@@ -155,6 +158,7 @@ class GradReducer:
         how = scaling(transport.sum_dtype, ranks, settings.divide_factor, settings.sum_only)
         main = self._make_main(members.trainable_dtype)
         reduced = transport.target(main)
+        self._launching = main, reduced
         added_to: list[torch.Tensor] = []
         with context.on_stream("reduce"):
             pg = self._process_group
@@ -175,6 +179,7 @@ class GradReducer:
         held = (main, reduced, added_to)
         entry = PendingReduction(done, transport.hand_over(), self, transport.companion, held)
         self.written.clear()
+        self._launching = None
         context.pending.append(entry)
 
     @cached_property
@@ -312,5 +317,5 @@ class GradReducer:
         """Drop collected gradients and partial sums."""
         self.members.context.finish_of(self)
         self.transport.discard()
-        self._partial = None
+        self._partial = self._launching = None
         self.written.clear()
