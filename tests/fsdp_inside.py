@@ -41,6 +41,7 @@ __all__ = [
     "break_streams",
     "comm_contexts_of",
     "comm_memory_of",
+    "companions",
     "contexts_made",
     "exchange_in_rounds",
     "forget_levels",
@@ -113,6 +114,11 @@ def group_names(root: nn.Module) -> list[str]:
     """What the groups below ``root`` are called in errors and profiles."""
     turns = root._get_fsdp_state().schedule.turns
     return [group.label for turn in turns for group in turn.groups]
+
+
+def companions(module: nn.Module) -> list[bool]:
+    """Which groups of a module do not wait for the reduction of its largest."""
+    return [group.reducer.transport.companion for group in _groups(module)]
 
 
 def pending_reductions(root: nn.Module) -> list[str]:

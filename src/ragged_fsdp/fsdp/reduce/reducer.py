@@ -56,11 +56,16 @@ class GradReducer:
     # -- collecting ------------------------------------------------------------------------------
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that a reduction of the group needs; 0 if nothing in it is trainable."""
+    def grad_bytes(self) -> int:
+        """Bytes of the group's gradients as they are added, on all ranks the same; 0 if nothing trains."""
         if not any(param.sharded.requires_grad for param in self.members.params):
             return 0
-        return self.transport.nbytes(self._choose_layout())
+        return self._choose_layout().layout.buffer_numel * self.members.gradient_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a reduction of the group needs on this rank; 0 if nothing in it is trainable."""
+        return self.transport.nbytes(self._choose_layout()) if self.grad_bytes else 0
 
     def store(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Take over gradients, by parameter, with one call for all; by a caller that is ``on_parameters``."""

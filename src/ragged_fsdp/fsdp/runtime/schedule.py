@@ -609,10 +609,11 @@ def _check_shared(groups: Sequence[ParamGroup]) -> None:
 
 
 def _find_companions(groups: Sequence[ParamGroup]) -> None:
-    """Mark the small groups of a module, by the bytes that their reductions need."""
-    most = max((group.reducer.nbytes for group in groups), default=0)
+    """Mark the small groups of a module, by the bytes of their gradients: what a reduction needs beside them
+    may differ between ranks, and with it what a reduction waits for."""
+    most = max((group.reducer.grad_bytes for group in groups), default=0)
     for group in groups:
-        group.reducer.transport.companion = 0 < group.reducer.nbytes * _COMPANION_SHARE <= most
+        group.reducer.transport.companion = 0 < group.reducer.grad_bytes * _COMPANION_SHARE <= most
 
 
 def _check_dense(groups: Sequence[ParamGroup]) -> None:
