@@ -272,7 +272,7 @@ class Trial:
                         self.draw.choices(sharded, k=self.draw.randint(0, 3))
                     )
             self.notes.append("prefetch")
-        if self.chance(0.2):
+        if self.chance(0.2) and len(set(map(tuple, self.meshes.values()))) == 1:
             self._gather_by_hand(sharded)
         if self.chance(0.1):
             self.notes.append("shared")
@@ -291,8 +291,7 @@ class Trial:
         if self.choose("allocates", False, True):
             gather.allocate = lambda size, *, dtype, device: torch.empty(size, dtype=dtype, device=device)
         for part in sharded:
-            if len({group.mesh.key() for group in part._get_fsdp_state().groups}) < 2:
-                part.set_custom_all_gather(gather)
+            part.set_custom_all_gather(gather)
 
     # -- steps -------------------------------------------------------------------------------------
 
