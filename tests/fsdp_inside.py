@@ -9,6 +9,7 @@ this file, and no test. Only unit tests of pure functions import those functions
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_fsdp import collectives
+from ragged_fsdp import collectives, topology
 from ragged_fsdp.dbuffer import redistribute
 from ragged_fsdp.fsdp import watch
 from ragged_fsdp.fsdp.construct import builder, call, network
@@ -40,13 +41,16 @@ __all__ = [
     "break_streams",
     "comm_contexts_of",
     "comm_memory_of",
+    "companions",
     "contexts_made",
     "exchange_in_rounds",
+    "forget_levels",
     "forget_warnings",
     "forward_is_running",
     "gather_stream",
     "gradient_memory_kept",
     "gradient_memory_lent",
+    "gradient_storages",
     "group_names",
     "intercept_streams",
     "no_memory_for_shards",
@@ -112,6 +116,11 @@ def group_names(root: nn.Module) -> list[str]:
     return [group.label for turn in turns for group in turn.groups]
 
 
+def companions(module: nn.Module) -> list[bool]:
+    """Which groups of a module do not wait for the reduction of its largest."""
+    return [group.reducer.transport.companion for group in _groups(module)]
+
+
 def pending_reductions(root: nn.Module) -> list[str]:
     """The groups whose reductions were launched and not waited for yet, in the order of their launch."""
     return [entry.owner.members.label for entry in _context(root).pending]
@@ -149,6 +158,11 @@ def contexts_made(patch: pytest.MonkeyPatch) -> list[Any]:
 def gradient_memory_kept(root: nn.Module) -> int:
     """Bytes that are allocated now for gradient buffers of later backwards, and lent to none."""
     return sum(storage.untyped.nbytes() for storage in _context(root).arena._free)
+
+
+def gradient_storages(root: nn.Module) -> list[torch.UntypedStorage]:
+    """The memory that is kept for gradient buffers and lent to none, allocated or not."""
+    return [storage.untyped for storage in _context(root).arena._free]
 
 
 def gradient_memory_lent(root: nn.Module) -> int:
@@ -205,7 +219,12 @@ def intercept_streams(patch: pytest.MonkeyPatch, streams: Any) -> None:
         method = getattr(streams, name)
         patch.setattr(CommContext, name, lambda self, *args, _method=method: _method(self, *args))
     exchanges = ("all_to_all", "all_to_all_pieces")
-    for owner, names in ((collectives.Comm, ("gather", "reduce")), (collectives, exchanges)):
+    calls = ("gather", "reduce")
+    for owner, names in (
+        (collectives.Comm, calls),
+        (collectives.UserComm, calls),
+        (collectives, exchanges),
+    ):
         for name in names:
             patch.setattr(owner, name, streams.later(getattr(owner, name)))
     patch.setattr(redistribute, "all_reduce_", streams.later(redistribute.all_reduce_))
@@ -317,6 +336,11 @@ def refuse_levels(patch: pytest.MonkeyPatch, *, on: bool) -> None:
 
     if on:
         patch.setattr(network, "pick_reduction", refuse)
+
+
+def forget_levels(patch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of process groups tell each other anew where they are."""
+    patch.setattr(topology, "_LEVELS", weakref.WeakKeyDictionary())
 
 
 def say_again(patch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,8 @@ def all_to_all_pieces(
     async_op: bool = False,
 ) -> Any:
     """Send ``sent[r]`` to rank r and receive ``received[r]`` from it; parts lie anywhere and may be empty."""
+    if sent[0].dtype not in _WIRE_DTYPES:
+        received, sent = ([part.view(torch.uint8) for part in parts] for parts in (received, sent))
     if sent[0].device.type != "cpu":
         return dist.all_to_all(received, sent, group=group, async_op=async_op)
     mine = group.rank()  # gloo has no all-to-all of lists

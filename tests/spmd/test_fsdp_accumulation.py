@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from collective_calls import count
 from fsdp_cases import (
@@ -180,3 +181,46 @@ def test_manual_finalization_and_kept_storage(rank):
     model.set_manual_backward_finalization(False)
     with pytest.raises(RuntimeError, match="set_manual_backward_finalization"):
         model.finalize_backward()
+
+
+class _Some(nn.Module):
+    """Uses those of its parameters that it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x, used):
+        return sum((x * getattr(self, name).sum() for name in used), x)
+
+
+class _TwoOfThem(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = _Some(), _Some()
+
+    def forward(self, x, used_by_both):
+        for module, used in zip((self.first, self.second), used_by_both):
+            x = module(x, used) if used else x
+        return x.sum()
+
+
+@ragged_only
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+@spmd(4)
+def test_hsdp_keeps_what_only_an_earlier_microbatch_used(rank, reduction):
+    """A parameter, and a whole module, without a gradient in the backward that ends with the all-reduce."""
+    model, reference = build(_TwoOfThem, rank.device)
+    mesh = rank.mesh(2, 2, names=("replicate", "shard"))
+    for module in (model.first, model.second, model):
+        fsdp.fully_shard(module, mesh=mesh, reduction=reduction)
+    x = torch.ones(2, device=rank.device)
+    for _ in range(2):  # nothing may be left for the second step
+        for used in (("ab", "ab"), ("a", "b"), ("b", "")):
+            model.set_requires_all_reduce(used == ("b", ""))
+            model(x, used).backward()
+            reference(x, used).backward()
+        average_gradients(reference)
+        assert_same(model, reference, tolerance=1e-6, grads=True)
+        model.zero_grad()
+        reference.zero_grad()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -18,7 +19,7 @@ from fsdp_cases import (
     tokens,
     train_both,
 )
-from ragged_fsdp import BlockCodes, DBuffer, Rows, fully_shard, share_comm_ctx
+from ragged_fsdp import BlockCodes, DBuffer, Rows, Whole, fully_shard, share_comm_ctx
 from rank_pool import Rank, spmd
 
 pytestmark = ragged_only
@@ -204,3 +205,47 @@ def test_roots_that_share_have_as_many_buffers_as_any_was_given(rank: Rank, earl
         assert _seen_in_backward(other, rank) == (1, 0)
         share_comm_ctx([other, asking])
     assert _seen_in_backward(other, rank) == (3, 2)
+
+
+@spmd(2)
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+def test_memory_that_was_kept_goes_when_another_root_s_is_shared(rank: Rank, reduction: str) -> None:
+    """After its first step a root has memory of its own, which its groups remember and nobody would free."""
+    models = [build(lambda: Stack(layers=3), rank.device)[0] for _ in range(2)]
+    for model in models:
+        shard_blocks(model, reduction=reduction)
+        model(rows(rank, 0)).sum().backward()
+    kept = fsdp_inside.gradient_storages(models[1])
+    assert all(storage.nbytes() for storage in kept)
+    share_comm_ctx(models)
+    models[1](rows(rank, 0)).sum().backward()
+    assert not any(storage.nbytes() for storage in kept)
+
+
+class _LargeAndSmall(nn.Module):
+    """A large tensor that lies on one rank, and a small one of another group: it is gathered as codes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(12, 12, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(self.large(x)[:, :4])
+
+
+@spmd(2)
+def test_ranks_agree_on_what_a_reduction_waits_for(rank: Rank) -> None:
+    """Also where only one of them receives anything of the large group."""
+    with pytest.MonkeyPatch.context() as patch:
+        fsdp_inside.exchange_in_rounds(patch, rounds=1)
+        model, _ = build(_LargeAndSmall, rank.device)
+        fully_shard(
+            model,
+            reduction="all_to_all",
+            orig_param_policy=lambda name, p: Whole(),
+            gather_policy=lambda name, p: BlockCodes("int8", (4, 4)) if "small" in name else None,
+        )
+        model(rows(rank, 0)).sum().backward()
+    said: list[list[bool]] = [[], []]
+    dist.all_gather_object(said, fsdp_inside.companions(model))
+    assert sorted(said[0]) == [False, True] and said[0] == said[1]

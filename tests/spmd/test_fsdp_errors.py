@@ -1,15 +1,19 @@
 """What ``fully_shard`` and its methods refuse, with FSDP2's exceptions and texts."""
 
 import copy
+import inspect
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 import fsdp_inside
 from fsdp_cases import DIM, FeedForward, fsdp, fully_shard, is_sharded, ragged_only, rows
+from ragged_fsdp import DBuffer
 from rank_pool import spmd
 
 
@@ -246,3 +250,37 @@ def test_what_one_rank_raises_alone(rank, failing, sizes):
         assert all(parameters[name] is p for name, p in model.named_parameters())
         fully_shard(model, mesh=mesh)
         assert model(rows(rank, 0)).shape == (3, DIM)
+
+
+@ragged_only
+@pytest.mark.parametrize("ranks", [[3, 2, 1, 0], [0, 2, 1, 3], [[0, 2], [3, 1]], [[2, 3], [0, 1]]])
+@spmd(4)
+def test_a_mesh_in_another_order_than_its_process_groups(rank, ranks):
+    """Torch's groups sort their ranks: slots would be where collectives bring those of another rank.
+
+    On some ranks the order is the same; they are told.
+    """
+    names = ("replicate", "shard") if isinstance(ranks[0], list) else ("shard",)
+    mesh = DeviceMesh(rank.device, ranks, mesh_dim_names=names)
+    for options in ({}, {"shard_placement_fn": lambda p: Shard(0)}):
+        model = FeedForward().to(rank.device)
+        with pytest.raises((ValueError, RuntimeError), match=r"along dim \d of the mesh .* ascending order"):
+            fully_shard(model, mesh=mesh, **options)
+        assert not is_sharded(model.parameters())
+    in_order = mesh.get_coordinate() == tuple(mesh.get_group(dim).rank() for dim in range(mesh.ndim))
+    refused = nullcontext() if in_order else pytest.raises(ValueError, match="ascending order")
+    with refused:
+        DBuffer.distribute({"w": torch.ones(8, device=rank.device)}, mesh)
+
+
+@ragged_only
+@spmd(4)
+def test_larger_shards_of_a_group_in_another_order(rank):
+    """The smaller groups would count their ranks in ascending order."""
+    if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        pytest.skip("this torch sorts the ranks of every group")
+    group = dist.new_group([3, 2, 1, 0], sort_ranks=False)
+    mesh = DeviceMesh.from_group(group, torch.device(rank.device).type)
+    model = FeedForward().to(rank.device)
+    with pytest.raises(ValueError, match=r"reshard_after_forward as an int .* got \[3, 2, 1, 0\]"):
+        fully_shard(model, mesh=mesh, reshard_after_forward=2)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_inside
-from fsdp_cases import build, fully_shard, ragged_only, rows
+from fsdp_cases import average_gradients, build, fully_shard, ragged_only, rows
 from ragged_fsdp import MixedPrecisionPolicy
 from rank_pool import Rank, spmd
 
@@ -117,3 +117,21 @@ def test_accumulation_and_replicas(rank: Rank) -> None:
 def test_other_values_are_refused(rank: Rank) -> None:
     with pytest.raises(ValueError, match="reduction must be one of"):
         _net(rank, reduction="ring")
+
+
+@spmd(1, 2, 4)
+@pytest.mark.parametrize("views", [False, True])
+def test_complex_gradients(rank: Rank, views: bool) -> None:
+    """Both parts of a number arrive, also between nodes in a dtype that has no room for them."""
+    for options in ({"reduction": "all_to_all"}, {"reduction": "two_level", "ranks_per_node": 2}):
+        with pytest.MonkeyPatch.context() as patch:
+            if views:
+                fsdp_inside.exchange_in_rounds(patch, rounds=2)
+            net, plain = build(lambda: nn.Linear(7, 5, dtype=torch.complex64), rank.device)
+            fully_shard(net, mesh=rank.mesh(), internode_dtype=torch.float32, **options)
+            x = torch.complex(rows(rank, 0, dim=7), rows(rank, 1, dim=7))
+            for module in (net, plain):
+                module(x).abs().square().sum().backward()
+            average_gradients(plain)
+            for ours, expected in zip(net.parameters(), plain.parameters()):
+                torch.testing.assert_close(ours.grad.full_tensor(), expected.grad)

@@ -486,3 +486,58 @@ def test_integer_parameters_are_gathered_untouched(rank):
     fully_shard(model)
     _step(model, reference, rank, make=rows)
     assert_same(model, reference, grads=True)
+
+
+class _Optional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = FeedForward(), FeedForward()
+
+    def forward(self, x, both=True):
+        x = self.always(x)
+        return self.sometimes(x) if both else x
+
+
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+@spmd(2)
+def test_zero_gradients_of_what_was_unfrozen(rank, reduction):
+    """A module that does not run has not seen the change: its gradients must be zeros, not old memory."""
+    model, _ = build(_Optional, rank.device)
+    model.sometimes.up.bias.requires_grad_(False)
+    for module in (model.always, model.sometimes, model):
+        fully_shard(module, reduction=reduction)
+    model.set_reduce_scatter_unused_params(True)
+    model(rows(rank, 0)).sum().backward()
+    frozen = model.sometimes.up.bias
+    assert frozen.grad is None
+    model.zero_grad()
+    frozen.requires_grad_(True)
+    for both in (False, True):
+        model(rows(rank, 1), both).sum().backward()
+        assert bool(frozen.grad.full_tensor().any()) is both
+    model.zero_grad()
+    frozen.requires_grad_(False)
+    model.set_requires_gradient_sync(False)
+    model(rows(rank, 2)).sum().backward()
+    frozen.requires_grad_(True)
+    model.set_requires_gradient_sync(True)
+    with pytest.raises(RuntimeError, match=r"sometimes.up.bias: requires_grad was changed"):
+        model(rows(rank, 3), False).sum().backward()
+
+
+@pytest.mark.parametrize("reduction", ["reduce_scatter", "all_to_all"])
+@spmd(2)
+def test_a_group_that_was_frozen_and_gathered_by_hand_trains_again(rank, reduction):
+    """Where nothing trains there is no dtype of gradients; the one before must not be taken for it."""
+    model, reference = build(lambda: FeedForward().double(), rank.device)
+    fully_shard(model, reduction=reduction)
+    for step in range(2):
+        model.zero_grad()
+        reference.zero_grad()
+        _step(model, reference, rank, step, make=lambda *args: rows(*args).double())
+        assert_same(model, reference, tolerance=1e-12, grads=True)
+        model.requires_grad_(False)
+        for _ in range(2):  # the first sees the change, the second prepares with it
+            model.unshard()
+            model.reshard()
+        model.requires_grad_(True)

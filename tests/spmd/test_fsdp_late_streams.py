@@ -124,6 +124,31 @@ def test_late_streams_and_gradients_that_travel_as_views(rank: Rank) -> None:
     assert len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected))
 
 
+@spmd(2)
+@pytest.mark.parametrize("case", ["bf16", "exchange"])
+def test_a_hook_that_raises_while_its_gradient_is_reduced(rank: Rank, case: str) -> None:
+    """What the reduction writes stays until it has been waited for: the step that failed let go of it."""
+
+    def fail(param: nn.Parameter) -> None:
+        param.grad = None
+        raise RuntimeError("on purpose")
+
+    found = []
+    for late in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if late:
+                make_streams_late(patch)
+            net = _model(rank, case)
+            hook = next(net.layers[1].parameters()).register_post_accumulate_grad_hook(fail)
+            with pytest.raises(RuntimeError, match="on purpose"):
+                net(rows(rank, 0)).float().square().mean().backward()
+            hook.remove()
+            net.zero_grad()
+            net(rows(rank, 1)).float().square().mean().backward()
+            found.append([p.grad.to_local().clone() for p in net.parameters()])
+    assert all(torch.equal(*pair) for pair in zip(*found))
+
+
 @pytest.mark.parametrize("fault", fsdp_inside.BROKEN)
 @pytest.mark.parametrize("case", ["plain", "exchange", "codes"])
 @spmd(2)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from collective_calls import count, noted
@@ -212,3 +213,24 @@ def test_data_kept_for_a_backward_is_not_taken_for_the_present(rank: Rank) -> No
     assert all(p.grad is None for p in parameters)
     loss.backward()
     assert all(p.grad is not None for p in parameters)
+
+
+@spmd(8, timeout=60)
+def test_larger_shards_on_a_mesh_of_some_ranks(rank: Rank) -> None:
+    """The stages of a pipeline, or what is beside tensor parallelism: the others make no groups for these."""
+    for mesh in (
+        rank.mesh(2, 4, names=("stage", "shard"))["shard"],
+        rank.mesh(4, 2, names=("shard", "other"))["shard"],
+    ):
+        model, reference = build(Transformer, rank.device)
+        shard_blocks(model, mesh=mesh, reshard_after_forward=2)
+        for step in range(2):
+            loss = model(tokens(rank, step))
+            with noted() as notes:
+                loss.backward()
+            reference(tokens(rank, step)).backward()
+        average_gradients(reference, mesh.get_group())
+        assert_same(model, reference, tolerance=1e-6, grads=True)
+        first = mesh.get_group().rank() // 2 * 2
+        own = mesh.mesh[first : first + 2].tolist()
+        assert all(dist.get_process_group_ranks(call.group) == own for call in notes.of("gather"))

@@ -19,6 +19,7 @@ from fsdp_cases import (
     fsdp,
     fully_shard,
     is_sharded,
+    ragged_only,
     rows,
     shard_blocks,
     tokens,
@@ -254,3 +255,35 @@ def test_every_public_method_of_torch_exists(rank):
     if RAGGED:
         assert issubclass(fsdp.FSDPModule, Stock)
         assert names <= set(vars(fsdp.FSDPModule)), "inherited from stock, so it would reach for its state"
+
+
+@ragged_only
+@spmd(2)
+def test_an_explicit_prefetch_that_nobody_used_is_dropped(rank):
+    """Else the next forward would compute with the weights of the last one."""
+    model, _ = build(lambda: nn.Sequential(FeedForward(), FeedForward()), rank.device)
+    first, second = (fully_shard(layer) for layer in model)
+    fully_shard(model)
+    x = rows(rank, 0)
+    model(x)
+    first.set_modules_to_forward_prefetch([second])
+    with torch.no_grad():
+        first(x)
+        assert is_sharded(second.parameters())
+        for parameter in second.parameters():
+            parameter.zero_()
+        assert not model(x).any()
+
+
+@ragged_only
+@spmd(2)
+def test_a_prefetch_of_what_another_root_owns(rank):
+    models = [build(lambda: Transformer(layers=1), rank.device) for _ in range(2)]
+    (first, reference), (second, _) = models
+    for model, _ in models:
+        shard_blocks(model)
+    first.layers[0].set_modules_to_forward_prefetch([second.layers[0]])
+    with pytest.raises(RuntimeError, match="cannot be gathered before its root has run a forward"):
+        first(tokens(rank, 0))
+    second(tokens(rank, 0))
+    assert_steps_agree(first, reference, rank)

@@ -41,6 +41,7 @@ from ragged_fsdp.dbuffer.checks import (
     check_transition,
     checked_placements,
     common_dtype,
+    coordinate_of,
     device_of,
     expect,
     group_specs,
@@ -136,7 +137,7 @@ class DBuffer:
         self.placements = checked_placements(self.mesh, placements, self.levels)
         self.device = torch.device(device) if device is not None else device_of(mesh)
         check_tensors(layout, self.shapes, self.dtypes, self.cell_bytes)
-        self.coordinate: tuple[int, ...] = tuple(mesh.get_coordinate() or ())
+        self.coordinate = coordinate_of(mesh)
         self.rank = self._index(self.levels)
         cut = [isinstance(self.placements[dim], Shard) for dim in self.levels]
         self.is_sharded = any(cut) and not self._whole_levels

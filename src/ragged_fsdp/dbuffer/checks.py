@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -20,6 +21,7 @@ __all__ = [
     "check_transition",
     "checked_placements",
     "common_dtype",
+    "coordinate_of",
     "device_of",
     "expect",
     "group_specs",
@@ -61,6 +63,24 @@ def levels_of(mesh: DeviceMesh, ranks: int) -> tuple[int, ...]:
             f"{tuple(mesh.shape)} has."
         )
     return tuple(range(first, mesh.ndim))
+
+
+def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """This rank's place along each dim of ``mesh``; raise where a process group counts it at another.
+
+    Torch's groups count ranks in ascending order. A mesh that lists them in another would have each rank's
+    slot, which the mesh says, where the collectives bring another's.
+    """
+    coordinate = tuple(mesh.get_coordinate() or ())
+    for dim, place in enumerate(coordinate):
+        group = mesh.get_group(dim)
+        if group.rank() != place:
+            raise ValueError(
+                f"along dim {dim} of the mesh {mesh.mesh.tolist()} this rank has place {place}, but in its "
+                f"process group, of ranks {dist.get_process_group_ranks(group)}, place {group.rank()}; list "
+                "ranks in ascending order."
+            )
+    return coordinate
 
 
 def checked_placements(

@@ -10,10 +10,12 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from ragged_fsdp.dbuffer.checks import coordinate_of
 from ragged_fsdp.fsdp.construct.call import Managed, Options
 from ragged_fsdp.fsdp.construct.network import Network, Route
 from ragged_fsdp.fsdp.gather.codes import Codes
@@ -96,6 +98,7 @@ class GroupBuilder:
 
     def draft(self) -> list[Draft]:
         """Check everything, then plan and cut a group per mesh and kind; the module is not changed yet."""
+        coordinate_of(self.mesh.mesh)  # raises where collectives would count its ranks in another order
         self._check_reshard()
         alike: dict[Any, list[_Choice]] = {}
         for param in self.managed.params:
@@ -182,6 +185,12 @@ class GroupBuilder:
             raise ValueError(
                 f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not {value}"
             )
+        ranks = dist.get_process_group_ranks(self.mesh.shard_group)
+        if ranks != sorted(ranks):  # the smaller groups would count theirs in ascending order
+            raise ValueError(
+                "fully_shard: reshard_after_forward as an int needs a process group that counts its ranks in "
+                f"the order of the world, got {ranks}; use a bool."
+            )
 
     def _check_packed(self, choice: _Choice) -> None:
         """Raise on what parameters that are cut by themselves cannot do."""
@@ -259,6 +268,7 @@ class GroupBuilder:
 
     def _known_mesh(self, info: Any) -> ParallelMesh:
         made = ParallelMesh(info.mesh)
+        coordinate_of(made.mesh)
         if made.key() == self.mesh.key():
             return self.mesh
         for other, mesh in self._meshes.values():
@@ -494,7 +504,7 @@ class GroupBuilder:
             )
             group.settings.reshard_after_forward = False
         elif isinstance(value, int) and value != group.mesh.shard_size:
-            group.transport.parking = Parking(parking_mesh(group.mesh.mesh, value))
+            group.transport.parking = Parking(parking_mesh(group.mesh.shard_group, value, group.device))
 
 
 def _attach(choice: _Choice, plan: GroupPlan, index: int, piece: torch.Tensor) -> None:

@@ -37,6 +37,7 @@ from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.parts.members import MainShard, Members
 from ragged_fsdp.layout import GroupLayout
+from ragged_fsdp.topology import subgroup
 from ragged_fsdp.torch_internals import local_of, spec_of
 
 __all__ = ["InPlace", "Message", "Parking", "Transport", "note_shards", "parking_mesh"]
@@ -281,14 +282,17 @@ class Message:
 _PARKING: weakref.WeakKeyDictionary[ProcessGroup, dict[int, DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
-def parking_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
-    """Groups of ``size`` consecutive ranks; all dims before the last are copies.
+def parking_mesh(shard_group: ProcessGroup, size: int, device: torch.device) -> DeviceMesh:
+    """The mesh of this rank's part of ``shard_group``, which is cut into parts of ``size`` consecutive ranks.
 
-    One for all layers over ``mesh``: each would have communicators of its own.
+    One for all layers over the group: each would have communicators of its own. Only the ranks of a part make
+    it: torch's meshes are made by all ranks of the world, and those of other meshes do not come.
     """
-    known = _PARKING.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    known = _PARKING.setdefault(shard_group, {})
     if size not in known:
-        known[size] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size))
+        first = shard_group.rank() // size * size
+        own = subgroup(shard_group, range(first, first + size), device)
+        known[size] = DeviceMesh.from_group(own, device.type)
     return known[size]
 
 
@@ -305,7 +309,7 @@ class Parking:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self.group = mesh.get_group(1)
+        self.group = mesh.get_group()
         self.kept: DBuffer | None = None
         self._seen: DBuffer | None = None
         """The memory that was gathered into last, over the smaller groups."""
@@ -329,7 +333,7 @@ class Parking:
                 weight.layout.recut(self.group.size()),
                 weight.shapes,
                 self._mesh,
-                (Replicate(), Replicate()),
+                (Replicate(),),
                 dtype=weight.dtype if weight.is_uniform else weight.dtypes,
                 cell_bytes=weight.cell_bytes,
                 device=weight.device,

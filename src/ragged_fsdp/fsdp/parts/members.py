@@ -402,6 +402,8 @@ class Members:
         """Choose the dtypes of gradients; again when other parameters train than before."""
         param_dtype, reduce_dtype = self.mp_policy.param_dtype, self.mp_policy.reduce_dtype
         self.reduce_dtype = None if reduce_dtype == param_dtype else reduce_dtype
+        self.followed = tuple([p.trains for p in self.params])
+        """Which parameters trained when these dtypes were chosen."""
         trainable = {p.dtype for p in self.params if p.trains}
         if len(trainable) > 1:
             raise AssertionError(f"FSDP expects uniform original parameter dtype but got {trainable}")

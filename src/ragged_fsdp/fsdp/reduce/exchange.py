@@ -282,6 +282,8 @@ class Exchange:
         nodes, places = len(levels.nodes), levels.ranks_per_node
         wire = self.members.wire_dtype
         between = self._asked_between or (torch.float32 if wire == torch.float16 else wire)
+        if wire.is_complex:  # a real dtype has no room for them
+            between = wire
         if packs_all(self.members.device, shard_numel):
             rail = (nodes, shard_numel) if nodes > 1 else (0, 0)
             rows = (1, places, nodes * shard_numel)
@@ -547,7 +549,7 @@ def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float = 1.0) -> No
     """``out = rows.sum(0) / divisor``; sums and the division are at least fp32 and are rounded once."""
     if not out.numel():
         return
-    if out.dtype in (torch.float32, torch.float64):
+    if out.dtype.itemsize >= torch.float32.itemsize:
         if divisor == rows.shape[0]:  # one kernel instead of two
             torch.mean(rows, 0, dtype=out.dtype, out=out)
             return

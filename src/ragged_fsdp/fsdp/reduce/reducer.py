@@ -35,8 +35,12 @@ class GradReducer:
         self.transport = transport
         self.written: set[int] = set()
         """Parameters of which the transport holds a gradient."""
-        self._partial: torch.Tensor | None = None
-        """HSDP without all-reduce: the reduce-scattered shard, accumulated over backwards."""
+        self._partial: tuple[torch.Tensor, frozenset[int]] | None = None
+        """HSDP without all-reduce: the reduce-scattered shard, accumulated over backwards, and the parameters
+        that have a gradient in it."""
+        self._launching: tuple[DBuffer, DBuffer] | None = None
+        """What the reduction that is being launched writes; if a hook raises, it is held until
+        :meth:`discard`, before which the streams are waited for."""
         self._offload_event: Any = None
         self._layouts: dict[tuple[bool, ...], GradLayout] = {}
         self._layout: GradLayout | None = None
@@ -52,11 +56,16 @@ class GradReducer:
     # -- collecting ------------------------------------------------------------------------------
 
     @property
-    def nbytes(self) -> int:
-        """Bytes that a reduction of the group needs; 0 if nothing in it is trainable."""
+    def grad_bytes(self) -> int:
+        """Bytes of the group's gradients as they are added, on all ranks the same; 0 if nothing trains."""
         if not any(param.sharded.requires_grad for param in self.members.params):
             return 0
-        return self.transport.nbytes(self._choose_layout())
+        return self._choose_layout().layout.buffer_numel * self.members.gradient_dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a reduction of the group needs on this rank; 0 if nothing in it is trainable."""
+        return self.transport.nbytes(self._choose_layout()) if self.grad_bytes else 0
 
     def store(self, grads: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Take over gradients, by parameter, with one call for all; by a caller that is ``on_parameters``."""
@@ -69,8 +78,8 @@ class GradReducer:
         again: dict[int, torch.Tensor] = {}
         for index, grad in grads:
             inner = grad if params[index].grad_as_is else self._inner(index, grad)
-            if not layout.runs[index] and params[index].inner_shape.numel():
-                self._raise_changed(params[index].fqn)  # it was frozen when gradients were laid out
+            if not layout.runs[index]:  # asked here: few have none
+                self._check_place(index)
             (again if index in written else fresh)[index] = inner
         self.transport.store(fresh, again)
         written.update(fresh)
@@ -82,6 +91,13 @@ class GradReducer:
         if self.transport.buffers:
             context.make_room(self.transport.companion)
         self.transport.begin(self._choose_layout(), self.members.reduce_dtype or dtype)
+
+    def _check_place(self, index: int) -> None:
+        """Raise on a parameter that was frozen when the gradients were laid out: it has no place there."""
+        param = self.members.params[index]
+        assert self._layout is not None
+        if not self._layout.runs[index] and param.inner_shape.numel():
+            self._raise_changed(param.fqn)
 
     @staticmethod
     def _raise_changed(name: str) -> NoReturn:
@@ -107,10 +123,11 @@ class GradReducer:
         if trainable not in self._layouts:
             self._layouts[trainable] = grad_layout(self.members.plan, trainable)
         layout = self._layouts[trainable]
+        if self.members.followed != trainable:  # also where the layout is that of the last reduction again
+            self.members.follow_trainable()
         if self._layout is not layout:
             if self._partial is not None:
                 self._raise_changed(self.members.label)
-            self.members.follow_trainable()
             self._layout, self._main_kind = layout, None
             params, rank = self.members.params, self.members.mesh.shard_rank
             pieces = [layout.local_piece(index, rank) for index in range(len(params))]
@@ -127,16 +144,17 @@ class GradReducer:
 
         With ``zeros``, or where the user set it, parameters without a gradient take part.
         """
-        unused = self._unused() if zeros or self.members.settings.reduce_unused else None
-        if not self.written and not unused:
+        zeros = zeros or self.members.settings.reduce_unused
+        without = self._without_gradient(zeros) if zeros or self._partial is not None else None
+        if not self.written and not without:
             return
         members, transport = self.members, self.transport
         context, settings, mesh = members.context, members.settings, members.mesh
         if not transport.buffers:
             context.make_room(transport.companion)
         transport.ready(self._missing() if len(self.written) < len(members.params) else set())
-        if unused:
-            self.written |= unused
+        if without:
+            self.written |= without
         if context.order_check is not None and self._process_group is not None:
             # a rank without a gradient of its own would drop its part of the others'
             named = ", ".join(members.params[index].name for index in sorted(self.written))
@@ -145,6 +163,7 @@ class GradReducer:
         how = scaling(transport.sum_dtype, ranks, settings.divide_factor, settings.sum_only)
         main = self._make_main(members.trainable_dtype)
         reduced = transport.target(main)
+        self._launching = main, reduced
         added_to: list[torch.Tensor] = []
         with context.on_stream("reduce"):
             pg = self._process_group
@@ -165,6 +184,7 @@ class GradReducer:
         held = (main, reduced, added_to)
         entry = PendingReduction(done, transport.hand_over(), self, transport.companion, held)
         self.written.clear()
+        self._launching = None
         context.pending.append(entry)
 
     @cached_property
@@ -192,25 +212,39 @@ class GradReducer:
         assert self._layout is not None
         return {index for index, runs in enumerate(self._layout.runs) if runs} - self.written
 
-    def _unused(self) -> set[int]:
-        """Trainable parameters of a gathered group that got no gradient: they take part with zeros."""
-        params = enumerate(self.members.params)
-        gathered = {i for i, p in params if p.unsharded is not None and p.sharded.requires_grad}
-        if gathered and not self.written:
+    def _without_gradient(self, unused_too: bool) -> set[int]:
+        """Parameters that got no gradient and take part with zeros.
+
+        Those of which earlier backwards left a sum that is now all-reduced; with ``unused_too`` all trainable
+        ones of a gathered group.
+        """
+        params = self.members.params
+        found: set[int] = set()
+        if self._partial is not None and self.members.settings.all_reduce_grads:
+            found |= self._partial[1]
+        if unused_too:
+            gathered = (i for i, p in enumerate(params) if p.unsharded is not None)
+            found.update(i for i in gathered if params[i].sharded.requires_grad)
+        if found and not self.written:
             self._choose_layout()  # other parameters may train than before, with gradients of another dtype
             self._begin(self.members.gradient_dtype)
-        return gathered - self.written
+        found -= self.written
+        for index in found:
+            self._check_place(index)
+        return found
 
     def _all_reduce_later(self, reduced: DBuffer) -> bool:
         """HSDP: add what earlier backwards left; keep the sum if this one is not to be all-reduced either."""
         if self.members.mesh.replicate_group is None:
             return False
         if self._partial is not None:
-            reduced.flat.add_(self._partial)
+            left, had_gradients = self._partial
+            reduced.flat.add_(left)
+            self.written |= had_gradients
             self._partial = None
         if self.members.settings.all_reduce_grads:
             return False
-        self._partial = reduced.flat.clone()
+        self._partial = reduced.flat.clone(), frozenset(self.written)
         return True
 
     def _all_reduce(self, reduced: DBuffer, how: Scaling) -> None:
@@ -288,5 +322,5 @@ class GradReducer:
         """Drop collected gradients and partial sums."""
         self.members.context.finish_of(self)
         self.transport.discard()
-        self._partial = None
+        self._partial = self._launching = None
         self.written.clear()

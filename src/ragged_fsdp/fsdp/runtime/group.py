@@ -178,9 +178,14 @@ class ParamGroup(Members):
     def _issue_gather(self, async_op: bool) -> None:
         if self.beside and not async_op and self._issue_together():
             return
+        context, mesh = self.context, self.mesh
+        if context is None:  # another root's, that a module of this one is told to gather ahead
+            raise RuntimeError(
+                f"{self.label}: it cannot be gathered before its root has run a forward; run one, or call "
+                "its unshard(), before a module of another root prefetches it."
+            )
         if self.stale:
             self.lazy_init()
-        context, mesh = self.context, self.mesh
         self.transport.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
             begun = context.watch.begin("all-gather", self, mesh.shard_group) if mesh.shard_size > 1 else None
@@ -364,6 +369,8 @@ class ParamGroup(Members):
     def reduce(self, zeros: bool = False) -> None:
         """Reduce what was collected, unless gradients are not synchronised now."""
         if self.settings.reduce_grads:
+            if zeros or self.settings.reduce_unused:
+                self.settle()  # it takes part even if it was not gathered since parameters were unfrozen
             self.reducer.reduce(zeros=zeros)
 
     def _take_gradients(self) -> list[tuple[int, torch.Tensor]]:

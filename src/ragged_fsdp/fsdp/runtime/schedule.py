@@ -147,7 +147,7 @@ class Schedule:
         self._gathered: set[ParamGroup] = set()
         """What the forward that is running has gathered: if it raises, that is dropped."""
         self._prefetched: set[ParamGroup] = set()
-        """Groups gathered because the recorded order said so, and not used yet."""
+        """Groups gathered because the recorded order or the user said so, and not used yet."""
         self._first: list[Turn] = []
         """The first turns that the last backward had to gather: their next forward keeps what it gathered."""
         self._kept: set[ParamGroup] = set()
@@ -172,6 +172,8 @@ class Schedule:
         """Communicate through ``comm`` from now on; what its roots share grows to what this one needs."""
         if self.comm is not None:
             self.comm.finish_all()  # nobody would wait for what was launched through it
+            if self.comm is not comm:
+                self.comm.arena.release()  # nor free what it keeps: groups remember where their buffers were
         self.comm = comm
         for turn in self.turns:
             for group in turn.groups:
@@ -301,16 +303,14 @@ class Schedule:
     def _prefetch(self, turn: Turn) -> None:
         """Gather what is needed after ``turn``."""
         following = self._order.advance(turn) if turn.groups else None
-        if turn.forward_prefetch is not None:
-            for group in (group for other in turn.forward_prefetch for group in other.groups):
-                if group.residence is not Residence.UNSHARDED:
-                    self._gathered.add(group)
-                group.unshard()
-        elif following is not None:
-            for group in following.groups:  # all of them first: one gather may bring the others along
+        ahead = turn.forward_prefetch
+        if ahead is None:
+            ahead = () if following is None else (following,)
+        for other in ahead:
+            for group in other.groups:  # all of them first: one gather may bring the others along
                 if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
                     self._prefetched.add(group)
-            for group in following.groups:
+            for group in other.groups:
                 if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
                     group.unshard()
 
@@ -609,10 +609,11 @@ def _check_shared(groups: Sequence[ParamGroup]) -> None:
 
 
 def _find_companions(groups: Sequence[ParamGroup]) -> None:
-    """Mark the small groups of a module, by the bytes that their reductions need."""
-    most = max((group.reducer.nbytes for group in groups), default=0)
+    """Mark the small groups of a module, by the bytes of their gradients: what a reduction needs beside them
+    may differ between ranks, and with it what a reduction waits for."""
+    most = max((group.reducer.grad_bytes for group in groups), default=0)
     for group in groups:
-        group.reducer.transport.companion = 0 < group.reducer.nbytes * _COMPANION_SHARE <= most
+        group.reducer.transport.companion = 0 < group.reducer.grad_bytes * _COMPANION_SHARE <= most
 
 
 def _check_dense(groups: Sequence[ParamGroup]) -> None:
