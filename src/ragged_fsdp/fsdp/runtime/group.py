@@ -14,6 +14,7 @@ from ragged_fsdp.collectives import BytesComm, Comm, explain_failure
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.gather.packed import Pieces
 from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
+from ragged_fsdp.fsdp.parts.left_out import Steps
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
@@ -73,6 +74,8 @@ class ParamGroup(Members):
         self.residence = Residence.SHARDED
         self._gather_done: Any = None
         """An event behind the gather under way."""
+        self._gathered_at = 0
+        """Optimizer steps before the last gather."""
         self.stale = True
         """Whether users may have replaced or cast parameters: before the first use, or by a state dict."""
         self.beside: list[ParamGroup] = []
@@ -181,6 +184,7 @@ class ParamGroup(Members):
         if self.stale:
             self.lazy_init()
         context, mesh = self.context, self.mesh
+        self._gathered_at = Steps.made
         self.transport.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
             begun = context.watch.begin("all-gather", self, mesh.shard_group) if mesh.shard_size > 1 else None
@@ -223,7 +227,7 @@ class ParamGroup(Members):
                     group.transport.begin(False)
             done = context.record(begun)
         for group in groups:
-            group._gather_done = done
+            group._gather_done, group._gathered_at = done, Steps.made
             group._move(Residence.GATHERING)
         return True
 
@@ -285,6 +289,11 @@ class ParamGroup(Members):
         if grad is not None and (self.context.max_grad_buffers > 1 or self.reducer.written):
             unsharded.grad = None
             self.reducer.store([(index, grad)])
+
+    @property
+    def is_old(self) -> bool:
+        """Whether an optimizer may have changed the parameters since they were gathered."""
+        return any(Steps.last_of(param.sharded) > self._gathered_at for param in self.params)
 
     def settle(self) -> None:
         """Take for both forms what ``requires_grad_`` changed on the one that was registered, or held."""

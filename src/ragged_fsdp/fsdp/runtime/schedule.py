@@ -243,6 +243,8 @@ class Schedule:
                 fills_arena |= settings.reduce_grads and settings.reduce_comm.common_memory
                 if group.residence is Residence.KEPT:  # no backward came: parameters may have changed since
                     group.reshard()
+                elif group.residence is not Residence.SHARDED and turn.under is None and group.is_old:
+                    group.to_sharded()  # gathered by an evaluation or by hand, before an optimizer step
         if fills_arena and torch.is_grad_enabled():
             self.comm.fill_arena()
         event, self.post_optim_event = self.post_optim_event, None
