@@ -179,7 +179,7 @@ def test_several_forwards_before_a_backward(rank):
 
 @spmd(2)
 def test_a_loss_that_does_not_depend_on_it_and_a_frozen_one(rank):
-    """No backward reaches the tower: ranks reduce zeros all the same, and nothing stays gathered."""
+    """No backward reaches a tower: there are no gradients, and nothing stays gathered."""
     model, _ = build(_Model, rank.device)
     model.images.requires_grad_(False)
     _shard(model, True)
@@ -190,10 +190,54 @@ def test_a_loss_that_does_not_depend_on_it_and_a_frozen_one(rank):
         loss = model(x, "is" if rank.rank == 0 else "")
         loss.backward()
         assert is_sharded(model.images.parameters()) and is_sharded(model.sounds.parameters())
-        for p in model.sounds.parameters():
-            assert p.grad is not None and not p.grad.to_local().any()
-        assert all(p.grad is None for p in model.images.parameters())
+        for tower in (model.images, model.sounds):
+            assert all(p.grad is None for p in tower.parameters())
         model.zero_grad()
+
+
+class _Parts(_Tower):
+    """A tower that has more than anybody runs: a parameter, a block, and one that one rank runs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(DIM))
+        self.never, self.sometimes = FeedForward(), FeedForward()
+        self.runs_all = False
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.sometimes(x) if self.runs_all else x
+
+
+@spmd(3)
+def test_what_no_rank_uses_of_it_has_no_gradient(rank):
+    """Not zeros, with which an optimizer would decay it; what one rank uses has one on all."""
+
+    class Model(_Model):
+        def __init__(self):
+            super().__init__()
+            self.images = _Parts()
+
+    for reduction in ("reduce_scatter", "all_to_all"):
+        model, reference = build(Model, rank.device)
+        for block in (model.images.never, model.images.sometimes):
+            fully_shard(block, reduction=reduction)
+        _shard(model, True, reduction=reduction)
+        for step in range(4):
+            for m in (model, reference):
+                m.images.runs_all = rank.rank == step
+                m(rows(rank, step), "i" * (rank.rank <= step), dummy=m is reference).backward()
+            if step < 3:
+                for block in (*reference.images.sometimes.parameters(),):  # of ranks without a run: zeros
+                    block.grad = torch.zeros_like(block) if block.grad is None else block.grad
+            average_gradients(reference)
+            for parameter in reference.sounds.parameters():
+                parameter.grad = None
+            assert_same(model, reference, tolerance=1e-6, grads=True)
+            assert model.images.spare.grad is None and model.images.never.up.weight.grad is None
+            assert (model.images.sometimes.up.weight.grad is None) == (step == 3)
+            model.zero_grad()
+            reference.zero_grad()
 
 
 @spmd(2)

@@ -122,12 +122,12 @@ class GradReducer:
 
     # -- reducing --------------------------------------------------------------------------------
 
-    def reduce(self, *, zeros: bool = False) -> None:
+    def reduce(self, *, zeros: Sequence[Any] = ()) -> None:
         """Reduce what was collected into the ``.grad`` of the sharded parameters.
 
-        With ``zeros``, or where the user set it, parameters without a gradient take part.
+        Those of which ``zeros`` says so, by index, or all where the user set it, take part without a gradient.
         """
-        unused = self._unused() if zeros or self.members.settings.reduce_unused else None
+        unused = self._unused(zeros) if zeros or self.members.settings.reduce_unused else None
         if not self.written and not unused:
             return
         members, transport = self.members, self.transport
@@ -192,10 +192,12 @@ class GradReducer:
         assert self._layout is not None
         return {index for index, runs in enumerate(self._layout.runs) if runs} - self.written
 
-    def _unused(self) -> set[int]:
-        """Trainable parameters of a gathered group that got no gradient: they take part with zeros."""
+    def _unused(self, zeros: Sequence[Any]) -> set[int]:
+        """Trainable parameters of a gathered group that got no gradient and take part with zeros."""
         params = enumerate(self.members.params)
         gathered = {i for i, p in params if p.unsharded is not None and p.sharded.requires_grad}
+        if not self.members.settings.reduce_unused:
+            gathered = {index for index in gathered if zeros[index]}
         if gathered and not self.written:
             self._choose_layout()  # other parameters may train than before, with gradients of another dtype
             self._begin(self.members.gradient_dtype)

@@ -9,7 +9,8 @@ the end of the gap. Nobody runs it: nothing happens. Somebody does::
     vote             before its forward                      before the next module, or at the forward's end
     gather           all that is sharded below, in one order, on all ranks
     until backward   gathered: no rank is alone in a gather  released at once
-    end of backward  reduce its gradients, release           reduce zeros
+    end of backward  say which parameters have gradients     say none has
+                     reduce its gradients, release           reduce zeros for those of others
 
 So the backward of the module, a second run, and what a checkpoint computes again need no collective at all,
 whatever the loss depends on. The price is memory on ranks that run it: it is not gathered again in backward.
@@ -19,7 +20,8 @@ The gap is learnt: until a module has run, ranks vote in every gap; then only in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -92,11 +94,14 @@ class Conditional:
         self.used = self._needed = False
         self.release_unused()
 
-    def end_backward(self, *, is_last: bool) -> None:
-        """Reduce with the other ranks; then nobody needs the weights."""
+    def end_backward(self, somewhere: Iterator[int], *, is_last: bool) -> None:
+        """Reduce with the other ranks; then nobody needs the weights.
+
+        ``somewhere`` says of each parameter whether a rank has a gradient of it.
+        """
         for group in reversed(self.groups):
             group.hand_over()  # autograd lets this stream wait for those of the backward
-            group.post_backward(release=is_last, zeros=True)
+            group.post_backward(release=is_last, zeros=list(islice(somewhere, len(group.params))))
         # some rank may have more to come, and this one cannot know
         self.owed = not is_last or not all(group.settings.reduce_grads for group in self.groups)
         self.pending &= not is_last
@@ -179,6 +184,23 @@ class Conditionals:
         for each in self.all:
             each.end_forward(self._trains)
 
+    def end_backward(self, *, is_last: bool) -> None:
+        """Reduce, with all ranks and in one order, what some of them ran.
+
+        The ranks tell each other first which parameters have gradients: what no backward reached stays
+        without one on every rank.
+        """
+        owed = [each for each in self.all if each.owed]
+        if not owed:
+            return
+        groups = [group for each in owed for group in reversed(each.groups)]
+        said = [int(has) for group in groups for has in group.has_gradients()]
+        if any(group.settings.reduce_grads for group in groups):
+            said = self._agree("which parameters of conditional modules have gradients", owed, said)
+        somewhere = iter(said)
+        for each in owed:
+            each.end_backward(somewhere, is_last=is_last)
+
     def abort_forward(self) -> None:
         """The forward raised: the next one gathers anew."""
         self._root = None
@@ -189,12 +211,9 @@ class Conditionals:
 
     def _vote(self, wanted: Conditional | None) -> bool:
         """Hear what the ranks are about to run, and gather it with them; whether there was anything."""
-        here = self._starts
-        names = ", ".join(f"'{each.name}'" for each in self._undecided)
+        here, names = self._starts, _names(self._undecided)
         said = [*(int(each is wanted) for each in self._undecided), here, -here]
-        for pg in self._pgs:
-            with explain_failure("vote on conditional modules", names, pg):
-                said = largest(said, pg, self._device)
+        said = self._agree("vote on conditional modules", self._undecided, said)
         most, fewest = said[-2], -said[-1]
         if most != fewest:
             raise RuntimeError(
@@ -214,3 +233,14 @@ class Conditionals:
                     each.runs = False
         self._undecided = [each for each in self._undecided if each.runs is None]
         return bool(chosen)
+
+    def _agree(self, phase: str, about: Sequence[Conditional], said: list[int]) -> list[int]:
+        """The largest of what the ranks say, place by place."""
+        for pg in self._pgs:
+            with explain_failure(phase, _names(about), pg):
+                said = largest(said, pg, self._device)
+        return said
+
+
+def _names(conditionals: Sequence[Conditional]) -> str:
+    return ", ".join(f"'{each.name}'" for each in conditionals)

@@ -351,11 +351,11 @@ class ParamGroup(Members):
     # -- backward --------------------------------------------------------------------------------
 
     @on_parameters
-    def post_backward(self, *, release: bool | None = None, zeros: bool = False) -> None:
+    def post_backward(self, *, release: bool | None = None, zeros: Sequence[Any] = ()) -> None:
         """Reshard and reduce; safe to call for a group that took no part in the backward.
 
-        ``release`` takes the place of the setting. With ``zeros`` parameters without a gradient take part: on
-        ranks that did not run the module.
+        ``release`` takes the place of the setting. ``zeros`` says which parameters take part also without a
+        gradient: on ranks that did not run the module.
         """
         self.collect(release)
         self.reduce(zeros)
@@ -370,10 +370,17 @@ class ParamGroup(Members):
         if grads:
             self.reducer.store(grads)
 
-    def reduce(self, zeros: bool = False) -> None:
+    def reduce(self, zeros: Sequence[Any] = ()) -> None:
         """Reduce what was collected, unless gradients are not synchronised now."""
         if self.settings.reduce_grads:
             self.reducer.reduce(zeros=zeros)
+
+    def has_gradients(self) -> list[bool]:
+        """For each parameter, whether there is a gradient of this rank to reduce."""
+        return [
+            index in self.reducer.written or (p.unsharded is not None and p.unsharded.grad is not None)
+            for index, p in enumerate(self.params)
+        ]
 
     def _take_gradients(self) -> list[tuple[int, torch.Tensor]]:
         """The gradients autograd left, by parameter; they are this list's alone."""

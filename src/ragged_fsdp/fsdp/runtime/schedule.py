@@ -527,10 +527,9 @@ class Schedule:
         self._end_conditionals()
 
     def _end_conditionals(self) -> None:
-        """Reduce modules that not every rank ran: all ranks are here, in this order."""
-        for conditional in self.conditionals.all if self.conditionals is not None else ():
-            if conditional.owed:
-                conditional.end_backward(is_last=self.is_last_backward)
+        """Reduce modules that not every rank ran: all ranks are here."""
+        if self.conditionals is not None:
+            self.conditionals.end_backward(is_last=self.is_last_backward)
 
     def finish_reductions(self) -> None:
         """Let the current stream see every reduced gradient; forget the order of the forward."""
