@@ -195,6 +195,45 @@ def test_a_loss_that_does_not_depend_on_it_and_a_frozen_one(rank):
         model.zero_grad()
 
 
+class _Again(FeedForward):
+    """Computed again in backward, with its hooks."""
+
+    def __call__(self, x):
+        return checkpoint(super().__call__, x, use_reentrant=False)
+
+
+class _Frozen(_Model):
+    """The first layers are frozen, or all of them."""
+
+    def __init__(self, count: int, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+        for each in self.layers[:count]:
+            each.requires_grad_(False)
+
+
+@pytest.mark.parametrize("layer", [FeedForward, _Again])
+@spmd(2)
+def test_frozen_layers_behind_a_tower(rank, layer):
+    """On ranks without a run nothing in front of them trains: their backward comes past them all the same.
+
+    Else it could not start, or reduce what trains behind them in another order than the other ranks.
+    """
+    for frozen in (3, 2, 1):
+        model, reference = build(partial(_Frozen, frozen, layer), rank.device)
+        _shard(model, True)
+        for step in (1, 2, 6, 0):  # at last with no tower
+            x, mine = rows(rank, step), _mine(step, rank)
+            loss = model(x, mine)
+            torch.testing.assert_close(loss, reference(x, mine))
+            loss.backward()
+            reference(x, mine, dummy=True).backward()
+            average_gradients(reference)
+            _assert_gradients(model, reference, step)
+            model.zero_grad()
+            reference.zero_grad()
+
+
 class _Parts(_Tower):
     """A tower that has more than anybody runs: a parameter, a block, and one that one rank runs alone."""
 

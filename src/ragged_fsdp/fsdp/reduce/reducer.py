@@ -125,7 +125,7 @@ class GradReducer:
     def reduce(self, *, zeros: Sequence[Any] = ()) -> None:
         """Reduce what was collected into the ``.grad`` of the sharded parameters.
 
-        Those of which ``zeros`` says so, by index, or all where the user set it, take part without a gradient.
+        Those of which ``zeros`` says so, by index, or all where the user set it, take part without one.
         """
         unused = self._unused(zeros) if zeros or self.members.settings.reduce_unused else None
         if not self.written and not unused:

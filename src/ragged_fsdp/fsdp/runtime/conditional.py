@@ -15,6 +15,10 @@ the end of the gap. Nobody runs it: nothing happens. Somebody does::
 So the backward of the module, a second run, and what a checkpoint computes again need no collective at all,
 whatever the loss depends on. The price is memory on ranks that run it: it is not gathered again in backward.
 
+Where it trains, what it computes needs gradients, and with it all that modules behind it compute from it,
+frozen ones too. On a rank without a run they might not, and its backward would come past fewer modules, or
+could not start. So inputs of modules behind it, and the outputs of the forward, need gradients on every rank.
+
 The gap is learnt: until a module has run, ranks vote in every gap; then only in the one where it ran.
 """
 
@@ -55,6 +59,11 @@ class Conditional:
         self.gaps: dict[Any, int] = {}
         """Per root of a forward: behind how many starts of other modules it runs."""
         self._needed = False
+
+    @property
+    def has_trainable(self) -> bool:
+        """Whether a parameter of it trains."""
+        return any(param.sharded.requires_grad for group in self.groups for param in group.params)
 
     def gather(self, *, keep: bool) -> None:
         """With all ranks: gather anew, since some may have kept it; without ``keep`` release it at once."""
@@ -138,6 +147,8 @@ class Conditionals:
         """Gathered because others run them; this rank may run them too while it is in the gap."""
         self._starts = 0
         self._trains = False
+        self._trained: list[Conditional] = []
+        """Those on which ranks may part in this forward and that have a parameter that trains."""
 
     def begin(self, root: Any) -> None:
         """A forward starts at ``root``; in one that starts inside a conditional module, or that a backward
@@ -146,12 +157,21 @@ class Conditionals:
             return
         self._root, self._starts, self._trains = root, 0, torch.is_grad_enabled()
         self._undecided, self._held = [] if root.under is not None else list(self.all), []
+        self._trained = [each for each in self._undecided if self._trains and each.has_trainable]
         for each in self.all:
             each.begin_forward()
             each.by_vote &= root.under is not each
 
-    def pass_gap(self) -> None:
-        """This rank starts a module that all ranks start, or ends the forward, and runs none before it."""
+    @property
+    def part_graphs(self) -> bool:
+        """Whether outputs of this forward may need gradients on some ranks and not on others."""
+        return bool(self._trained)
+
+    def pass_gap(self) -> bool:
+        """This rank starts a module that all ranks start, or ends the forward, and runs none before it.
+
+        Whether the module's inputs may need gradients on some ranks and not on others.
+        """
         here = self._starts  # behind none there is no gap: the root starts
         while here and any(each.gaps.get(self._root, here) == here for each in self._undecided):
             if not self._vote(None):
@@ -160,6 +180,7 @@ class Conditionals:
             each.release_unused()
         self._held = []
         self._starts += 1
+        return any(each.gaps.get(self._root, self._starts) <= here for each in self._trained)
 
     def run(self, wanted: Conditional) -> None:
         """This rank runs one: gather it with the others, unless they have in this forward."""

@@ -86,6 +86,8 @@ class Turn:
         """Its places in the order of ended forwards, one for each since the last backward."""
         self.under: Conditional | None = None
         """The outermost module that not every rank runs and that it belongs to."""
+        self.behind_conditional = False
+        """Whether such a module runs before it: its inputs then need gradients on every rank."""
         self.following: Turn | None = None
         """Whose backward comes after its own, while that runs."""
 
@@ -262,7 +264,8 @@ class Schedule:
                 self._start_conditional(turn)
                 return begins
             if begins and not in_backward():
-                self.conditionals.pass_gap()  # before its gathers: those of others' modules come first
+                # before its gathers: those of others' modules come first
+                turn.behind_conditional |= self.conditionals.pass_gap()
         self._enter(turn, Phase.FORWARD)  # before the gathers: one that raises is given up with the others
         for group in turn.groups:
             if group.residence is Residence.UNSHARDED:
@@ -355,6 +358,11 @@ class Schedule:
             group.keep()
         else:
             group.reshard()
+
+    @property
+    def parts_graphs(self) -> bool:
+        """Whether what the forward returns may need gradients on some ranks only; not one computed again."""
+        return self.conditionals is not None and self.conditionals.part_graphs and not in_backward()
 
     def end_forward(self) -> None:
         """The forward that is running ends: the next one may follow its order."""
