@@ -4,7 +4,8 @@ A seed makes a tree: parameters that are unused, tied or frozen, layers that are
 that several others share, children that run twice, detached, without grad, recomputed or changed in place.
 The same seed makes a program: microbatches with and without synchronisation, several backwards of one graph,
 gradients of gradients, several forwards before a backward, evaluations, optimizer steps, parameters that are
-frozen and unfrozen. :func:`differences` runs it on both models, in fp64, and says where they part.
+frozen and unfrozen, adapters that are attached late. :func:`differences` runs it on both models, in fp64,
+and says where they part.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from ragged_fsdp import Elements, Rows, Whole
+from ragged_fsdp import Elements, Rows, Whole, adopt_parameters
 
 WIDTH = 6
 TOLERANCE = 1e-12
@@ -87,6 +88,8 @@ class Node(nn.Module):
             x, side = self.run(child, how, x, side)
         if hasattr(self, "twin"):
             x = torch.sin(self.twin(x))
+        if hasattr(self, "late"):
+            x = x + self.late(x)
         x = torch.sin(x)
         return {"main": x, "side": side} if self.returns is dict else self.returns((x, side))
 
@@ -240,13 +243,15 @@ class Run:
     def between_steps(self) -> None:
         """What users do by hand."""
         choice = self.draw.choice(
-            ("nothing", "nothing", "state_dict", "reshard", "unshard", "settings", "part")
+            ("nothing", "nothing", "state_dict", "reshard", "unshard", "settings", "part", "late")
         )
         node = self.draw.choice(list(nodes(self.model)))
         x, kept, buffers = self.rows(), self.draw.random() < 0.5, self.draw.choice((1, 2, 3))
         if choice == "part" and node.shards and node is not self.model:
             with torch.no_grad():
                 self.log[-1]["part"] = Node.outputs(node(x))[0]
+        if choice == "late" and not hasattr(node, "late"):
+            self.attach(node)
         if not self.is_sharded:
             return
         if choice == "state_dict":
@@ -257,6 +262,17 @@ class Run:
             self.model.set_reduce_scatter_max_input_buffers(buffers)
             if node.shards:
                 node.set_reshard_after_backward(kept, recurse=False)
+
+    def attach(self, node: Node) -> None:
+        """An adapter that comes after ``fully_shard``."""
+        node.late = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        for parameter in node.late.parameters():
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(self.log)))
+        if self.is_sharded:
+            adopt_parameters(self.model)
+        name = next(name for name, module in self.model.named_modules() if module is node.late)
+        self.parameters.update((f"{name}.{key}", p) for key, p in node.late.named_parameters())
+        self.optimizer.add_param_group({"params": list(node.late.parameters())})
 
     def step(self) -> None:
         draw, seen = self.draw, {}

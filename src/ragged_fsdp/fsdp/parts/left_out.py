@@ -41,8 +41,8 @@ _REPLACED_ATTRIBUTE = "_ragged_fsdp_replaced"
 _GATHERED_ATTRIBUTE = "_ragged_fsdp_gathered"
 _STEP_ATTRIBUTE = "_ragged_fsdp_step"
 _NAMED = 8  # parameters that an error names; an adapter has hundreds
-_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have made a step since a parameter was last replaced."""
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers that have made a step since a parameter was last replaced, and how many they held then."""
 _WATCHES: list[Any] = []
 _WARNED: list[str] = []
 
@@ -102,7 +102,10 @@ def note_gathered(param: torch.Tensor, name: str) -> None:
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before a step: raise if the optimizer holds parameters that were replaced, or their gathered form."""
-    if torch.compiler.is_compiling() or optimizer in _CHECKED:
+    if torch.compiler.is_compiling():
+        return
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == count:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stale = [getattr(param, _REPLACED_ATTRIBUTE) for param in params if hasattr(param, _REPLACED_ATTRIBUTE)]
@@ -119,7 +122,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{type(optimizer).__name__} holds the gathered form of {_listed(gathered)}: it was made while "
             "the module was gathered, as the root is after a forward. Call model.reshard(), then make it."
         )
-    _CHECKED.add(optimizer)
+    _CHECKED[optimizer] = count
 
 
 class Steps:
