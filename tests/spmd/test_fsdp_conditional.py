@@ -1,5 +1,6 @@
 """Modules that not every rank runs: nobody hangs, and gradients are those of a run with zero weight."""
 
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -361,6 +362,34 @@ def test_a_forward_that_fails_and_one_that_starts_at_the_tower(rank):
         for parameter in getattr(reference, name).parameters():
             parameter.grad = None
     assert_same(model.images, reference.images, tolerance=1e-6, grads=True)
+
+
+@spmd(2)
+def test_one_rank_fails_behind_the_towers_and_all_leave_the_batch_out(rank):
+    """Gradients of the steps after it are those of all ranks; what it ran has left nothing."""
+    model, reference = build(_Model, rank.device)
+    _shard(model, True)
+
+    def fails(module, args, output):
+        if rank.rank == 0:
+            raise KeyError("on purpose")
+
+    for step in range(3):
+        x = rows(rank, step)
+        hook = model.register_forward_hook(fails)
+        with suppress(KeyError):
+            model(x, "is"[rank.rank])
+        hook.remove()
+        mine = "" if step == 1 else "i" * rank.rank
+        model(x, mine).backward()
+        reference(x, mine, dummy=True).backward()
+        average_gradients(reference)
+        for tower in (reference.sounds, *([reference.images] if step == 1 else [])):
+            for parameter in tower.parameters():
+                parameter.grad = None
+        assert_same(model, reference, tolerance=1e-6, grads=True)
+        model.zero_grad()
+        reference.zero_grad()
 
 
 class _Once:
