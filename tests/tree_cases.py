@@ -194,8 +194,9 @@ class Run:
         self.parameters = dict(model.named_parameters())
         self.can_ask = not any("recomputed, old" in node.how for node in nodes(model))
         """Whether gradients of inputs can be asked for: not through a reentrant checkpoint."""
-        self.can_ask_twice = not any(node.pair and len(set(node.pair_order)) == 1 for node in nodes(model))
-        """Not through a list of which only a part runs: recomputed, it is not gathered for that."""
+        self.can_ask_twice = self.can_ask and not any(node.pair for node in nodes(model))
+        """Whether gradients of those can be asked for: a list of modules that runs in several places may not
+        be gathered again for them, and raises."""
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=1e-3)
         self.log: list[dict[str, Tensor | None]] = []
         """Per step: gradients by parameter, those of the inputs, losses."""
