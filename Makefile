@@ -65,7 +65,7 @@ test-torchtitan:  ## run torchtitan's tests and its trainer with our sharding, i
 test-tuning:  ## run fine-tuning through peft, trl, bitsandbytes and torchao, in an environment of its own
 	$(PYTHON) -m venv .venv-tuning
 	.venv-tuning/bin/pip install --quiet "$(PINNED)"
-	.venv-tuning/bin/pip install --quiet "$(PINNED)" -e '.[hf]' pytest pytest-timeout hypothesis accelerate datasets \
+	.venv-tuning/bin/pip install --quiet "$(PINNED)" -e '.[cli,hf]' pytest pytest-timeout hypothesis accelerate datasets \
 	  peft==0.21.2 trl==1.16.0 bitsandbytes==0.50.2 torchao==0.18.0
 	RAGGED_FSDP_TEST_PRELOAD="transformers.models.llama.modeling_llama transformers.trainer peft trl.trainer.sft_trainer bitsandbytes" \
 	  .venv-tuning/bin/python -m pytest -q tests/spmd/test_tuning_matrix.py tests/spmd/test_fsdp_frozen_codes.py \

@@ -11,6 +11,7 @@ __all__ = [
     "assert_ragged",
     "batch",
     "fsdp_on_cpu",
+    "keep_code_order",
     "llama",
     "mean",
     "own_rows",
@@ -66,6 +67,15 @@ def train_unsharded(model: nn.Module, rows: int, steps: int, max_norm: float = m
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def keep_code_order(model: nn.Module) -> nn.Module:
+    """Where a processor has bf16, bitsandbytes' 4-bit layers reorder their codes in the first forward that
+    is no training, and round their magnitudes to bf16; sharded ones do not. For references beside those."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def mean(value: Tensor) -> float:

@@ -1,5 +1,6 @@
 """Modules that not every rank runs: nobody hangs, and gradients are those of a run with zero weight."""
 
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -179,7 +180,7 @@ def test_several_forwards_before_a_backward(rank):
 
 @spmd(2)
 def test_a_loss_that_does_not_depend_on_it_and_a_frozen_one(rank):
-    """No backward reaches the tower: ranks reduce zeros all the same, and nothing stays gathered."""
+    """No backward reaches a tower: there are no gradients, and nothing stays gathered."""
     model, _ = build(_Model, rank.device)
     model.images.requires_grad_(False)
     _shard(model, True)
@@ -190,10 +191,93 @@ def test_a_loss_that_does_not_depend_on_it_and_a_frozen_one(rank):
         loss = model(x, "is" if rank.rank == 0 else "")
         loss.backward()
         assert is_sharded(model.images.parameters()) and is_sharded(model.sounds.parameters())
-        for p in model.sounds.parameters():
-            assert p.grad is not None and not p.grad.to_local().any()
-        assert all(p.grad is None for p in model.images.parameters())
+        for tower in (model.images, model.sounds):
+            assert all(p.grad is None for p in tower.parameters())
         model.zero_grad()
+
+
+class _Again(FeedForward):
+    """Computed again in backward, with its hooks."""
+
+    def __call__(self, x):
+        return checkpoint(super().__call__, x, use_reentrant=False)
+
+
+class _Frozen(_Model):
+    """The first layers are frozen, or all of them."""
+
+    def __init__(self, count: int, layer: type[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+        for each in self.layers[:count]:
+            each.requires_grad_(False)
+
+
+@pytest.mark.parametrize("layer", [FeedForward, _Again])
+@spmd(2)
+def test_frozen_layers_behind_a_tower(rank, layer):
+    """On ranks without a run nothing in front of them trains: their backward comes past them all the same.
+
+    Else it could not start, or reduce what trains behind them in another order than the other ranks.
+    """
+    for frozen in (3, 2, 1):
+        model, reference = build(partial(_Frozen, frozen, layer), rank.device)
+        _shard(model, True)
+        for step in (1, 2, 6, 0):  # at last with no tower
+            x, mine = rows(rank, step), _mine(step, rank)
+            loss = model(x, mine)
+            torch.testing.assert_close(loss, reference(x, mine))
+            loss.backward()
+            reference(x, mine, dummy=True).backward()
+            average_gradients(reference)
+            _assert_gradients(model, reference, step)
+            model.zero_grad()
+            reference.zero_grad()
+
+
+class _Parts(_Tower):
+    """A tower that has more than anybody runs: a parameter, a block, and one that one rank runs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(DIM))
+        self.never, self.sometimes = FeedForward(), FeedForward()
+        self.runs_all = False
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.sometimes(x) if self.runs_all else x
+
+
+@spmd(3)
+def test_what_no_rank_uses_of_it_has_no_gradient(rank):
+    """Not zeros, with which an optimizer would decay it; what one rank uses has one on all."""
+
+    class Model(_Model):
+        def __init__(self):
+            super().__init__()
+            self.images = _Parts()
+
+    for reduction in ("reduce_scatter", "all_to_all"):
+        model, reference = build(Model, rank.device)
+        for block in (model.images.never, model.images.sometimes):
+            fully_shard(block, reduction=reduction)
+        _shard(model, True, reduction=reduction)
+        for step in range(4):
+            for m in (model, reference):
+                m.images.runs_all = rank.rank == step
+                m(rows(rank, step), "i" * (rank.rank <= step), dummy=m is reference).backward()
+            if step < 3:
+                for block in (*reference.images.sometimes.parameters(),):  # of ranks without a run: zeros
+                    block.grad = torch.zeros_like(block) if block.grad is None else block.grad
+            average_gradients(reference)
+            for parameter in reference.sounds.parameters():
+                parameter.grad = None
+            assert_same(model, reference, tolerance=1e-6, grads=True)
+            assert model.images.spare.grad is None and model.images.never.up.weight.grad is None
+            assert (model.images.sometimes.up.weight.grad is None) == (step == 3)
+            model.zero_grad()
+            reference.zero_grad()
 
 
 @spmd(2)
@@ -278,6 +362,34 @@ def test_a_forward_that_fails_and_one_that_starts_at_the_tower(rank):
         for parameter in getattr(reference, name).parameters():
             parameter.grad = None
     assert_same(model.images, reference.images, tolerance=1e-6, grads=True)
+
+
+@spmd(2)
+def test_one_rank_fails_behind_the_towers_and_all_leave_the_batch_out(rank):
+    """Gradients of the steps after it are those of all ranks; what it ran has left nothing."""
+    model, reference = build(_Model, rank.device)
+    _shard(model, True)
+
+    def fails(module, args, output):
+        if rank.rank == 0:
+            raise KeyError("on purpose")
+
+    for step in range(3):
+        x = rows(rank, step)
+        hook = model.register_forward_hook(fails)
+        with suppress(KeyError):
+            model(x, "is"[rank.rank])
+        hook.remove()
+        mine = "" if step == 1 else "i" * rank.rank
+        model(x, mine).backward()
+        reference(x, mine, dummy=True).backward()
+        average_gradients(reference)
+        for tower in (reference.sounds, *([reference.images] if step == 1 else [])):
+            for parameter in tower.parameters():
+                parameter.grad = None
+        assert_same(model, reference, tolerance=1e-6, grads=True)
+        model.zero_grad()
+        reference.zero_grad()
 
 
 class _Once:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from collective_calls import noted
+from integration_cases import keep_code_order
 from rank_pool import spmd
 
 DIM, WIDE, RANK = 64, 128, 4
@@ -76,7 +77,7 @@ def _four_bit(device, nested, storage=torch.uint8):
         compress_statistics=nested,
         quant_storage=storage,
     )
-    return Net(layer).to(device)  # which quantises
+    return keep_code_order(Net(layer).to(device))  # which quantises
 
 
 def _eight_bit(device):

@@ -192,3 +192,21 @@ def test_an_optimizer_made_while_the_root_is_gathered_is_refused(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(tokens(rank, 0)).backward()
     optimizer.step()
+
+
+@spmd(2)
+def test_parameters_that_an_optimizer_gets_later_are_looked_at(rank):
+    """Those that are unfrozen in the course of a run, added while the root is gathered."""
+    model, _ = build(Transformer, rank.device)
+    for parameter in (*model.embed.parameters(), *model.head.parameters()):
+        parameter.requires_grad_(False)
+    shard_blocks(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model(tokens(rank, 0)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model(tokens(rank, 0))
+    model.head.requires_grad_(True)
+    optimizer.add_param_group({"params": model.head.parameters()})
+    with pytest.raises(RuntimeError, match=r"SGD holds the gathered form of 'head.weight'"):
+        optimizer.step()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from collective_calls import count
 from fsdp_cases import (
     DIM,
     FeedForward,
@@ -112,6 +113,42 @@ def test_eval_as_the_very_first_call(rank):
     with torch.no_grad():
         assert torch.equal(model(tokens(rank, 0)), reference(tokens(rank, 0)))
     assert is_sharded(model.layers.parameters())
+
+
+@ragged_only
+@pytest.mark.parametrize("reshard", [None, True, False, 2])
+@spmd(4)
+def test_weights_gathered_before_an_optimizer_step_are_gathered_again(rank, reshard):
+    """By an evaluation between backward and step, by hand, or because a backward kept them; FSDP2 goes on
+    with the old ones. What was gathered after the step is used."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model, reshard_after_forward=reshard)
+    optimizers = [torch.optim.SGD(list(m.parameters()), lr=0.1) for m in (model, reference)]
+    for step in range(4):
+        losses = [m(tokens(rank, step)) for m in (model, reference)]
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+        for loss in losses:
+            loss.backward()
+        average_gradients(reference)
+        if step == 0:
+            with torch.no_grad():
+                model(tokens(rank, 9))
+        elif step == 1:
+            model.layers[0].unshard()
+            model.set_reshard_after_backward(False)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    gathers = []
+    for ahead in (False, True):
+        for module in (*model.layers, model):
+            module.reshard()
+        assert_same(model, reference, tolerance=1e-5)
+        if ahead:
+            model.unshard()
+        with torch.no_grad():
+            gathers.append(count(lambda: model(tokens(rank, 0)))[1]["gather"])
+    assert gathers[1] == gathers[0] - 1
 
 
 @spmd(2)

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import rank_pool
-from integration_cases import assert_ragged, fsdp_on_cpu, mean
+from integration_cases import assert_ragged, fsdp_on_cpu, keep_code_order, mean
 from rank_pool import DEVICE
 
 _FAILED_IMPORT = (ImportError, RuntimeError)  # transformers wraps the one in the other
@@ -85,10 +85,7 @@ def _base(method, folder):
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "base", dtype=torch.float32, quantization_config=quantized, device_map={"": device}
     )
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # where a CPU has it, some layers compute in bf16
-            module.support_avx512bf16_for_cpu = False
-    return model
+    return keep_code_order(model)
 
 
 def _lora():

@@ -32,6 +32,7 @@ __all__ = [
     "in_backward",
     "leave_frame",
     "map_tensors",
+    "need_gradient",
     "on_parameters",
     "outside_compile",
 ]
@@ -229,6 +230,34 @@ def _behind_node(hooks: BackwardHooks, inputs: Sequence[torch.Tensor]) -> tuple[
     # of the node, not of the tensor: a module may return its input, and what its outputs do comes first
     alias.grad_fn.register_prehook(hooks.at_inputs)  # type: ignore[union-attr]
     return (alias,)
+
+
+class _Ends(torch.autograd.Function):
+    """Identity whose output needs a gradient, though its input does not: the gradient goes nowhere."""
+
+    @staticmethod
+    def forward(ctx: Any, needs_gradient: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def need_gradient(value: Any) -> Any:
+    """``value``, of which the first floating-point tensor needs a gradient now, unless one of them does."""
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        if torch.is_floating_point(tensor):
+            found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
+    if not found or any(tensor.requires_grad for tensor in found) or are_functorch_transforms_active():
+        return value
+    made = _Ends.apply(torch.empty(0, requires_grad=True), found[0])
+    return map_tensors(lambda tensor: made if tensor is found[0] else tensor, value)
 
 
 class BeforeBackward(torch.autograd.Function):

@@ -4,7 +4,7 @@ A parameter that is attached after ``fully_shard``, such as an adapter, is in no
 gradient, and each rank trains a copy of its own. An optimizer that was made before ``fully_shard`` holds the
 parameters that it replaced: it steps tensors that no module uses any more. One that was made while a module
 was gathered, as the root is after a forward, holds what is freed at the next reshard. None would raise by
-itself.
+itself. Nor would a forward with weights that were gathered before an optimizer step: steps are counted.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from ragged_fsdp.torch_internals import get_registry
 
 __all__ = [
     "MANAGED_ATTRIBUTE",
+    "Steps",
     "check_managed",
     "note_current",
     "note_gathered",
@@ -34,9 +39,10 @@ logger = logging.getLogger("ragged_fsdp")
 MANAGED_ATTRIBUTE = "_ragged_fsdp_managed"
 _REPLACED_ATTRIBUTE = "_ragged_fsdp_replaced"
 _GATHERED_ATTRIBUTE = "_ragged_fsdp_gathered"
+_STEP_ATTRIBUTE = "_ragged_fsdp_step"
 _NAMED = 8  # parameters that an error names; an adapter has hundreds
-_CHECKED: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""Optimizers that have made a step since a parameter was last replaced."""
+_CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers that have made a step since a parameter was last replaced, and how many they held then."""
 _WATCHES: list[Any] = []
 _WARNED: list[str] = []
 
@@ -78,6 +84,7 @@ def note_replaced(param: nn.Parameter, name: str) -> None:
     """Remember that the model uses another tensor than ``param``: an optimizer that steps it is refused."""
     if not _WATCHES:
         _WATCHES.append(register_optimizer_step_pre_hook(_check_optimizer))
+        _WATCHES.append(register_optimizer_step_post_hook(Steps.note))
     setattr(param, _REPLACED_ATTRIBUTE, name)
     _CHECKED.clear()
 
@@ -95,7 +102,10 @@ def note_gathered(param: torch.Tensor, name: str) -> None:
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before a step: raise if the optimizer holds parameters that were replaced, or their gathered form."""
-    if torch.compiler.is_compiling() or optimizer in _CHECKED:
+    if torch.compiler.is_compiling():
+        return
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _CHECKED.get(optimizer) == count:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
     stale = [getattr(param, _REPLACED_ATTRIBUTE) for param in params if hasattr(param, _REPLACED_ATTRIBUTE)]
@@ -112,7 +122,29 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"{type(optimizer).__name__} holds the gathered form of {_listed(gathered)}: it was made while "
             "the module was gathered, as the root is after a forward. Call model.reshard(), then make it."
         )
-    _CHECKED.add(optimizer)
+    _CHECKED[optimizer] = count
+
+
+class Steps:
+    """The optimizer steps of this process: weights that were gathered before one are old after it."""
+
+    made = 0
+
+    @staticmethod
+    def last_of(param: torch.Tensor) -> int:
+        """The last that may have changed ``param``; 0 if none has."""
+        return getattr(param, _STEP_ATTRIBUTE, 0)
+
+    @staticmethod
+    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """After a step."""
+        if torch.compiler.is_compiling():
+            return
+        Steps.made += 1
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if hasattr(param, MANAGED_ATTRIBUTE):
+                    setattr(param, _STEP_ATTRIBUTE, Steps.made)
 
 
 def warn_half_precision(params: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -139,13 +139,13 @@ class GradReducer:
 
     # -- reducing --------------------------------------------------------------------------------
 
-    def reduce(self, *, zeros: bool = False) -> None:
+    def reduce(self, *, zeros: Sequence[Any] = ()) -> None:
         """Reduce what was collected into the ``.grad`` of the sharded parameters.
 
-        With ``zeros``, or where the user set it, parameters without a gradient take part.
+        Those of which ``zeros`` says so, by index, or all where the user set it, take part without one.
         """
-        zeros = zeros or self.members.settings.reduce_unused
-        without = self._without_gradient(zeros) if zeros or self._partial is not None else None
+        asked = bool(zeros) or self.members.settings.reduce_unused or self._partial is not None
+        without = self._without_gradient(zeros) if asked else None
         if not self.written and not without:
             return
         members, transport = self.members, self.transport
@@ -212,19 +212,19 @@ class GradReducer:
         assert self._layout is not None
         return {index for index, runs in enumerate(self._layout.runs) if runs} - self.written
 
-    def _without_gradient(self, unused_too: bool) -> set[int]:
+    def _without_gradient(self, zeros: Sequence[Any]) -> set[int]:
         """Parameters that got no gradient and take part with zeros.
 
-        Those of which earlier backwards left a sum that is now all-reduced; with ``unused_too`` all trainable
-        ones of a gathered group.
+        Those of which earlier backwards left a sum that is now all-reduced; of the trainable ones of a
+        gathered group those of which ``zeros`` says so, or all where the user set it.
         """
-        params = self.members.params
-        found: set[int] = set()
-        if self._partial is not None and self.members.settings.all_reduce_grads:
+        settings, found = self.members.settings, set[int]()
+        if self._partial is not None and settings.all_reduce_grads:
             found |= self._partial[1]
-        if unused_too:
-            gathered = (i for i, p in enumerate(params) if p.unsharded is not None)
-            found.update(i for i in gathered if params[i].sharded.requires_grad)
+        for index, param in enumerate(self.members.params):
+            asked = settings.reduce_unused or (zeros and zeros[index])
+            if asked and param.unsharded is not None and param.sharded.requires_grad:
+                found.add(index)
         if found and not self.written:
             self._choose_layout()  # other parameters may train than before, with gradients of another dtype
             self._begin(self.members.gradient_dtype)

@@ -9,17 +9,23 @@ the end of the gap. Nobody runs it: nothing happens. Somebody does::
     vote             before its forward                      before the next module, or at the forward's end
     gather           all that is sharded below, in one order, on all ranks
     until backward   gathered: no rank is alone in a gather  released at once
-    end of backward  reduce its gradients, release           reduce zeros
+    end of backward  say which parameters have gradients     say none has
+                     reduce its gradients, release           reduce zeros for those of others
 
 So the backward of the module, a second run, and what a checkpoint computes again need no collective at all,
 whatever the loss depends on. The price is memory on ranks that run it: it is not gathered again in backward.
+
+Where it trains, what it computes needs gradients, and with it all that modules behind it compute from it,
+frozen ones too. On a rank without a run they might not, and its backward would come past fewer modules, or
+could not start. So inputs of modules behind it, and the outputs of the forward, need gradients on every rank.
 
 The gap is learnt: until a module has run, ranks vote in every gap; then only in the one where it ran.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,6 +59,11 @@ class Conditional:
         self.gaps: dict[Any, int] = {}
         """Per root of a forward: behind how many starts of other modules it runs."""
         self._needed = False
+
+    @property
+    def has_trainable(self) -> bool:
+        """Whether a parameter of it trains."""
+        return any(param.sharded.requires_grad for group in self.groups for param in group.params)
 
     def gather(self, *, keep: bool) -> None:
         """With all ranks: gather anew, since some may have kept it; without ``keep`` release it at once."""
@@ -92,11 +103,14 @@ class Conditional:
         self.used = self._needed = False
         self.release_unused()
 
-    def end_backward(self, *, is_last: bool) -> None:
-        """Reduce with the other ranks; then nobody needs the weights."""
+    def end_backward(self, somewhere: Iterator[int], *, is_last: bool) -> None:
+        """Reduce with the other ranks; then nobody needs the weights.
+
+        ``somewhere`` says of each parameter whether a rank has a gradient of it.
+        """
         for group in reversed(self.groups):
             group.hand_over()  # autograd lets this stream wait for those of the backward
-            group.post_backward(release=is_last, zeros=True)
+            group.post_backward(release=is_last, zeros=list(islice(somewhere, len(group.params))))
         # some rank may have more to come, and this one cannot know
         self.owed = not is_last or not all(group.settings.reduce_grads for group in self.groups)
         self.pending &= not is_last
@@ -133,6 +147,8 @@ class Conditionals:
         """Gathered because others run them; this rank may run them too while it is in the gap."""
         self._starts = 0
         self._trains = False
+        self._trained: list[Conditional] = []
+        """Those on which ranks may part in this forward and that have a parameter that trains."""
 
     def begin(self, root: Any) -> None:
         """A forward starts at ``root``; in one that starts inside a conditional module, or that a backward
@@ -141,12 +157,21 @@ class Conditionals:
             return
         self._root, self._starts, self._trains = root, 0, torch.is_grad_enabled()
         self._undecided, self._held = [] if root.under is not None else list(self.all), []
+        self._trained = [each for each in self._undecided if self._trains and each.has_trainable]
         for each in self.all:
             each.begin_forward()
             each.by_vote &= root.under is not each
 
-    def pass_gap(self) -> None:
-        """This rank starts a module that all ranks start, or ends the forward, and runs none before it."""
+    @property
+    def part_graphs(self) -> bool:
+        """Whether outputs of this forward may need gradients on some ranks and not on others."""
+        return bool(self._trained)
+
+    def pass_gap(self) -> bool:
+        """This rank starts a module that all ranks start, or ends the forward, and runs none before it.
+
+        Whether the module's inputs may need gradients on some ranks and not on others.
+        """
         here = self._starts  # behind none there is no gap: the root starts
         while here and any(each.gaps.get(self._root, here) == here for each in self._undecided):
             if not self._vote(None):
@@ -155,6 +180,7 @@ class Conditionals:
             each.release_unused()
         self._held = []
         self._starts += 1
+        return any(each.gaps.get(self._root, self._starts) <= here for each in self._trained)
 
     def run(self, wanted: Conditional) -> None:
         """This rank runs one: gather it with the others, unless they have in this forward."""
@@ -179,6 +205,23 @@ class Conditionals:
         for each in self.all:
             each.end_forward(self._trains)
 
+    def end_backward(self, *, is_last: bool) -> None:
+        """Reduce, with all ranks and in one order, what some of them ran.
+
+        The ranks tell each other first which parameters have gradients: what no backward reached stays
+        without one on every rank.
+        """
+        owed = [each for each in self.all if each.owed]
+        if not owed:
+            return
+        groups = [group for each in owed for group in reversed(each.groups)]
+        said = [int(has) for group in groups for has in group.has_gradients()]
+        if any(group.settings.reduce_grads for group in groups):
+            said = self._agree("which parameters of conditional modules have gradients", owed, said)
+        somewhere = iter(said)
+        for each in owed:
+            each.end_backward(somewhere, is_last=is_last)
+
     def abort_forward(self) -> None:
         """The forward raised: the next one gathers anew."""
         self._root = None
@@ -189,12 +232,9 @@ class Conditionals:
 
     def _vote(self, wanted: Conditional | None) -> bool:
         """Hear what the ranks are about to run, and gather it with them; whether there was anything."""
-        here = self._starts
-        names = ", ".join(f"'{each.name}'" for each in self._undecided)
+        here, names = self._starts, _names(self._undecided)
         said = [*(int(each is wanted) for each in self._undecided), here, -here]
-        for pg in self._pgs:
-            with explain_failure("vote on conditional modules", names, pg):
-                said = largest(said, pg, self._device)
+        said = self._agree("vote on conditional modules", self._undecided, said)
         most, fewest = said[-2], -said[-1]
         if most != fewest:
             raise RuntimeError(
@@ -214,3 +254,14 @@ class Conditionals:
                     each.runs = False
         self._undecided = [each for each in self._undecided if each.runs is None]
         return bool(chosen)
+
+    def _agree(self, phase: str, about: Sequence[Conditional], said: list[int]) -> list[int]:
+        """The largest of what the ranks say, place by place."""
+        for pg in self._pgs:
+            with explain_failure(phase, _names(about), pg):
+                said = largest(said, pg, self._device)
+        return said
+
+
+def _names(conditionals: Sequence[Conditional]) -> str:
+    return ", ".join(f"'{each.name}'" for each in conditionals)

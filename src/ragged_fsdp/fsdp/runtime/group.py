@@ -14,6 +14,7 @@ from ragged_fsdp.collectives import BytesComm, Comm, explain_failure
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.gather.packed import Pieces
 from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
+from ragged_fsdp.fsdp.parts.left_out import Steps
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
@@ -73,6 +74,8 @@ class ParamGroup(Members):
         self.residence = Residence.SHARDED
         self._gather_done: Any = None
         """An event behind the gather under way."""
+        self._gathered_at = 0
+        """Optimizer steps before the last gather."""
         self.stale = True
         """Whether users may have replaced or cast parameters: before the first use, or by a state dict."""
         self.beside: list[ParamGroup] = []
@@ -186,6 +189,7 @@ class ParamGroup(Members):
             )
         if self.stale:
             self.lazy_init()
+        self._gathered_at = Steps.made
         self.transport.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
             begun = context.watch.begin("all-gather", self, mesh.shard_group) if mesh.shard_size > 1 else None
@@ -228,7 +232,7 @@ class ParamGroup(Members):
                     group.transport.begin(False)
             done = context.record(begun)
         for group in groups:
-            group._gather_done = done
+            group._gather_done, group._gathered_at = done, Steps.made
             group._move(Residence.GATHERING)
         return True
 
@@ -291,6 +295,11 @@ class ParamGroup(Members):
             unsharded.grad = None
             self.reducer.store([(index, grad)])
 
+    @property
+    def is_old(self) -> bool:
+        """Whether an optimizer may have changed the parameters since they were gathered."""
+        return any(Steps.last_of(param.sharded) > self._gathered_at for param in self.params)
+
     def settle(self) -> None:
         """Take for both forms what ``requires_grad_`` changed on the one that was registered, or held."""
         for param in self.params:
@@ -347,11 +356,11 @@ class ParamGroup(Members):
     # -- backward --------------------------------------------------------------------------------
 
     @on_parameters
-    def post_backward(self, *, release: bool | None = None, zeros: bool = False) -> None:
+    def post_backward(self, *, release: bool | None = None, zeros: Sequence[Any] = ()) -> None:
         """Reshard and reduce; safe to call for a group that took no part in the backward.
 
-        ``release`` takes the place of the setting. With ``zeros`` parameters without a gradient take part: on
-        ranks that did not run the module.
+        ``release`` takes the place of the setting. ``zeros`` says which parameters take part also without a
+        gradient: on ranks that did not run the module.
         """
         self.collect(release)
         self.reduce(zeros)
@@ -366,12 +375,19 @@ class ParamGroup(Members):
         if grads:
             self.reducer.store(grads)
 
-    def reduce(self, zeros: bool = False) -> None:
+    def reduce(self, zeros: Sequence[Any] = ()) -> None:
         """Reduce what was collected, unless gradients are not synchronised now."""
         if self.settings.reduce_grads:
             if zeros or self.settings.reduce_unused:
                 self.settle()  # it takes part even if it was not gathered since parameters were unfrozen
             self.reducer.reduce(zeros=zeros)
+
+    def has_gradients(self) -> list[bool]:
+        """For each parameter, whether there is a gradient of this rank to reduce."""
+        return [
+            index in self.reducer.written or (p.unsharded is not None and p.unsharded.grad is not None)
+            for index, p in enumerate(self.params)
+        ]
 
     def _take_gradients(self) -> list[tuple[int, torch.Tensor]]:
         """The gradients autograd left, by parameter; they are this list's alone."""

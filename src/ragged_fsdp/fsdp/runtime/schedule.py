@@ -86,6 +86,8 @@ class Turn:
         """Its places in the order of ended forwards, one for each since the last backward."""
         self.under: Conditional | None = None
         """The outermost module that not every rank runs and that it belongs to."""
+        self.behind_conditional = False
+        """Whether such a module runs before it: its inputs then need gradients on every rank."""
         self.following: Turn | None = None
         """Whose backward comes after its own, while that runs."""
 
@@ -245,6 +247,8 @@ class Schedule:
                 fills_arena |= settings.reduce_grads and settings.reduce_comm.common_memory
                 if group.residence is Residence.KEPT:  # no backward came: parameters may have changed since
                     group.reshard()
+                elif group.residence is not Residence.SHARDED and turn.under is None and group.is_old:
+                    group.to_sharded()  # gathered by an evaluation or by hand, before an optimizer step
         if fills_arena and torch.is_grad_enabled():
             self.comm.fill_arena()
         event, self.post_optim_event = self.post_optim_event, None
@@ -262,7 +266,8 @@ class Schedule:
                 self._start_conditional(turn)
                 return begins
             if begins and not in_backward():
-                self.conditionals.pass_gap()  # before its gathers: those of others' modules come first
+                # before its gathers: those of others' modules come first
+                turn.behind_conditional |= self.conditionals.pass_gap()
         self._enter(turn, Phase.FORWARD)  # before the gathers: one that raises is given up with the others
         for group in turn.groups:
             if group.residence is Residence.UNSHARDED:
@@ -353,6 +358,11 @@ class Schedule:
             group.keep()
         else:
             group.reshard()
+
+    @property
+    def parts_graphs(self) -> bool:
+        """Whether what the forward returns may need gradients on some ranks only; not one computed again."""
+        return self.conditionals is not None and self.conditionals.part_graphs and not in_backward()
 
     def end_forward(self) -> None:
         """The forward that is running ends: the next one may follow its order."""
@@ -525,10 +535,9 @@ class Schedule:
         self._end_conditionals()
 
     def _end_conditionals(self) -> None:
-        """Reduce modules that not every rank ran: all ranks are here, in this order."""
-        for conditional in self.conditionals.all if self.conditionals is not None else ():
-            if conditional.owed:
-                conditional.end_backward(is_last=self.is_last_backward)
+        """Reduce modules that not every rank ran: all ranks are here."""
+        if self.conditionals is not None:
+            self.conditionals.end_backward(is_last=self.is_last_backward)
 
     def finish_reductions(self) -> None:
         """Let the current stream see every reduced gradient; forget the order of the forward."""
