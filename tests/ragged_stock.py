@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+torch.use_deterministic_algorithms(True, warn_only=True)  # new memory is filled: fake collectives leave it
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 flat = init_device_mesh("cpu", (4,))
 grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
@@ -34,7 +35,7 @@ buffer = torch.arange(20.0)
 
 def on(mesh, *placements, data=None):
     data = torch.arange(16.0).view(4, 4) if data is None else data
-    return dt.distribute_tensor(data.clone(), mesh, placements)
+    return dt.distribute_tensor(data.clone(), mesh, placements, src_data_rank=None)
 
 
 def number(mesh, value=2.0, placement=None):
