@@ -146,13 +146,16 @@ class ModuleState(Turn):
         self.schedule.recover()
         if self.phase in IN_BACKWARD:  # a checkpointed forward is computed again
             self.schedule.recompute(self)
-            return self._need_gradient(*self._cast_inputs(args, kwargs))
+            args, kwargs = self._cast_inputs(args, kwargs)
+            return need_gradient((args, kwargs)) if self.behind_conditional else (args, kwargs)
         if self.schedule.forward_root is None:
             args, kwargs = self._begin_iteration(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
         if self.schedule.start(self) and torch.is_grad_enabled() and self.groups:
+            if self.behind_conditional:  # they may on another rank: backwards must come past it alike
+                args, kwargs = need_gradient((args, kwargs))
             # one node on all inputs that need gradients; its backward is the post-backward
-            args, kwargs = after_backward(self._backward_hooks, *self._need_gradient(args, kwargs))
+            args, kwargs = after_backward(self._backward_hooks, args, kwargs)
         return args, kwargs
 
     @outside_compile
@@ -208,10 +211,6 @@ class ModuleState(Turn):
             output = state._cast_output(output)
             state.still_to_run.clear()
         return output
-
-    def _need_gradient(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Inputs that need a gradient if they might on another rank: backwards then come past it alike."""
-        return need_gradient((args, kwargs)) if self.behind_conditional else (args, kwargs)
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtype = self.mp_policy.param_dtype
