@@ -24,7 +24,7 @@ from ragged_fsdp import MixedPrecisionPolicy, fully_shard
 from ragged_fsdp.cli.main import main
 from ragged_fsdp.cli.predict import parse_gpus, read_nccl_table
 from ragged_fsdp.models.source import find_model
-from ragged_fsdp.predict.books import GroupCost, LayerRun, StepCosts
+from ragged_fsdp.predict.books import GroupCost, Host, LayerRun, StepCosts
 from ragged_fsdp.predict.card import DEVICES, LayerCard, Point, find_card, load_card, roofline_card
 from ragged_fsdp.predict.costs import count_costs
 from ragged_fsdp.predict.groups import Wires, group_cost
@@ -359,16 +359,16 @@ def test_more_of_anything_is_never_slower(sharding, gpus):
     workload = workload_of("nano")
     setup = Setup(gpus=gpus, tokens_per_gpu=256, seq_len=256, sharding=sharding)
     slow = Network("slow", 10.0, 1.0, 8, 1.9, 4.0)
-    base = predict(workload, setup, CARD, slow).seconds.value
+    most = (1 + 1e-9) * predict(workload, setup, CARD, slow).seconds.value
     faster = [
         replace(slow, inside_gb_s=20.0),
         replace(slow, card_gb_s=2.0),
         replace(slow, inside_step_us=0.0),
         replace(slow, outside_step_us=0.0),
     ]
-    assert all(predict(workload, setup, CARD, network).seconds.value <= base for network in faster)
-    assert predict(workload, setup, replace(CARD, memory_gb_s=8000.0), slow).seconds.value <= base
-    assert predict(workload, replace(setup, optimizer="sgd"), CARD, slow).seconds.value <= base
+    assert all(predict(workload, setup, CARD, network).seconds.value <= most for network in faster)
+    assert predict(workload, setup, replace(CARD, memory_gb_s=8000.0), slow).seconds.value <= most
+    assert predict(workload, replace(setup, optimizer="sgd"), CARD, slow).seconds.value <= most
 
 
 def test_slowest_and_goodput_by_their_formulas():
@@ -749,7 +749,7 @@ def test_muon_by_hand():
 
 def test_offloaded_state_is_not_on_the_device_and_comes_over_the_bus():
     workload = workload_of("nano")
-    setup = Setup(gpus=8, tokens_per_gpu=64, seq_len=64)
+    setup = Setup(gpus=8, tokens_per_gpu=64, seq_len=64, host=Host())
     here, there = (
         predict(workload, replace(setup, offload=way), CARD, PROFILES["flat"]) for way in (False, True)
     )
@@ -765,7 +765,7 @@ def test_offloaded_state_is_not_on_the_device_and_comes_over_the_bus():
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_an_optimizer_whose_state_alone_is_on_the_host(optimizer):
     workload = workload_of("nano")
-    setup = Setup(gpus=8, tokens_per_gpu=64, seq_len=64, optimizer=optimizer)
+    setup = Setup(gpus=8, tokens_per_gpu=64, seq_len=64, optimizer=optimizer, host=Host())
     here, there = (
         predict(workload, replace(setup, offload_optimizer=way), CARD, PROFILES["flat"])
         for way in (False, True)
