@@ -560,6 +560,16 @@ def test_search_names_the_best_and_why_others_lose():
     assert advised.exit_code == 0 and advised.output == printed.output
     alone = CliRunner().invoke(main, ["plan", "nano", "--hardware", "h100"])
     assert alone.exit_code == 2 and "go together, with --advise" in " ".join(alone.output.split())
+    for more in (["-w", "model"], ["--ep", "2"], ["--plot", "a.svg"]):
+        refused = CliRunner().invoke(main, ["plan", "nano", "--advise", *asked, *more])
+        assert refused.exit_code == 2 and "is `predict --search`" in " ".join(refused.output.split())
+
+
+def test_search_names_the_host_where_it_binds():
+    setup = Setup(gpus=16, tokens_per_gpu=256, seq_len=64, host=Host(collective_s=1e-3))
+    found = search(workload_of("nano"), setup, CARD, PROFILES["h200-400g"])
+    assert found[0].prediction.binds == "the host's launches"
+    assert "the host launches for longer" in found[1].why
 
 
 @pytest.mark.parametrize(("name", "sharing"), [("demo", {"tp": 2}), ("nano", {"ep": 4})])
@@ -642,6 +652,15 @@ def test_a_table_of_nccl_tests_replaces_the_rate(tmp_path):
             [*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--search", "--plot", "a.svg"],
             "--plot shows what --search does not",
         ),
+        (
+            [*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--search", "--fsdp2"],
+            "--fsdp2 shows what --search does not",
+        ),
+        (
+            [*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--search", "--replicas", "2"],
+            "--replicas is among what --search looks for",
+        ),
+        ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--allow-codes"], "--allow-codes is for --search"),
         (
             ["llama-3-8b", "--hardware", "h100", "--gpus", "8", "--tokens-per-gpu", "4096", "--ep", "8"],
             "'llama-3-8b' has no experts",

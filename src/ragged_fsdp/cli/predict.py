@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from ragged_fsdp.cli import HELP_OPTIONS
+from ragged_fsdp.cli import HELP_OPTIONS, given_options
 from ragged_fsdp.cli.plan_display import Column, errors_in_one_line, fitted_table, output_console
 
 if TYPE_CHECKING:
@@ -39,6 +39,10 @@ _NETWORKS = {
     "b200": "b200-400g",
 }
 """The network that usually comes with a GPU; what is used is always shown."""
+
+_NOT_BESIDE_SEARCH = ("plot_file", "timeline", "fsdp2")
+_SEARCHED = ("replicas", "accumulate", "activation_checkpointing", "reshard_after_forward")
+"""Of the rest --search keeps what is given."""
 
 _HELP = """Say what a training step of MODEL will cost: time, MFU, memory by category, what binds.
 
@@ -108,6 +112,8 @@ def command(model: str, gpus: str, as_json: bool, **options: Any) -> None:
         request = _Request(model, gpus, options)
         if options["searching"]:
             _search(request, as_json, options)
+        elif options["allow_codes"]:
+            raise ValueError("--allow-codes is for --search; --codes gathers codes.")
         else:
             _predict(request, as_json, options, status)
 
@@ -195,11 +201,7 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
         "codes": bool(sharding.gather_codes),
         "compiled": sharding.compile,
     }
-    context = click.get_current_context()
-    for key, value in given.items():
-        source = context.get_parameter_source(key)
-        if source is None or source.name != "COMMANDLINE":
-            options[key] = value
+    options |= {key: value for key, value in given.items() if key not in given_options()}
     return config.model.model, dict(config.model.model_set)
 
 
@@ -451,9 +453,11 @@ def least_state(request: _Request, setup: Setup) -> str:
 def _search(request: _Request, as_json: bool, options: dict[str, Any]) -> None:
     from ragged_fsdp.predict.search import search
 
-    for name in ("plot_file", "timeline"):
-        if options[name] is not None:
-            raise ValueError(f"--{name.partition('_')[0]} shows what --search does not: give one of them.")
+    for name, flag in given_options().items():
+        if name in _NOT_BESIDE_SEARCH:
+            raise ValueError(f"{flag} shows what --search does not: give one of them.")
+        if name in _SEARCHED:
+            raise ValueError(f"{flag} is among what --search looks for: give one of them.")
     if len(request.setups) > 1:
         raise ValueError("--search looks at one number of GPUs: give one.")
     setup = request.setups[0]
