@@ -647,6 +647,7 @@ def test_a_table_of_nccl_tests_replaces_the_rate(tmp_path):
         ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--replicas", "3"], "divisor of 8 GPUs"),
         ([*NANO, "--gpus", "8,16", "--tokens-per-gpu", "64", "--search"], "one number of GPUs"),
         ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--memory", "0"], "not in the range x>0"),
+        ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--nccl-table", "no"], "'--nccl-table': File 'no'"),
         ([*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--timeline", "a.png"], "suffix must be .svg"),
         (
             [*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--search", "--plot", "a.svg"],
@@ -654,7 +655,7 @@ def test_a_table_of_nccl_tests_replaces_the_rate(tmp_path):
         ),
         (
             [*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--search", "--fsdp2"],
-            "--fsdp2 shows what --search does not",
+            "--search is of ours: leave --fsdp2",
         ),
         (
             [*NANO, "--gpus", "8", "--tokens-per-gpu", "64", "--search", "--replicas", "2"],

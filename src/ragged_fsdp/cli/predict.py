@@ -27,6 +27,7 @@ __all__ = ["command"]
 
 _GIB = 1 << 30
 _FILE = click.Path(path_type=Path)
+_INPUT = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FROM_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.FloatRange(min=0)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
@@ -40,7 +41,7 @@ _NETWORKS = {
 }
 """The network that usually comes with a GPU; what is used is always shown."""
 
-_NOT_BESIDE_SEARCH = ("plot_file", "timeline", "fsdp2")
+_NOT_BESIDE_SEARCH = ("plot_file", "timeline")
 _SEARCHED = ("replicas", "accumulate", "activation_checkpointing", "reshard_after_forward")
 """Of the rest --search keeps what is given."""
 
@@ -69,7 +70,9 @@ Examples:
 @click.option("--batch-tokens", type=_FROM_ONE, help="tokens of a step over all GPUs, instead.")
 @click.option("--hardware", help="a GPU (h100, h200, ...) or a calibration card (.json).")
 @click.option("--network", help="a network profile; by default the one that usually comes with the GPU.")
-@click.option("--nccl-table", type=_FILE, help="output of nccl-tests' all_gather_perf, instead of its rates.")
+@click.option(
+    "--nccl-table", type=_INPUT, help="output of nccl-tests' all_gather_perf, instead of its rates."
+)
 @click.option("--seq-len", type=_FROM_ONE, help="tokens of a sequence.  [default: 4096, or the TOML's]")
 @click.option("--replicas", type=_FROM_ONE, default=1, help="HSDP: groups that each hold the whole model.")
 @click.option("--ep", type=_FROM_ONE, default=1, help="expert parallelism: GPUs that share the experts.")
@@ -458,6 +461,8 @@ def _search(request: _Request, as_json: bool, options: dict[str, Any]) -> None:
             raise ValueError(f"{flag} shows what --search does not: give one of them.")
         if name in _SEARCHED:
             raise ValueError(f"{flag} is among what --search looks for: give one of them.")
+    if request.fsdp2:
+        raise ValueError("--search is of ours: leave --fsdp2, or the sharding of the file.")
     if len(request.setups) > 1:
         raise ValueError("--search looks at one number of GPUs: give one.")
     setup = request.setups[0]
