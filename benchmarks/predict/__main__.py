@@ -12,7 +12,7 @@ import click
 from benchmarks.predict.layers import CALIBRATED, stack_workload
 from benchmarks.predict.paper import draw, model_scaling, strong_scaling, weak_scaling
 from benchmarks.predict.public import PUBLIC, predicted_seconds
-from benchmarks.predict.step_rows import Row, compared
+from benchmarks.predict.step_rows import APART, Row, compared, left_out
 from benchmarks.step.shapes import MODELS
 
 from ragged_fsdp.predict.card import load_card
@@ -85,11 +85,12 @@ def compare(card: Path) -> None:
 def _step_rows(path: Path) -> dict[str, Any]:
     card = load_card(path)
     rows = list(compared(card))
-    held_out = [row for name in CALIBRATED for row in compared(card, name)]
+    held_out = [row for name in (*CALIBRATED, APART) for row in compared(card, name)]
     return {
-        "calibrated": _summary([row for row in rows if not row.earlier]),
+        "calibrated": _summary([row for row in rows if not row.earlier and row.model in CALIBRATED]),
         "held_out": _summary([row for row in held_out if not row.earlier]),
         "earlier_code": _summary([row for row in rows if row.earlier]),
+        "left_out": [asdict(row) for row in left_out()],
     }
 
 

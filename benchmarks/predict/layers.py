@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 from benchmarks.step.layers import Stack
@@ -21,6 +22,7 @@ CALIBRATED: dict[str, tuple[int, ...]] = {
 """Sequences of the calibration runs, by model."""
 
 
+@cache
 def stack_workload(name: str, layers: int = 1, sequence: int | None = None) -> Workload:
     """``layers`` of the benchmark's model without embedding and head; ``sequence`` if not its own."""
     shape = MODELS[name] if sequence is None else replace(MODELS[name], sequence=sequence)

@@ -1,7 +1,8 @@
 """Predictions beside every row of the step benchmark, ours and FSDP2's.
 
 The computation comes from the card of ``python -m benchmarks.predict calibrate``: one layer of each model at
-two numbers of tokens. A row is predicted as it was run: rank 0 of N on its modelled network.
+two numbers of tokens. A row is predicted as it was run: rank 0 of N on its modelled network. DeepSeek-V3 with
+experts apart has no layer on the card: it is always predicted as a model that was held out.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from benchmarks.step.implementations import SETTINGS
 from benchmarks.step.shapes import MODELS
 
 from ragged_fsdp.predict.card import Card
-from ragged_fsdp.predict.network import network_of
+from ragged_fsdp.predict.network import Network, network_of
 from ragged_fsdp.predict.scale import Scale
 from ragged_fsdp.predict.step import Setup, predict
 
-__all__ = ["Row", "compared"]
+__all__ = ["APART", "LeftOut", "Row", "compared", "left_out"]
 
-_LEFT_OUT = ("prefetch", "communicators", "buffers", "pending", "shard1", "budget", "gather")
+_NOT_SETTINGS = ("prefetch", "communicators", "buffers", "pending", "shard1", "budget", "gather")
 """Options of the benchmark that ``predict`` does not have."""
-_NOT_ON_THE_CARD = ("small-dense", "deepseek-v3-separate")
 _SCHEDULE_SINCE = "2026-11-16 06:33"
 """When the schedule that is replayed was made: rows of ours that are older are of another one."""
+APART = "deepseek-v3-separate"
+"""The model whose layer is not on the card."""
+_PACKED_SINCE = "2026-11-16 12:50"
+"""When gradients of many small parameters were no longer held twice: of experts apart, ours."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,16 @@ class Row:
         return self.predicted_gib / self.gib - 1
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A row of ours or FSDP2 that is not compared, and why."""
+
+    file: str
+    implementation: str
+    network: str
+    reason: str
+
+
 def compared(card: Card, held_out: str | None = None) -> Iterator[Row]:
     """Every row that can be predicted; of ``held_out`` only, with its own runs taken off the card.
 
@@ -63,24 +77,46 @@ def compared(card: Card, held_out: str | None = None) -> Iterator[Row]:
     """
     if held_out is not None:
         card = replace(card, layers=tuple(layer for layer in card.layers if layer.model != held_out))
+    for file, written, case, row in _rows():
+        if held_out not in (None, case["model"]) or _reason(case, row) is not None:
+            continue
+        since = _PACKED_SINCE if case["model"] == APART else _SCHEDULE_SINCE
+        earlier = written < since and row["implementation"].startswith("ours")
+        yield replace(_row(file, case, row, card), held_out=held_out is not None, earlier=earlier)
+
+
+def left_out() -> Iterator[LeftOut]:
+    """The rows that :func:`compared` passes over."""
+    for file, _, case, row in _rows():
+        if (reason := _reason(case, row)) is not None:
+            yield LeftOut(file, row["implementation"], _network(row).name, reason)
+
+
+def _rows() -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """File, date, case and row of every timed step of ours and of FSDP2."""
     for path in sorted(STEP_RESULTS.glob("*.json")):
         content = json.loads(path.read_text())
-        earlier = content.get("written", "") < _SCHEDULE_SINCE
         for result in content.get("results", ()):
-            case = result.get("case", {})
-            if case.get("model") not in MODELS or case.get("payload") != "repeat" or "rows" not in result:
-                continue
-            if case["model"] in _NOT_ON_THE_CARD:
-                continue
-            if held_out is not None and case["model"] != held_out:
-                continue
-            if case["delivery"] != "fake" or case.get("carveout"):  # multiprocessors: not modelled
-                continue
-            for row in result["rows"]:
-                found = _row(path.stem, case, row, card)
-                if found is not None:
-                    old = earlier and row["implementation"].startswith("ours")
-                    yield replace(found, held_out=held_out is not None, earlier=old)
+            for row in result.get("rows", ()):
+                if row["implementation"].startswith(("ours", "fsdp2")) and "forward_backward_ms" in row:
+                    yield path.stem, content.get("written", ""), result["case"], row
+
+
+def _reason(case: dict[str, Any], row: dict[str, Any]) -> str | None:
+    """Why a row is not predicted; None where it is."""
+    if case["payload"] == "nothing":
+        return "small layers bound by the host: what a launch takes in predict is from them"
+    if case["payload"] == "zeros":
+        return "products of zeros, which draw less power than any in training"
+    if case["delivery"] != "fake" or case.get("carveout"):
+        return "multiprocessors that collectives take or products leave free: not modelled"
+    if option := next((option for option in _NOT_SETTINGS if option in row["implementation"]), None):
+        return f"{option}: not a setting of predict"
+    return None
+
+
+def _network(row: dict[str, Any]) -> Network:
+    return network_of(row["wire"] if "wire" in row else row.get("bandwidth_gb_s", row.get("wire_gb_s")))
 
 
 def _kept(name: str) -> int:
@@ -89,13 +125,8 @@ def _kept(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _row(file: str, case: dict[str, Any], row: dict[str, Any], card: Card) -> Row | None:
-    name = row.get("implementation", "")
-    known = name.startswith(("ours", "fsdp2")) and not any(option in name for option in _LEFT_OUT)
-    if "error" in row or not known or "forward_backward_ms" not in row:
-        return None
-    wire = row["wire"] if "wire" in row else row.get("bandwidth_gb_s", row.get("wire_gb_s"))
-    network = network_of(wire)
+def _row(file: str, case: dict[str, Any], row: dict[str, Any], card: Card) -> Row:
+    name, network = row["implementation"], _network(row)
     sequence = case.get("sequence")
     workload = stack_workload(case["model"], case["layers"], sequence)
     setup = Setup(

@@ -10,19 +10,20 @@ import torch
 import torch.nn.functional as F
 from benchmarks.predict.host import host_of
 from benchmarks.predict.layers import CALIBRATED, stack_workload
-from benchmarks.predict.step_rows import compared
+from benchmarks.predict.step_rows import APART, compared, left_out
 from torch import nn
 
 from ragged_fsdp.predict.books import GroupCost, Host, LayerRun, StepCosts
 from ragged_fsdp.predict.card import Point, load_card, roofline_card
 from ragged_fsdp.predict.clocks import BOOST, clock, replay_at_its_clock
+from ragged_fsdp.predict.computation import Amount, runs_of
 from ragged_fsdp.predict.costs import count_costs
 from ragged_fsdp.predict.groups import Wires, group_cost
 from ragged_fsdp.predict.network import PROFILES, Seconds
 from ragged_fsdp.predict.parallel import Ranks, shared_point
 from ragged_fsdp.predict.products import GROUPED_BESIDE, products_of
 from ragged_fsdp.predict.replay import replay
-from ragged_fsdp.predict.simulate import Streams
+from ragged_fsdp.predict.simulate import QUEUED, Launches, Streams
 from ragged_fsdp.predict.step import Setup, predict
 from ragged_fsdp.predict.workload import ROOT, Kind, Workload, kinds_of, workload_of
 
@@ -44,10 +45,10 @@ def step(layers, **more):
 
 
 def test_a_layer_beside_a_collective_takes_longer_for_as_long_as_it_lasts():
-    """A gather of 4 s whose first second is copies; then, for 3 s, work takes twice as long."""
+    """A gather of 4 s, for which work takes twice as long."""
     streams = Streams()
     streams.collective("gather", Seconds(4.0, 0.0), "gather", memory_s=1.0)
-    assert streams.compute(2.0, "1 s alone, 1 s of work in 2 s", held=1.0) == 3.0
+    assert streams.compute(1.5, "in 3 s", held=1.0) == 3.0
     assert streams.compute(3.0, "half a second of work in the last 1 s, the rest alone", held=1.0) == 6.5
     assert streams.compute(1.0, "after it", held=1.0) == 7.5
 
@@ -57,7 +58,7 @@ def test_collectives_on_both_links_hold_once_and_a_free_network_holds_nothing():
     streams.collective("gather", Seconds(2.0, 4.0), "gather")
     assert streams.compute(3.0, "2 s of work in 4 s, then 1 s", held=1.0) == 5.0
     streams = Streams()
-    streams.collective("gather", Seconds(1.0, 0.0), "only copies", memory_s=1.0)
+    assert streams.collective("gather", Seconds(0.0, 0.0), "only copies", memory_s=1.0) == 1.0
     assert streams.compute(2.0, "layer", held=1.0) == 2.0
 
 
@@ -134,6 +135,30 @@ def test_a_layer_that_draws_little_power_has_the_highest_clock_already():
     assert replay_at_its_clock(free).seconds == pytest.approx(3.0)  # as it was measured
 
 
+def test_a_card_says_what_collectives_take_and_where_clocks_end(tmp_path):
+    """Cards without the two fields have the stated defaults."""
+    path = RESULTS / "predict" / "results" / "h200-layers.json"
+    card = load_card(path)
+    assert card.grouped_beside is None and card.boost is None
+    replace(card, grouped_beside=1.4, boost=1.1).save(tmp_path / "card.json")
+    measured = load_card(tmp_path / "card.json")
+    assert (measured.grouped_beside, measured.boost) == (1.4, 1.1)
+    setup = Setup(gpus=64, tokens_per_gpu=32768, reduction="reduce_scatter")
+
+    def seconds(model, card):
+        return predict(stack_workload(model, 2), setup, card, PROFILES["h200-400g"]).seconds.value
+
+    stated = replace(card, grouped_beside=GROUPED_BESIDE, boost=BOOST)
+    for model in ("gpt-oss-120b", "llama-3-70b"):
+        assert seconds(model, card) == seconds(model, stated)
+    assert seconds("gpt-oss-120b", replace(card, grouped_beside=3.0)) > seconds("gpt-oss-120b", card)
+    assert seconds("llama-3-70b", replace(card, grouped_beside=3.0)) == seconds("llama-3-70b", card)
+    assert seconds("llama-3-70b", replace(card, boost=1.0)) > seconds("llama-3-70b", card)
+    for name in ("grouped_beside", "boost"):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0.9"):
+            replace(card, **{name: 0.9})
+
+
 # -- the host --------------------------------------------------------------------------------------
 
 
@@ -146,9 +171,80 @@ def test_a_step_takes_as_long_as_its_host_where_that_is_longer():
         device = replay(costs()).seconds
         assert replay(costs(host=Host(collective_s=0.01))).seconds == device
         slow = replay(costs(host=Host(collective_s=1.0, layer_s=2.0)))
-        assert slow.seconds == slow.host_s == 2 * 2 + 2 * 3 + 2 * 2.0
+        assert slow.seconds == pytest.approx(slow.host_s) == pytest.approx(2 * 2 + 2 * 3 + 2 * 2.0)
         kept = replay(costs(host=Host(collective_s=1.0), kept_layers=2))
         assert kept.host_s == 2 + 2 * 3
+
+
+def test_a_step_is_no_shorter_than_its_host_after_a_first_step_that_was_longer():
+    """The first step gathers what the second finds kept, so that the host is ahead when the second begins."""
+    run = replace(NOTHING, forward_s=1.0, backward_s=1.0)
+    done = replay(step([([group(2.0)], run)] * 2, host=Host(collective_s=1.0, layer_s=2.0)))
+    assert done.seconds == done.host_s == pytest.approx(8.0)
+
+
+def test_a_group_costs_the_host_its_calls_and_its_parameters():
+    run = replace(NOTHING, forward_s=1.0, backward_s=1.0)
+    layers = [([group(0.5, 0.5, reduce_calls=3, parameters=10)], run)] * 2
+    for fsdp2 in (False, True):
+        done = replay(step(layers, kept_layers=0, fsdp2=fsdp2, host=Host(1.0, 0.5)))
+        assert done.host_s == pytest.approx(2 * 2 * (1 + 5) + 2 * (3 + 5))
+
+
+def test_nothing_begins_before_the_host_has_launched_it():
+    streams = Streams()
+    streams.launch(2.0)
+    assert streams.run("gather", 1.0, "cast") == 3.0
+    assert streams.collective("gather", Seconds(1.0, 0.0), "gather") == 4.0
+    assert streams.compute(1.0, "layer of 10 kernels", launches=Launches(10, 4.0)) == 6.0
+    assert streams.host == 6.0 and streams.launching_s == 6.0
+    assert streams.busy(["compute"]) == {"compute": 1.0}  # it waited for its launches
+
+
+def test_the_host_is_no_more_than_a_queue_ahead_of_the_device():
+    """A layer that waits 10 s for its weights, launched at 1 ms a kernel."""
+    few, many = Launches(QUEUED, 1.024), Launches(2 * QUEUED, 2.048)
+    streams = Streams()
+    streams.wait("compute", 10.0)
+    assert streams.compute(0.5, "a queue full", launches=few) == 10.5
+    assert streams.host == 1.024
+    streams.compute(0.5, "the first of these waits until the first of those runs", launches=few)
+    assert streams.host == pytest.approx(10.0 + 1.024)
+    streams = Streams()
+    streams.wait("compute", 10.0)
+    assert streams.compute(0.5, "two queues", launches=many) == pytest.approx(10.0 + 1.024)
+    assert streams.host == streams.now("compute")
+    streams = Streams()
+    streams.compute(4.0, "on a device that is slower than the host", launches=many)
+    assert streams.host == pytest.approx(2.048)  # the kernel a queue before the last began at 2.0 s
+
+
+def test_fsdp2_gathers_ahead_once_the_host_has_launched_the_layer_before():
+    """Two layers of 2048 kernels, a gather of 1 s: the second gather waits for the launches of the first."""
+    run = replace(NOTHING, forward_s=0.1, backward_s=0.1, forward_operations=2048, backward_operations=1)
+    done = replay(step([([group(1.0)], run)] * 2, kept_layers=2, fsdp2=True, host=Host(operation_s=1e-3)))
+    first, second = [span for span in done.spans if span.label == "gather g"]
+    assert second.start - first.end == pytest.approx(1.024, abs=0.01)
+    quick = replay(step([([group(1.0)], run)] * 2, kept_layers=2, fsdp2=True))
+    first, second = [span for span in quick.spans if span.label == "gather g"]
+    assert second.start == first.end
+
+
+def test_operations_are_launched_where_a_layer_was_counted_and_not_where_it_was_measured():
+    workload = workload_of("nano")
+    amount = Amount(64, 64)
+    counted, measured = runs_of(workload, amount, Ranks(8), CARD)
+    assert not measured
+    for kind in workload.kinds[:-1]:
+        plain, again = counted[kind.signature, False], counted[kind.signature, True]
+        assert plain.forward_operations > 20 and plain.backward_operations > 20
+        assert again.backward_operations == plain.forward_operations + plain.backward_operations
+        fused = runs_of(workload, replace(amount, compiled=True), Ranks(8), CARD)[0][kind.signature, False]
+        assert fused.forward_operations < plain.forward_operations
+    card = load_card(RESULTS / "predict" / "results" / "h200-layers.json")
+    workload = stack_workload("llama-3-70b")
+    found, measured = runs_of(workload, Amount(4096, 4096), Ranks(8), card)
+    assert measured and not any(run.forward_operations for run in found.values())
 
 
 @pytest.mark.parametrize("file, ranks", [("gpt-oss-nodes-64", 64), ("gpt-oss-nodes-1024", 1024)])
@@ -161,7 +257,7 @@ def test_collectives_are_as_many_as_the_step_benchmark_counted(file, ranks):
     cost = group_cost("g", shapes, Wires(PROFILES["h200-400g"], ranks, reduction="two_level"), CARD)
     assert called == {"all_gather": 16, "all_to_all": 8 * cost.reduce_calls}
     done = replay(step([([cost], NOTHING)] * 8, kept_layers=0, host=Host(collective_s=1.0)))
-    assert done.host_s == sum(called.values())
+    assert done.host_s == pytest.approx(sum(called.values()))
 
 
 def test_small_shards_are_exchanged_in_two_calls():
@@ -243,11 +339,36 @@ def test_bytes_that_are_counted_are_those_that_were_measured(name):
     assert cost.recompute_peak_bytes == pytest.approx(point.recompute_peak_bytes, rel=0.01)
 
 
-def test_every_row_of_the_step_benchmark_is_within_the_bounds_of_the_page():
-    """Times within 5 % and peaks within 3 % of what was measured, each model's layer being on the card."""
-    card = load_card(RESULTS / "predict" / "results" / "h200-layers.json")
-    rows = [row for row in compared(card) if not row.earlier]
+@pytest.fixture(scope="module")
+def all_rows():
+    return list(compared(load_card(RESULTS / "predict" / "results" / "h200-layers.json")))
+
+
+def test_every_row_of_the_step_benchmark_is_within_the_bounds_of_the_page(all_rows):
+    """Times within 5 % and peaks within 3 % of what was measured, each model's layer being on the card.
+
+    Experts apart have no layer on the card: within 8 %.
+    """
+    rows = [row for row in all_rows if not row.earlier and row.model in CALIBRATED]
     assert len(rows) == 71
     assert max(abs(row.time_error) for row in rows) <= 0.05
     assert max(abs(row.memory_error) for row in rows) <= 0.03
+    apart = [row for row in all_rows if not row.earlier and row.model == APART]
+    assert {row.implementation for row in apart} == {"fsdp2", "ours-two-level-nothing-kept"}
+    assert max(abs(row.time_error) for row in apart) <= 0.08
+    assert max(abs(row.memory_error) for row in apart) <= 0.03
     assert host_of("gpt-oss-120b", "fsdp2").collective_s > host_of("gpt-oss-120b", "ours").collective_s
+
+
+def test_rows_of_the_step_benchmark_are_compared_or_left_out_with_a_reason(all_rows):
+    """All of ours and of FSDP2 that have a time."""
+    timed = 0
+    for path in (RESULTS / "step" / "results").glob("*.json"):
+        for result in json.loads(path.read_text()).get("results", ()):
+            names = [row["implementation"] for row in result.get("rows", ()) if "forward_backward_ms" in row]
+            timed += sum(name.startswith(("ours", "fsdp2")) for name in names)
+    passed_over = list(left_out())
+    assert len(all_rows) + len(passed_over) == timed
+    page = " ".join((RESULTS.parent / "docs" / "predict.md").read_text().split())
+    for row in passed_over:
+        assert f"`{row.file}.json`" in page, row

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ragged_fsdp.cli import HELP_OPTIONS
+from ragged_fsdp.cli import HELP_OPTIONS, given_options
 from ragged_fsdp.cli.plan_costs import (
     Candidate,
     PaddingWarning,
@@ -80,6 +80,10 @@ Examples:
   ragged-fsdp plan llama-3-70b --advise --gpus 512 --hardware h200 \\
       --tokens-per-gpu 8192
 """
+
+
+_ADVISED_BY = {"model", "advising", "gpus", "memory", "hardware", "tokens_per_gpu", "as_json"}
+"""What ``--advise`` takes with ``--hardware``."""
 
 
 @click.command(help=_HELP, context_settings={"show_default": True, **HELP_OPTIONS})
@@ -188,8 +192,8 @@ def command(
         if hardware is not None or tokens_per_gpu is not None:
             if not advising or hardware is None or tokens_per_gpu is None:
                 raise ValueError("--hardware and --tokens-per-gpu go together, with --advise.")
-            if granularity:
-                raise ValueError("--granularity: with --hardware layouts are planned element by element.")
+            if more := [flag for name, flag in given_options().items() if name not in _ADVISED_BY]:
+                raise ValueError(f"{more[0]}: --advise with --hardware is `predict --search`, without it.")
             _advise_by_time(model, gpus, hardware, tokens_per_gpu, memory, as_json)
             return
         compared = [replace(base, rules=rules) for rules in expand_rules(granularity)]

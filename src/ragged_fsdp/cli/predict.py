@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from ragged_fsdp.cli import HELP_OPTIONS
+from ragged_fsdp.cli import HELP_OPTIONS, given_options
 from ragged_fsdp.cli.plan_display import Column, errors_in_one_line, fitted_table, output_console
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = ["command"]
 
 _GIB = 1 << 30
 _FILE = click.Path(path_type=Path)
+_INPUT = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FROM_ONE = click.IntRange(min=1)
 _FROM_ZERO = click.FloatRange(min=0)
 _ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
@@ -39,6 +40,10 @@ _NETWORKS = {
     "b200": "b200-400g",
 }
 """The network that usually comes with a GPU; what is used is always shown."""
+
+_NOT_BESIDE_SEARCH = ("plot_file", "timeline")
+_SEARCHED = ("replicas", "accumulate", "activation_checkpointing", "reshard_after_forward")
+"""Of the rest --search keeps what is given."""
 
 _HELP = """Say what a training step of MODEL will cost: time, MFU, memory by category, what binds.
 
@@ -65,7 +70,9 @@ Examples:
 @click.option("--batch-tokens", type=_FROM_ONE, help="tokens of a step over all GPUs, instead.")
 @click.option("--hardware", help="a GPU (h100, h200, ...) or a calibration card (.json).")
 @click.option("--network", help="a network profile; by default the one that usually comes with the GPU.")
-@click.option("--nccl-table", type=_FILE, help="output of nccl-tests' all_gather_perf, instead of its rates.")
+@click.option(
+    "--nccl-table", type=_INPUT, help="output of nccl-tests' all_gather_perf, instead of its rates."
+)
 @click.option("--seq-len", type=_FROM_ONE, help="tokens of a sequence.  [default: 4096, or the TOML's]")
 @click.option("--replicas", type=_FROM_ONE, default=1, help="HSDP: groups that each hold the whole model.")
 @click.option("--ep", type=_FROM_ONE, default=1, help="expert parallelism: GPUs that share the experts.")
@@ -108,6 +115,8 @@ def command(model: str, gpus: str, as_json: bool, **options: Any) -> None:
         request = _Request(model, gpus, options)
         if options["searching"]:
             _search(request, as_json, options)
+        elif options["allow_codes"]:
+            raise ValueError("--allow-codes is for --search; --codes gathers codes.")
         else:
             _predict(request, as_json, options, status)
 
@@ -195,11 +204,7 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
         "codes": bool(sharding.gather_codes),
         "compiled": sharding.compile,
     }
-    context = click.get_current_context()
-    for key, value in given.items():
-        source = context.get_parameter_source(key)
-        if source is None or source.name != "COMMANDLINE":
-            options[key] = value
+    options |= {key: value for key, value in given.items() if key not in given_options()}
     return config.model.model, dict(config.model.model_set)
 
 
@@ -451,9 +456,13 @@ def least_state(request: _Request, setup: Setup) -> str:
 def _search(request: _Request, as_json: bool, options: dict[str, Any]) -> None:
     from ragged_fsdp.predict.search import search
 
-    for name in ("plot_file", "timeline"):
-        if options[name] is not None:
-            raise ValueError(f"--{name.partition('_')[0]} shows what --search does not: give one of them.")
+    for name, flag in given_options().items():
+        if name in _NOT_BESIDE_SEARCH:
+            raise ValueError(f"{flag} shows what --search does not: give one of them.")
+        if name in _SEARCHED:
+            raise ValueError(f"{flag} is among what --search looks for: give one of them.")
+    if request.fsdp2:
+        raise ValueError("--search is of ours: leave --fsdp2, or the sharding of the file.")
     if len(request.setups) > 1:
         raise ValueError("--search looks at one number of GPUs: give one.")
     setup = request.setups[0]

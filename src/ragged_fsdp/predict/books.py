@@ -18,7 +18,7 @@ import torch
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, Residence
 from ragged_fsdp.fsdp.streams import CommContext, PendingReduction
 from ragged_fsdp.predict.network import Seconds
-from ragged_fsdp.predict.simulate import Streams
+from ragged_fsdp.predict.simulate import Launches, Streams
 
 __all__ = [
     "BOUND_BY_MEMORY",
@@ -41,16 +41,26 @@ BOUND_BY_MEMORY = 1.0
 
 @dataclass(frozen=True)
 class Host:
-    """Seconds of the process that launches a step.
-
-    It launches ahead of the device, which never waits for it unless it takes longer for a step than the
-    device does: then the step takes as long as the host.
-    """
+    """Seconds of the process that launches a step, ahead of the device if it can."""
 
     collective_s: float = 0.0
     """For one collective, with the hooks and copies that go with it."""
+    parameter_s: float = 0.0
+    """More for each parameter of a group that is gathered or reduced."""
     layer_s: float = 0.0
-    """For the kernels of one layer's forward and backward; 0 where the layer's own time has it."""
+    """For all kernels of one layer's forward and backward; 0 where the layer's own time has it."""
+    operation_s: float = 0.0
+    """For one operation of a layer that was counted."""
+
+    def of_collectives(self, calls: int, parameters: int) -> float:
+        """For ``calls`` that gather or reduce a group once."""
+        return calls * self.collective_s + parameters * self.parameter_s
+
+    def launches(self, run: LayerRun, phase: str, root: bool = False) -> Launches:
+        """The kernels of a layer, or of the root; a backward has two thirds of what a layer takes."""
+        operations = run.forward_operations if phase == "forward" else run.backward_operations
+        share = 0.0 if root else 1 / 3 if phase == "forward" else 2 / 3
+        return Launches(operations, share * self.layer_s + operations * self.operation_s)
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class GroupCost:
     cast_s: float
     """Of this rank's shard, before it is gathered."""
     memory_s: float = 0.0
-    """For which a gather reads and writes the device's memory."""
+    """For which a gather reads and writes the device's memory: it takes no less."""
     decode_s: float = 0.0
     """Of gathered codes into weights, behind the gather."""
     message_bytes: int = 0
@@ -90,6 +100,8 @@ class GroupCost:
     shard_grad_bytes: int = 0
     parked_bytes: int = 0
     """What stays between forward and backward with ``reshard_after_forward`` an int."""
+    parameters: int = 0
+    """How many it has."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,9 @@ class LayerRun:
     forward_products_s: float = 0.0
     """Of its products at the rate that a GPU sustains: how much power it draws."""
     backward_products_s: float = 0.0
+    forward_operations: float = 0.0
+    """That the host launches one by one; 0 where ``forward_s`` was measured, which has it."""
+    backward_operations: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -189,9 +204,9 @@ class BookGroup:
 
     pin_memory = offload = False
 
-    def __init__(self, cost: GroupCost, streams: Streams, ledger: Ledger, arena_bytes: int) -> None:
-        self.cost, self.streams, self.ledger = cost, streams, ledger
-        self._needs = 0 if cost.buffer_bytes <= arena_bytes else cost.buffer_bytes
+    def __init__(self, cost: GroupCost, streams: Streams, ledger: Ledger, step: StepCosts) -> None:
+        self.cost, self.streams, self.ledger, self.host = cost, streams, ledger, step.host
+        self._needs = 0 if cost.buffer_bytes <= step.arena_bytes else cost.buffer_bytes
         """Bytes of a reduction that no kept storage has."""
         self.context: Any = None
         self.residence = Residence.SHARDED
@@ -206,8 +221,6 @@ class BookGroup:
         self.in_backward = False
         self.companion = False
         """Whether it is one of the small groups of its layer, whose reductions are counted by themselves."""
-        self.collectives = 0
-        """That were launched so far."""
         self._done = 0.0
         self._grads = 0
         self._buffered = False
@@ -225,11 +238,11 @@ class BookGroup:
             again = self.residence is Residence.PARKED or (self.in_backward and not cost.parked_bytes)
             if not cost.decode_s:
                 self.ledger.add("gathered", cost.gathered_bytes)
+            streams.launch(self.host.of_collectives(1, cost.parameters))
             streams.wait("gather", streams.now("compute"))
             streams.run("gather", cost.cast_s, f"cast {cost.name}")
             held = cost.gather_again if again else cost.gather
             self._done = streams.collective("gather", held, f"gather {cost.name}", cost.memory_s)
-            self.collectives += 1
             self.ledger.add("gathered", cost.message_bytes)
             self._move(Residence.GATHERING)
 
@@ -300,9 +313,10 @@ class BookGroup:
             self.ledger.add("reduction", self._needs)
         self.ledger.add("gradients", cost.shard_grad_bytes)
         streams.wait("reduce", streams.now("compute"))
-        self.collectives += cost.reduce_calls + any(cost.all_reduce)
+        launch_s = self.host.of_collectives(cost.reduce_calls + any(cost.all_reduce), cost.parameters)
         end = 0.0
         for held, sum_s in cost.reduce:
+            streams.launch(launch_s / len(cost.reduce))
             streams.collective("reduce", held, f"reduce {cost.name}")
             end = streams.run("reduce", sum_s, f"sum {cost.name}")
         if any(cost.all_reduce):

@@ -180,8 +180,15 @@ class Card:
     """Of the fused AdamW on the host, which is what offloaded parameters are updated with."""
     layers: tuple[LayerCard, ...] = ()
     versions: Mapping[str, str] | None = None
+    grouped_beside: float | None = None
+    """Times as long as alone that grouped products take beside a collective; None: not measured."""
+    boost: float | None = None
+    """The highest clock over that of large products; None: not measured."""
 
     def __post_init__(self) -> None:
+        for name in ("grouped_beside", "boost"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"card {self.name}: {name} must be at least 1, got {value}")
         for f in fields(self):
             value = getattr(self, f.name)
             if isinstance(value, float) and value <= 0:

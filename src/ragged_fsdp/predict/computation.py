@@ -41,11 +41,14 @@ def runs_of(
     counted = {} if measured else _counted(workload, tokens // seq_len, seq_len)
     for kind in workload.kinds:
         found = cards[kind.signature]
+        operations = 0.0, 0.0
         if found is not None:
             point = found.at(tokens)
         else:
             fused = _FUSED if amount.compiled else 1.0
-            point = _modelled(counted[kind.signature], kind.sort, tokens, card, fused)
+            cost = counted[kind.signature]
+            point = _modelled(cost, kind.sort, tokens, card, fused)
+            operations = cost.forward.launches(fused), cost.backward.launches(fused)
         point = shared_point(point, workload, kind, ranks, card)
         products = products_of(workload, kind, tokens, ranks, card)
         held = products.held(point)
@@ -60,6 +63,8 @@ def runs_of(
             held=held,
             forward_products_s=products_s,
             backward_products_s=2 * products_s,
+            forward_operations=operations[0],
+            backward_operations=operations[1],
         )
         runs[kind.signature, True] = LayerRun(
             point.forward_ms / 1e3,
@@ -71,6 +76,8 @@ def runs_of(
             held=held,
             forward_products_s=products_s,
             backward_products_s=3 * products_s,
+            forward_operations=operations[0],
+            backward_operations=sum(operations),
         )
     return runs, measured
 

@@ -61,6 +61,10 @@ class PhaseCost:
     def flops(self) -> float:
         return sum(flops for _, flops, _ in self.operations)
 
+    def launches(self, fused: float) -> float:
+        """Kernels, of which ``fused`` are left of those that are bound by memory."""
+        return sum(fused if kind == "memory" else 1.0 for kind, *_ in self.operations)
+
     def seconds(self, roofline: Roofline) -> float:
         """Each operation as long as its slower side, none shorter than a kernel."""
         rates = {

@@ -11,12 +11,14 @@ A layer may stay gathered after forward (``reshard_after_forward=False``), as th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ragged_fsdp.fsdp.runtime.group import Residence
 from ragged_fsdp.fsdp.runtime.schedule import Turn
 from ragged_fsdp.predict.books import BOUND_BY_MEMORY, BookContext, BookGroup
+from ragged_fsdp.predict.simulate import NO_LAUNCHES, Launches
 from ragged_fsdp.torch_internals import queue_callback
 
 __all__ = ["Fsdp2Group", "Fsdp2Order"]
@@ -27,6 +29,11 @@ class Fsdp2Group(BookGroup):
 
     launched = False
     """Whether the gather is on its stream although the host has yet to come to it."""
+
+    @property
+    def gathered_at(self) -> float:
+        """When its last gather is done."""
+        return self._done
 
     def launch(self) -> None:
         """The gather alone, without its memory."""
@@ -40,8 +47,8 @@ class Fsdp2Group(BookGroup):
 
     def unshard(self, async_op: bool | None = None) -> None:
         if self.residence is Residence.SHARDED or self.residence is Residence.PARKED:
+            self.streams.launch(self.host.of_collectives(1, self.cost.parameters))
             self.launch()
-            self.collectives += 1
             self.launched = False
             self.ledger.add("gathered", self.cost.gathered_bytes)
             if self.residence is Residence.PARKED:
@@ -67,6 +74,8 @@ class Fsdp2Order:
     def __init__(self, root: Turn) -> None:
         self.turns: Sequence[Turn] = [root]
         self.is_last_backward = True
+        self.forwards: Mapping[Turn, Launches] = {}
+        """What the host launches for the forward of each layer."""
         self._comm: Any = None
         self._copied: tuple[list[Any], float] = [], 0.0
         """Groups whose buffers the last copy out of a forward still holds, and when it is done."""
@@ -91,13 +100,18 @@ class Fsdp2Order:
         return True
 
     def _launch_ahead(self, turn: Turn) -> None:
-        """The gathers that run beside this layer: the host comes to them later but is ahead of the device."""
-        place = self.turns.index(turn)
-        for other in self.turns[place + 1 : place + 3]:
+        """The gathers that run beside this layer: the host comes to each when the one before is launched."""
+        place, streams = self.turns.index(turn), self._comm.timeline
+        copied, host = streams.now("compute"), streams.host
+        begins = copied
+        for before, other in pairwise(self.turns[place : place + 3]):
+            host = streams.launched(self.forwards.get(before, NO_LAUNCHES), host, begins, begins)
+            streams.wait("gather", host)
             groups: list[Any] = list(other.groups)
             for group in groups:
                 group.launch()
-            self._comm.timeline.wait("gather", self._comm.timeline.now("compute"))  # this copy out
+            begins = max([begins, *(group.gathered_at for group in groups)])
+            streams.wait("gather", copied)
 
     def end(self, turn: Turn) -> None:
         """Layers after which nothing is kept are freed, or leave a slice on the node."""

@@ -118,7 +118,6 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
     gather, gather_again, decode = _gather(full, wires, card)
     message = int(full * _SCALES) if wires.codes else 0
     copies = 2 * (message or full * _BF16) / memory if wires.shard > 1 else 0.0
-    gather, gather_again = _at_least(gather, copies), _at_least(gather_again, copies)
     kinds = {"reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all, "two_level": _two_level}
     picked = wires.picked
     if picked not in kinds:
@@ -147,13 +146,9 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
         all_reduce=between,
         shard_grad_bytes=0 if wires.offload else shard_numel * _FP32,
         parked_bytes=full * _BF16 // wires.park if wires.park else 0,
+        parameters=len(shapes),
         **reduced,
     )
-
-
-def _at_least(held: Seconds, copies: float) -> Seconds:
-    """A gather cannot be faster than its buffer is written."""
-    return Seconds(max(held.inside, copies), held.outside)
 
 
 def _gather(full: int, wires: Wires, card: Card) -> tuple[Seconds, Seconds, float]:

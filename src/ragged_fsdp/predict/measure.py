@@ -2,7 +2,8 @@
 
 For each model one layer of each kind runs with embedding and head, in bf16 with random weights, at three
 numbers of tokens: forward, backward, and backward with recomputation, timed by CUDA events at the boundaries
-of each layer; allocated memory is read there too. Then the copies and sums of FSDP, and AdamW.
+of each layer; allocated memory is read there too. Then the copies and sums of FSDP, AdamW, and what limits
+products (:mod:`ragged_fsdp.predict.measure_limits`).
 """
 
 from __future__ import annotations
@@ -295,11 +296,17 @@ def _phases_of(marks: Sequence[_Mark]) -> dict[tuple[int | None, str], _Measured
 
 def _rates(device: torch.device, say: Say) -> dict[str, float]:
     """Products, attention, copies, sums and AdamW, each large enough to be bound by one thing."""
+    from ragged_fsdp.predict.measure_limits import (
+        boost,
+        grouped_beside,
+    )  # Triton comes with CUDA's torch only
+
     began = time.monotonic()
     kinds: Any = {"device": device, "dtype": torch.bfloat16}
     a, b = torch.randn(8192, 8192, **kinds), torch.randn(8192, 8192, **kinds)
     out = torch.empty(8192, 8192, **kinds)
-    product_s = _seconds(lambda: torch.mm(a, b, out=out), warm_s=_WARM_SECONDS)
+    product = partial(torch.mm, a, b, out=out)
+    product_s = _seconds(product, warm_s=_WARM_SECONDS)
     q = torch.randn(1, 32, 8192, 128, **kinds)
     attend = torch.nn.functional.scaled_dot_product_attention
     attention_s = _seconds(lambda: attend(q, q, q, is_causal=True), warm_s=_STAYS_WARM_SECONDS)
@@ -324,9 +331,11 @@ def _rates(device: torch.device, say: Say) -> dict[str, float]:
         "decode_gb_s": _decode_gb_s(device),
     }
     rates |= _copy_rates(device)
+    limits = {"grouped_beside": grouped_beside(device), "boost": boost(device, product_s, product)}
     torch.cuda.empty_cache()
     say(f"rates: {time.monotonic() - began:.1f} s")
-    return {name: round(rate, 2 if name == "kernel_us" else 1) for name, rate in rates.items()}
+    rounded = {name: round(rate, 2 if name == "kernel_us" else 1) for name, rate in rates.items()}
+    return rounded | limits
 
 
 def _copy_rates(device: torch.device) -> dict[str, float]:

@@ -17,11 +17,11 @@ from ragged_fsdp.predict.workload import ROOT, Kind, Workload
 __all__ = ["GROUPED_BESIDE", "Products", "products_of"]
 
 GROUPED_BESIDE = 1.77
-"""Times as long as alone that grouped products take while a collective holds multiprocessors. Their kernel
-has one thread block per multiprocessor, each with its share of the work: a block that finds none free begins
-when another has ended. On an H200 beside a kernel on one multiprocessor: 1.82 (GPT-OSS-120B) and 1.71
-(DeepSeek-V3), from the kernels of the step benchmark's rows of FSDP2, free and at 400 GB/s; beside the copies
-of the free rows 1.00."""
+"""Times as long as alone that grouped products take while a collective holds multiprocessors, where a card
+does not say. Their kernel has one thread block per multiprocessor, each with its share of the work: a block
+that finds none free begins when another has ended. On an H200 beside a kernel on one multiprocessor: 1.82
+(GPT-OSS-120B) and 1.71 (DeepSeek-V3), from the kernels of the step benchmark's rows of FSDP2, free and at 400
+GB/s; beside the copies of the free rows 1.00."""
 _BF16 = 2
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
@@ -33,6 +33,8 @@ class Products:
     plain_s: float
     grouped_s: float
     """As long as their weights are read, if that is longer."""
+    beside: float = GROUPED_BESIDE
+    """Times as long that grouped products take beside a collective."""
 
     @property
     def seconds(self) -> float:
@@ -48,7 +50,7 @@ class Products:
         slower = point.forward_ms / point.roofline_forward_ms
         slower_backward = point.backward_ms / point.roofline_backward_ms
         grouped_ms = 1e3 * self.grouped_s * (slower + 2 * slower_backward)
-        return (GROUPED_BESIDE - 1) * min(1.0, grouped_ms / (point.forward_ms + point.backward_ms))
+        return (self.beside - 1) * min(1.0, grouped_ms / (point.forward_ms + point.backward_ms))
 
 
 def products_of(workload: Workload, kind: Kind, tokens: int, ranks: Ranks, card: Card) -> Products:
@@ -66,4 +68,5 @@ def products_of(workload: Workload, kind: Kind, tokens: int, ranks: Ranks, card:
             plain += 2.0 * rows * numel / len(experts) / rate
         elif len(shape) == 2 and not (kind.name == ROOT and "embed" in name):
             plain += 2.0 * tokens * numel / rate
-    return Products(plain / ranks.tp, max(grouped, read) / ranks.tp)
+    beside = card.grouped_beside or GROUPED_BESIDE
+    return Products(plain / ranks.tp, max(grouped, read) / ranks.tp, beside)

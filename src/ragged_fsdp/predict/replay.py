@@ -73,16 +73,16 @@ def replay(costs: StepCosts) -> Replayed:
     """The second of two steps: what is kept and prefetched is known by then."""
     model = _Model(costs)
     model.step()
-    begin, launched = model.streams.join(), model.collectives
+    begin, launched_s = model.streams.join(), model.streams.launching_s
     model.streams.spans.clear()
     model.ledger.restart()
     forward = model.step()
     end = model.streams.join()
     spans = tuple(s._replace(start=s.start - begin, end=s.end - begin) for s in model.streams.spans)
     compute = model.streams.busy(["compute"])["compute"]
-    host = costs.host.collective_s * (model.collectives - launched)
-    host += costs.host.layer_s * len(costs.layers) * costs.micro_batches
-    return Replayed(max(end - begin, host), forward - begin, compute, host, spans, model.ledger.peak)
+    host = model.streams.launching_s - launched_s
+    seconds = max(end - begin, host)  # two steps are too few for a host that is a little too slow to show it
+    return Replayed(seconds, forward - begin, compute, host, spans, model.ledger.peak)
 
 
 class _Model:
@@ -103,6 +103,8 @@ class _Model:
                 for group in turn.groups:
                     group.settings.reshard_after_forward = False
         self.schedule = Fsdp2Order(self.root) if costs.fsdp2 else Schedule(self.root)
+        if isinstance(self.schedule, Fsdp2Order):
+            self.schedule.forwards = {turn: costs.host.launches(run, "forward") for turn, run in self.layers}
         self.schedule.turns = [self.root, *(turn for turn, _ in self.layers)]
         self.schedule.use_comm(BookContext(self.streams))
 
@@ -112,9 +114,8 @@ class _Model:
         turn.auto_reshard = self.costs.kept_layers == OWN_KEPT
         turn.gathers_first = self.costs.gathers_first
         turn.gathered_budget_bytes = self.costs.kept_bytes
-        arena = self.costs.arena_bytes
         kind = Fsdp2Group if self.costs.fsdp2 else BookGroup
-        books: list[Any] = [kind(cost, self.streams, self.ledger, arena) for cost in groups]
+        books: list[Any] = [kind(cost, self.streams, self.ledger, self.costs) for cost in groups]
         turn.groups = books
         most = max((group.cost.grad_bytes for group in books), default=0)
         for group in books:
@@ -123,11 +124,6 @@ class _Model:
             for group in books:
                 group.settings.reshard_after_forward = False
         return turn
-
-    @property
-    def collectives(self) -> int:
-        """That were launched so far."""
-        return sum(group.collectives for group in self._groups)
 
     @property
     def _groups(self) -> list[Any]:
@@ -182,15 +178,16 @@ class _Model:
         """The kernels between two boundaries: their memory, then their time."""
         groups: Any = turn.groups
         name = groups[0].cost.name if groups else "root"
+        launches = self.costs.host.launches(run, phase, turn is self.root)
         if phase == "forward":
             self.ledger.note("activations", run.forward_peak_bytes)
             self._exchange(run.forward_exchange, name)
-            self.streams.compute(run.forward_s, f"forward {name}", run.contention, run.held)
+            self.streams.compute(run.forward_s, f"forward {name}", run.contention, run.held, launches)
             self.ledger.add("activations", run.saved_bytes)
             return
         self.ledger.note("activations", run.backward_peak_bytes)
         self._exchange(run.backward_exchange, name)
-        self.streams.compute(run.backward_s, f"backward {name}", run.contention, run.held)
+        self.streams.compute(run.backward_s, f"backward {name}", run.contention, run.held, launches)
         self.ledger.add("activations", -run.saved_bytes)
         for group in groups:
             group.computed(True)

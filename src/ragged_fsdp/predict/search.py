@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.predict.card import Card
 from ragged_fsdp.predict.network import Network
-from ragged_fsdp.predict.step import Prediction, Setup, predict
+from ragged_fsdp.predict.step import HOST_BINDS, Prediction, Setup, predict
 from ragged_fsdp.predict.workload import Workload
 
 __all__ = ["Found", "search"]
@@ -146,4 +146,6 @@ def _why(p: Prediction, winner: Prediction, limit: int) -> str:
     more_compute = p.compute_s - winner.compute_s
     more_waiting = p.exposed_s - winner.exposed_s
     cause = "computes more" if more_compute > more_waiting else "waits longer for the network"
+    if p.binds == HOST_BINDS:
+        cause = "the host launches for longer"
     return f"{slower:.1%} slower: {cause}"
