@@ -565,6 +565,15 @@ def test_search_names_the_best_and_why_others_lose():
         assert refused.exit_code == 2 and "is `predict --search`" in " ".join(refused.output.split())
 
 
+def test_search_keeps_more_layers_where_there_is_room():
+    setup = Setup(gpus=64, tokens_per_gpu=4096)
+    card, network = find_card("h200"), PROFILES["paper"]
+    found = search(workload_of("llama-3-8b"), setup, card, network, memory_bytes=40 << 30, most=20)
+    kept = {entry.prediction.setup.kept: entry for entry in found}
+    assert {4, 8, 16} < set(kept), "more than two layers, and not all"
+    assert "[reshard_after_forward=False for the last 8 layers]" in kept[8].flags
+
+
 def test_search_names_the_host_where_it_binds():
     setup = Setup(gpus=16, tokens_per_gpu=256, seq_len=64, host=Host(collective_s=1e-3))
     found = search(workload_of("nano"), setup, CARD, PROFILES["h200-400g"])

@@ -502,5 +502,5 @@ def _search(request: _Request, as_json: bool, options: dict[str, Any]) -> None:
     console.print(fitted_table(title, columns, rows, console.width))
     if not first.fits:
         less = least_state(request, setup)
-        console.print(f"nothing fits; {less}", highlight=False)
+        console.print(f"nothing fits; {escape(less)}", highlight=False)
     _notes(console, request, first)

@@ -23,6 +23,7 @@ _MICRO_BATCHES = (1, 2, 4, 8)
 _RECOMPUTED = (0, 1, 2)
 _EXPERT_PARALLEL = (4, 8, 16, 32, 64)
 _TENSOR_PARALLEL = (2, 4, 8)
+_KEPT = (4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Found:
         parts.append(f"--reduction {self.prediction.reduction}")
         parts += ["--no-reshard-after-forward"] if not setup.reshard_after_forward else []
         parts += [f"[reshard_after_forward={setup.park}]"] if setup.park else []
+        if setup.kept is not None:
+            parts.append(f"[reshard_after_forward=False for the last {setup.kept} layers]")
         parts += ["--gather-codes '*=int8:128x128'"] if setup.codes else []
         return " ".join(parts)
 
@@ -103,6 +106,7 @@ def _moves(setup: Setup, workload: Workload, network: Network, allow_codes: bool
     node = network.ranks_per_node or 0
     yield replace(setup, reduction="reduce_scatter")
     yield replace(setup, reshard_after_forward=False)
+    yield from (replace(setup, kept=kept) for kept in _KEPT if kept < len(workload.order))
     if 1 < node < setup.shard and setup.shard % node == 0:
         yield replace(setup, park=node)
     if setup.ep == setup.tp == 1:  # else the user has chosen
