@@ -203,6 +203,7 @@ class BookGroup:
     """Does what :class:`~ragged_fsdp.fsdp.runtime.group.ParamGroup` does to streams and memory."""
 
     pin_memory = offload = False
+    is_old = False  # what is gathered when a forward begins was so in the same step
 
     def __init__(self, cost: GroupCost, streams: Streams, ledger: Ledger, step: StepCosts) -> None:
         self.cost, self.streams, self.ledger, self.host = cost, streams, ledger, step.host
