@@ -326,6 +326,8 @@ def test_a_compiled_layer_has_the_same_bits(rank):
     for stored in ({}, {"orig_param_policy": fp8.orig_param_policy}):
         model, reference = built(rank.device)
         model.compile(backend="aot_eager")
+        if torch.__version__.startswith("2.11"):  # which adds a norm's gradient in another order when traced
+            reference.compile(backend="aot_eager")
         fully_shard(model, gather_policy=fp8.gather_policy, reshard_after_forward=True, **stored)
         batch = tokens(rank.device)
         for _ in range(2):
