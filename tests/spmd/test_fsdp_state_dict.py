@@ -101,6 +101,22 @@ def test_full_state_dict_for_rank_zero(rank, offload):
         assert torch.equal(states[name].cpu(), value.cpu()), name
 
 
+@spmd(1, 2)
+def test_a_full_state_dict_of_several_dtypes_is_saved_by_torch(rank):
+    """On one rank, and of what is empty, nothing is gathered: what comes must be no view of a buffer."""
+    model = nn.Module()
+    model.wide = nn.Parameter(torch.ones(3, device=rank.device))
+    model.empty = nn.Parameter(torch.ones(0, device=rank.device, dtype=torch.float64))
+    model.none = nn.Parameter(torch.ones(0, device=rank.device))
+    model.short = nn.Parameter(torch.ones(5, device=rank.device, dtype=torch.bfloat16))
+    fully_shard(model)
+    states = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    file = rank.shared_dir / f"states-{rank.rank}"
+    torch.save(states, file)
+    for name, value in torch.load(file).items():
+        assert torch.equal(value, full(getattr(model, name))), name
+
+
 @pytest.mark.parametrize("broadcast", [False, True])
 @spmd(3)
 def test_setting_a_full_state_dict(rank, broadcast):

@@ -94,10 +94,13 @@ def test_a_checkpoint_that_cannot_be_written_says_why_and_where(rank):
     for background in (True, False):
         saver = Saver(CheckpointStore(root), background=background, timeout_s=30)
         with pytest.raises(
-            RuntimeError, match=rf"step 1 could not be written to {root}, where .* MiB are free:"
+            RuntimeError, match=rf"step 1 could not be written to {root}, where .* MiB are free: .*Error"
         ):
             saver.save(1, {"a": torch.ones(2)}, {})
             saver.wait()
+    saver = Saver(CheckpointStore(rank.shared_dir / "others"), background=False, timeout_s=30)
+    with pytest.raises(RuntimeError, match=r"MiB are free: rank 1 failed: TypeError: cannot pickle"):
+        saver.save(1, {f"of {rank.rank}": threading.Lock() if rank.rank == 1 else 1}, {})
 
 
 class _FailsToCopy(dict):

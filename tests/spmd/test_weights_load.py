@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import zipfile
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -189,6 +190,7 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
         "of one rank": model.weight,
         "codes": torch.ones(60, 40).to(torch.float8_e4m3fn),
         "parameter": nn.Parameter(torch.ones(60, 40)),
+        "bomb": torch.ones(60, 40),
     }
     errors = {
         "damaged": r"weight at \(0, 0\) is damaged",
@@ -198,6 +200,7 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
         "of one rank": r"weight of shape \(60, 40\) has pieces of 1280 elements, not of all",
         "codes": "weight is stored as torch.float8_e4m3fn",
         "parameter": "damaged: it asks for torch._utils._rebuild_parameter, which is no plain tensor",
+        "bomb": "damaged: its byteorder has 1000000 bytes, too many for one tensor",
     }
     for name, error in errors.items():
         folder = rank.shared_dir / name
@@ -215,7 +218,16 @@ def test_items_of_a_distributed_checkpoint_that_are_not_what_the_index_says(rank
                 saved = io.BytesIO()
                 torch.save(content[name], saved)
                 file.write_bytes(saved.getvalue())
-            if name in ("parameter", "no item"):
+            if name == "bomb":
+                with (
+                    zipfile.ZipFile(io.BytesIO(file.read_bytes())) as whole,
+                    zipfile.ZipFile(file, "w") as made,
+                ):
+                    for item in whole.namelist():
+                        made.writestr(item, whole.read(item))
+                    stem = whole.namelist()[0].partition("/")[0]
+                    made.writestr(f"{stem}/byteorder", bytes(1000000), zipfile.ZIP_DEFLATED)
+            if name in ("parameter", "no item", "bomb"):
                 index = dcp.FileSystemReader(folder).read_metadata()
                 length = 0 if name == "no item" else file.stat().st_size
                 for key, place in index.storage_data.items():
@@ -438,6 +450,70 @@ def test_an_argument_of_save_that_is_wrong_on_one_rank_is_refused_on_all(rank, w
     with pytest.raises((ValueError, TypeError, RuntimeError)):
         weights.save(model, **options)
     assert not (rank.shared_dir / "saved").exists()
+
+
+@spmd(2)
+def test_folders_that_save_cannot_replace_are_refused_and_links_are_followed(rank):
+    model, folder = sharded(rank.mesh(), meta=False), rank.shared_dir
+    if rank.rank == 0:
+        (folder / "file").touch()
+        (folder / "target").mkdir()
+        (folder / "link").symlink_to("target")
+    dist.barrier()
+    for name, error in {
+        "s3://bucket/weights": "is a URL",
+        "file": "is no folder",
+        "": "the working directory",
+    }.items():
+        with pytest.raises((ValueError, RuntimeError), match=error):
+            weights.save(model, folder / name if name == "file" else name, overwrite=True)
+    for _ in range(2):
+        weights.save(model, folder / "link", overwrite=True)
+    assert sorted(path.name for path in folder.iterdir()) == ["file", "link", "target"]
+    assert (folder / "link").is_symlink() and (folder / "target/model.safetensors").is_file()
+
+
+@spmd(2)
+def test_a_part_of_a_model_is_not_saved_for_the_whole(rank):
+    """Stages of a pipeline: rank 0 would write its own, without a word of the others."""
+    stage = nn.Sequential(*[nn.Linear(3, 3) for _ in range(1 + rank.rank)])
+    fully_shard(stage, mesh=rank.mesh(2, 1, names=("stage", "shard"))["shard"])
+    with pytest.raises(ValueError, match="rank 1 does not have the tensors that rank 0 has"):
+        weights.save(stage, rank.shared_dir / "saved")
+    assert not list(rank.shared_dir.iterdir())
+
+
+class _Nested(nn.Module):
+    """Names that begin as those of a run's checkpoint do, and one that ends as a wrapper's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 3)
+        self.model = nn.Module()
+        self.model.head = nn.Linear(3, 3)
+        self.optim = nn.Linear(2, 3)
+        self.my_orig_mod = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("is_run", [False, True])
+@spmd(2)
+def test_a_model_with_the_names_of_a_run(rank, is_run):
+    """``model.head`` of the folder is the model's ``head``, or its own ``model.head``: never both."""
+    torch.manual_seed(0)
+    written, read = _Nested(), _Nested()
+    reference = {name: value.clone() for name, value in written.state_dict().items()}
+    for model in (written, read):
+        fully_shard(model, mesh=rank.mesh())
+    state = written.state_dict()
+    stored = {"model": state, "optim": {"lr": 0.1, "step": torch.ones(2)}} if is_run else state
+    dcp.save(stored, checkpoint_id=rank.shared_dir / "folder")
+    for names in (None, lambda name, tensor: f"model.{name}" if is_run else name):
+        with torch.no_grad():
+            for parameter in read.parameters():
+                parameter.zero_()
+        weights.load(read, rank.shared_dir / "folder", names=names)
+        for name, value in read.state_dict().items():
+            assert torch.equal(value.full_tensor(), reference[name]), name
 
 
 @spmd(2)

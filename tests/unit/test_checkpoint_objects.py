@@ -94,6 +94,13 @@ def test_a_checkpoint_is_there_when_its_manifest_is(url):
     assert b"fsspec" not in (store.path(5) / ".metadata").open().read()  # the index says where, not how
 
 
+def test_what_is_called_as_its_folder_is_listed(url):
+    folder = place(url) / "weights"
+    (folder / "weights").write_text("a")
+    (folder / "other").write_text("b")
+    assert sorted(path.name for path in folder.iterdir()) == ["other", "weights"]
+
+
 def test_the_last_and_the_best_are_kept_and_a_step_again_replaces_the_first(url):
     store = open_store(url, keep_last=2)
     store.attempt = "-1a"

@@ -1,8 +1,13 @@
 """Which bytes a save copies, and that the copies have the shapes and values of what was copied."""
 
+from collections import namedtuple
+
+import numpy
 import torch
 
 from ragged_fsdp.checkpoint.staging import Staging, _same_view, _spans
+
+Pair = namedtuple("Pair", "weights counts")
 
 
 def _staged(tensors):
@@ -39,9 +44,12 @@ def test_dtypes_side_by_side_keep_their_places():
 
 
 def test_host_tensors_are_copied_before_the_call_returns():
-    weights, staging = torch.ones(3), Staging()
-    copied = staging.copy({"a": weights, "list": [1, (weights,)], "none": None})
+    weights, staging, counts = torch.ones(3), Staging(), numpy.ones(3)
+    pair = Pair(weights, counts)
+    copied = staging.copy({"a": weights, "list": [1, (weights,)], "none": None, "pair": pair})
     staging.before_update()
     weights.zero_()
+    counts[:] = 0
     staging.wait()
     assert copied["a"].sum() == 3 and copied["list"][1][0].sum() == 3 and copied["none"] is None
+    assert type(copied["pair"]) is Pair and [value.sum() for value in copied["pair"]] == [3, 3]

@@ -1,6 +1,7 @@
 """The folder of checkpoints: complete or not there, best and last kept, damage named."""
 
 import json
+import shutil
 
 import pytest
 
@@ -40,10 +41,13 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path):
+def test_saving_a_step_again_replaces_it(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     _save(store, 1, text="old")
+    there = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: there.append(path.exists() and store.steps()))
     _save(store, 1, text="new")
+    assert there == [False, False, [1]]  # the old one is deleted, which takes long, when the new one is there
     assert (store.path(1) / "__0_0.distcp").read_text() == "new 1" and damage(store.path(1)) == []
 
 

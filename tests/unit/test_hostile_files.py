@@ -1,11 +1,13 @@
 """Damaged and hostile files are refused by name, and nothing in them runs: a third of the cases."""
 
+import pickle
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ragged_fsdp.checkpoint.reading import CheckedReader
 
@@ -62,3 +64,24 @@ def test_an_index_of_any_layout_is_read(tmp_path):
         "list.1.x",
         "half",
     }
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes", "shape"),
+    [
+        ([(0, 0), (0, 0)], [(4, 2), (4, 2)], (4, 4)),
+        ([(0, 0), (1, 1), (3, 0)], [(3, 4), (1, 3), (1, 1)], (4, 4)),
+    ],
+)
+def test_pieces_that_overlap_leave_others_out(tmp_path, offsets, sizes, shape):
+    """As many elements as the tensor has, but not all of them: the rest would keep what was there."""
+    dcp.save({"a": torch.ones(shape)}, checkpoint_id=tmp_path, no_dist=True)
+    index = dcp.FileSystemReader(tmp_path).read_metadata()
+    index.state_dict_metadata["a"].chunks = [
+        ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in zip(offsets, sizes)
+    ]
+    place = next(iter(index.storage_data.values()))
+    index.storage_data = {MetadataIndex("a", torch.Size(at)): place for at in offsets}
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(ValueError, match=r"a of shape \(4, 4\) has pieces"):
+        CheckedReader(tmp_path).read_metadata()

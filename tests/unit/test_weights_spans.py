@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
 from ragged_fsdp.routes import flat_boxes
 from ragged_fsdp.weights.files import read_header, safetensors_files
 from ragged_fsdp.weights.names import parts_of
@@ -148,6 +149,13 @@ def test_damaged_files_are_named(tmp_path):
     (tmp_path / "noise.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ValueError, match="damaged or no safetensors"):
         read_header(tmp_path, "noise.safetensors", None)
+    deep = b'{"a":' * 100_000
+    (tmp_path / "deep.safetensors").write_bytes(struct.pack("<Q", len(deep)) + deep)
+    with pytest.raises(ValueError, match=r"deep\.safetensors: its header is damaged"):
+        read_header(tmp_path, "deep.safetensors", None)
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with pytest.raises(ValueError, match=r"pipe\.safetensors is no file"):  # and nobody waits for a writer
+        read_header(tmp_path, "pipe.safetensors", None)
     with pytest.raises(ValueError, match="no tensor 'b', which the index says"):
         read_header(tmp_path, "good.safetensors", ["b"])
     index = {"weight_map": {"a": "good.safetensors", "b": "gone.safetensors"}}
@@ -168,3 +176,11 @@ def test_more_files_than_a_process_may_open(tmp_path):
             assert [int.from_bytes(text, "little") for text in found] == [*range(300)] * 3
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("names", [("a", "b", "a"), ("a", "__metadata__")])
+def test_a_file_has_one_tensor_under_a_name(tmp_path, names):
+    planned = [TensorToWrite(name, (2,), torch.float32, group=str(at)) for at, name in enumerate(names)]
+    with pytest.raises(ValueError, match=f"two tensors would have the name '{names[-1]}'"):
+        write_safetensors(tmp_path, planned, lambda group: {}, max_file_bytes=100)
+    assert not list(tmp_path.iterdir())

@@ -72,7 +72,10 @@ class Saver:
         error = future.exception()
         if error is None:
             return
-        reason = (str(error).strip().splitlines() or [repr(error)])[-1]  # of a rank; its traceback is above
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, dcp.CheckpointException):  # its own text is the tracebacks of all ranks
+            rank, (cause, _) = min(error.failures.items())
+            reason = f"rank {rank} failed: {type(cause).__name__}: {cause}"
         raise RuntimeError(
             f"the checkpoint of step {step} could not be written to {self._store.root}{self._store.room()}: "
             f"{reason}"

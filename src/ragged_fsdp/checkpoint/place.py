@@ -70,8 +70,9 @@ class ObjectPath:
             found = self.fs.ls(self.url, detail=False)
         except FileNotFoundError:
             return
-        names = {key.rstrip("/").rpartition("/")[2] for key in found}
-        yield from (self / name for name in names - {"", self.name})
+        own = self.fs._strip_protocol(self.url).rstrip("/")
+        keys = {key.rstrip("/") for key in found} - {own, ""}  # a store may list the folder itself
+        yield from (self / key.rpartition("/")[2] for key in keys)
 
     def stat(self) -> _Size:
         """Its size, alone."""

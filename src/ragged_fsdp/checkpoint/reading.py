@@ -33,6 +33,8 @@ from ragged_fsdp.checkpoint.store import is_plain_name
 
 __all__ = ["CheckedReader", "load"]
 
+Lengths = tuple[int, ...]
+
 _RECORDS = {
     "torch": {"Size", "strided"},
     "torch.serialization": {"_get_layout"},
@@ -200,12 +202,35 @@ def _check_tensor(name: str, entry: Any, places: dict[Any, Any]) -> None:
             raise ValueError(f"{name} of shape {shape} has a piece of {sizes} at {offsets}, outside of it")
         if MetadataIndex(name, offsets) not in places:
             raise ValueError(f"{name}: its piece at {offsets} is stored nowhere")
-    held = sum(math.prod(piece.sizes) for piece in entry.chunks)
+    pieces = {(tuple(piece.offsets), tuple(piece.sizes)) for piece in entry.chunks if math.prod(piece.sizes)}
+    if twice := _overlap(pieces):  # what lies in two may be missing elsewhere
+        raise ValueError(f"{name} of shape {shape} has pieces at {twice[0]} and {twice[1]} that overlap")
+    held = sum(math.prod(sizes) for _, sizes in pieces)
     if held < math.prod(shape):  # as of one rank that saved its shards alone
         raise ValueError(f"{name} of shape {shape} has pieces of {held} elements, not of all")
 
 
-def _lengths(given: Any) -> tuple[int, ...] | None:
+def _overlap(pieces: set[tuple[Lengths, Lengths]]) -> tuple[Lengths, Lengths] | None:
+    """The offsets of two pieces that have elements in common, None if no two have.
+
+    Along the dim with the most cuts a piece meets few others: a thousand ranks write a thousand pieces.
+    """
+    offsets = [at for at, _ in pieces]
+    dims = range(len(offsets[0]) if offsets else 0)
+    if not dims:
+        return None
+    dim = max(dims, key=lambda d: len({at[d] for at in offsets}))
+    before: list[tuple[Lengths, Lengths]] = []
+    for at, sizes in sorted(pieces, key=lambda piece: piece[0][dim]):
+        before = [(other, its) for other, its in before if other[dim] + its[dim] > at[dim]]
+        for other, its in before:
+            if all(a < b + m and b < a + n for a, n, b, m in zip(at, sizes, other, its)):
+                return other, at
+        before.append((at, sizes))
+    return None
+
+
+def _lengths(given: Any) -> Lengths | None:
     """``given`` as lengths, None if it is something else."""
     if not isinstance(given, torch.Size | tuple | list):
         return None

@@ -7,6 +7,7 @@ written first and the values streamed after it.
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +61,11 @@ def write_safetensors(
     ``read_group`` returns all tensors of a group; groups are asked for once each, in order, and never two
     at a time. Files appear under their names when complete.
     """
-    files = _cut(list(tensors), max_file_bytes)
+    tensors = list(tensors)
+    counts = Counter(["__metadata__", *(tensor.name for tensor in tensors)])  # the header has a place for it
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise ValueError(f"two tensors would have the name {twice[0]!r} in {folder}")
+    files = _cut(tensors, max_file_bytes)
     folder.mkdir(parents=True, exist_ok=True)
     names = [_file_name(index, len(files)) for index in range(len(files))]
     for name, content in zip(names, files, strict=True):

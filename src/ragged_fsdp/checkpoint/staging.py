@@ -13,6 +13,7 @@ the device (:meth:`Staging.before_update`)::
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -146,11 +147,12 @@ def _same_view(tensor: Tensor, block: Tensor, begin: int) -> Tensor:
 
 
 def _rebuilt(state: Any, staged: dict[int, Tensor]) -> Any:
-    """The same tree around the staged tensors, and around copies of those that were on the host already."""
+    """The same tree around the staged tensors, and around copies of what was on the host already."""
     if isinstance(state, dict):
         return {key: _rebuilt(value, staged) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(_rebuilt(value, staged) for value in state)
+        made = [_rebuilt(value, staged) for value in state]
+        return type(state)(*made) if hasattr(state, "_fields") else type(state)(made)
     if isinstance(state, DTensor):
         local = local_of(state)
         found = staged.get(id(local))
@@ -160,4 +162,4 @@ def _rebuilt(state: Any, staged: dict[int, Tensor]) -> Any:
     if isinstance(state, Tensor):
         found = staged.get(id(state))
         return state.detach().clone() if found is None else found
-    return state
+    return copy.deepcopy(state)  # an array, say, that training goes on to change

@@ -186,10 +186,11 @@ class CheckpointStore:
         writing, final = self.writing_path(step), self.path(step)
         _write_durably(writing / MANIFEST, manifest)
         _sync_folder(writing)
-        if final.exists():  # the same step again, after a resume from an older checkpoint
-            self._drop(final)
+        doomed = self._set_aside(final) if final.exists() else None  # the same step again, after a resume
         os.rename(writing, final)
         _sync_folder(self.root)
+        if doomed is not None:  # only now: to delete takes long, and a crash meanwhile would leave neither
+            shutil.rmtree(doomed, ignore_errors=True)
 
     def best_step(self) -> int | None:
         """The step with the lowest evaluation loss among those that were saved."""
@@ -238,10 +239,13 @@ class CheckpointStore:
                 self._drop(self.path(step))
 
     def _drop(self, path: Any) -> None:
+        shutil.rmtree(self._set_aside(path), ignore_errors=True)
+
+    def _set_aside(self, path: Any) -> Any:
         doomed = path.with_name(f"{_DROPPED}{path.name}")
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        return doomed
 
 
 class ObjectStore(CheckpointStore):

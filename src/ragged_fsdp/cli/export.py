@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from ragged_fsdp.checkpoint.place import is_url
 from ragged_fsdp.cli import HELP_OPTIONS
 from ragged_fsdp.cli.checkpoint_path import PLACE, find_checkpoint
 
@@ -15,7 +16,7 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
 
 @click.command(context_settings={"show_default": True, **HELP_OPTIONS})
 @click.argument("checkpoint", type=PLACE)
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("out", type=click.Path(file_okay=False))
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="keep", help="type of the weights")
 @click.option(
     "--format",
@@ -28,7 +29,7 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
 @click.option("--best", is_flag=True, help="of a run, the best checkpoint instead of the newest")
 @click.option("--overwrite", is_flag=True, help="replace OUT if it is there")
 def command(
-    checkpoint: Any, out: Path, dtype: str, kind: str, max_file_gib: float, best: bool, overwrite: bool
+    checkpoint: Any, out: str, dtype: str, kind: str, max_file_gib: float, best: bool, overwrite: bool
 ) -> None:
     """Write the model in CHECKPOINT (or in a run's newest checkpoint) to the folder OUT, ready to serve.
 
@@ -47,13 +48,15 @@ def command(
 
     from ragged_fsdp.trainer.exporting import export
 
+    if is_url(out):
+        raise click.BadParameter(f"{out} is a URL; OUT is a folder", param_hint="OUT")
     source = find_checkpoint(checkpoint, best=best, verify=True)
     type_name = _DTYPES[dtype]
     with Console(stderr=True).status("") as status:
         try:
             files = export(
                 source,
-                out,
+                Path(out),
                 dtype=getattr(torch, type_name) if type_name else None,
                 fp8=kind == "fp8",
                 max_file_bytes=round(max_file_gib * 2**30),

@@ -336,7 +336,9 @@ def _gathered(flat: torch.Tensor, counts: Sequence[int], group: Group, async_op:
     """The pieces of all ranks of the mesh dim, one after the other; ``counts`` are their lengths."""
     ranks, owners = len(counts), [rank for rank, count in enumerate(counts) if count]
     if ranks == 1 or not owners:
-        return flat
+        # A view of a buffer is copied as gathered pieces are: torch.save would write the whole buffer with
+        # it, and refuses two views of one that differ in dtype.
+        return flat if flat.untyped_storage().nbytes() == flat.nbytes else flat.clone()
     if len(owners) == 1:
         source = flat.contiguous() if flat.numel() else flat.new_empty(sum(counts))
         out = functional.broadcast(source, owners[0], group)

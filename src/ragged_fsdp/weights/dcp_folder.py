@@ -18,7 +18,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.checkpoint.reading import CheckedReader
 from ragged_fsdp.weights.files import Entry, StoredBox
-from ragged_fsdp.weights.names import Naming, Stored, View
+from ragged_fsdp.weights.names import Naming, Stored, View, parts_of
 from ragged_fsdp.weights.reading import Files
+from ragged_fsdp.weights.targets import Target
 
 __all__ = ["elements_of", "of_run", "read_index"]
 
@@ -57,8 +58,8 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a record in a zip file: the lengths of its name and of what fills up to its elements."""
 
 
-def read_index(folder: Place) -> dict[str, Entry]:
-    """The tensors of a checkpoint by name, of its model alone where it holds more; its files are checked."""
+def read_index(folder: Place) -> tuple[dict[str, Entry], bool]:
+    """The tensors of a checkpoint by name, and whether it holds an optimizer too; its files are checked."""
     metadata = CheckedReader(folder).read_metadata()
     entries = {}
     for name, given in metadata.state_dict_metadata.items():
@@ -69,25 +70,37 @@ def read_index(folder: Place) -> dict[str, Entry]:
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
                 boxes.append(StoredBox(place.relative_path, place.offset, offsets, sizes, place.length))
             entries[name] = Entry(given.properties.dtype, tuple(given.size), tuple(boxes))
-    of_model = {name: entry for name, entry in entries.items() if name.startswith(_PREFIX)}
-    is_run = of_model and any(name.startswith("optim.") for name in metadata.state_dict_metadata)
-    return of_model if is_run else entries
+    return entries, any(name.startswith("optim.") for name in metadata.state_dict_metadata)
 
 
-def of_run(naming: Naming, entries: Mapping[str, Entry]) -> Naming:
-    """The naming, with ``model.`` before names that are stored so: the checkpoint of a run holds more."""
-    if not all(name.startswith(_PREFIX) for name in entries):
-        return naming
+def of_run(
+    naming: Naming, targets: Sequence[Target], entries: Mapping[str, Entry], *, has_optimizer: bool
+) -> tuple[Naming, Mapping[str, Entry]]:
+    """The naming, with ``model.`` before all names if the model is stored so, and the entries of the model.
 
-    def stored(name: str) -> str:
-        return name if name in entries else _PREFIX + name
+    A model may itself have names that begin with ``model.``: of the two ways to read the folder, the one that
+    finds more of its tensors counts, and for all of them.
+    """
+    held = [(name, target.tensor) for target in targets for name in target.names]
+    wanted = {part.stored for name, t in held for part in parts_of(naming, name, tuple(t.shape), t.dtype)}
+    plain = entries.keys() & wanted
+    found = entries.keys() & {_PREFIX + name for name in wanted}
+    if len(found) > len(plain):
+        naming = _prefixed(naming)
+    else:
+        found = plain
+    if has_optimizer and found and all(name.startswith(_PREFIX) for name in found):
+        entries = {name: entry for name, entry in entries.items() if name.startswith(_PREFIX)}
+    return naming, entries
 
+
+def _prefixed(naming: Naming) -> Naming:
     def prefixed(name: str, tensor: Tensor) -> str | Mapping[Any, Tensor]:
         given = naming(name, tensor)
-        if not isinstance(given, Mapping):
-            return stored(given)
+        if isinstance(given, str):
+            return _PREFIX + given
         return {
-            Stored(stored(key.name), key.index) if isinstance(key, Stored) else stored(key): value
+            Stored(_PREFIX + key.name, key.index) if isinstance(key, Stored) else _PREFIX + key: value
             for key, value in given.items()
         }
 
@@ -154,8 +167,9 @@ class _Ends(io.RawIOBase):
 def _look_into(item: _Ends) -> tuple[int, torch.dtype, View]:
     with zipfile.ZipFile(item) as archive:
         stem = next(name for name in archive.namelist() if name.endswith("data.pkl"))[: -len("data.pkl")]
-        if (unpacked := archive.getinfo(f"{stem}data.pkl").file_size) > _MOST_BYTES:
-            raise ValueError(f"its data.pkl has {unpacked} bytes, too many for one tensor")
+        for short in ("data.pkl", "byteorder"):
+            if (unpacked := archive.getinfo(stem + short).file_size) > _MOST_BYTES:
+                raise ValueError(f"its {short} has {unpacked} bytes, too many for one tensor")
         found = _TensorUnpickler(io.BytesIO(archive.read(f"{stem}data.pkl"))).load()
         if not isinstance(found, _Tensor):
             raise ValueError("it is no plain tensor")

@@ -69,7 +69,7 @@ def safetensors_files(folder: Place) -> dict[str, list[str] | None]:
         by_file: dict[str, list[str] | None] = {file: [] for file in sorted(set(placed.values()))}
         for name, file in placed.items():
             by_file[file].append(name)  # type: ignore[union-attr]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{indices[0]} is no index of safetensors: {error!r}") from error
     if outside := [file for file in by_file if not is_plain_name(file)]:
         raise ValueError(f"{indices[0]} names {outside[0]!r}, which is not the name of a file in this folder")
@@ -84,6 +84,8 @@ def safetensors_files(folder: Place) -> dict[str, list[str] | None]:
 def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str, Entry]:
     """The tensors of a file by name; ``ValueError`` if it is shorter than its header says, or damaged."""
     path = folder / file
+    if not path.is_file():  # to open a pipe would wait for who writes into it
+        raise ValueError(f"{path} is no file")
     size = path.stat().st_size
     with path.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
@@ -96,7 +98,14 @@ def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str,
         header = json.loads(text)
         header.pop("__metadata__", None)
         entries = {name: _entry(path, name, given, _LENGTH_BYTES + length) for name, given in header.items()}
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+    except (
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        AttributeError,
+        KeyError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise ValueError(f"{path}: its header is damaged: {error!r}") from error
     ends = [entry.boxes[0].begin + entry.nbytes for entry in entries.values()]
     end = max(ends, default=_LENGTH_BYTES + length)

@@ -105,11 +105,19 @@ def load(
     adapters = ranks.done(lambda: Adapters(model, merging=False))
     init = init or getattr(adapters.base, "_init_weights", None)
     kind = ranks.first(lambda: _kind(where))
-    entries = ranks.first(lambda: read_index(where)) if kind == "dcp" else _headers(where, ranks)
+    has_optimizer = False
+    if kind == "dcp":
+        entries, has_optimizer = ranks.first(lambda: read_index(where))
+    else:
+        entries = _headers(where, ranks)
 
     def planned() -> Plan:
-        targets, naming = _wanted(model, adapters, kind, names, entries)
-        return Plan(where, entries, targets, naming, broadcast)
+        if kind != "dcp":
+            return Plan(where, entries, *_wanted(model, adapters, kind, names), broadcast)
+        targets = targets_of(model)
+        naming = default_naming(model, {} if names is None else names)  # a run stores the model's own names
+        naming, of_model = of_run(naming, targets, entries, has_optimizer=has_optimizer)
+        return Plan(where, of_model, targets, naming, broadcast)
 
     plan = ranks.done(planned, lambda plan: plan.description)
     ignored = (
@@ -189,13 +197,9 @@ def _wanted(
     adapters: Adapters,
     kind: str,
     names: Naming | Mapping[str, str] | None,
-    entries: Mapping[str, Entry],
 ) -> tuple[list[Target], Naming]:
-    """The tensors that such a folder has, and their names there."""
+    """The tensors that a folder of safetensors has, and their names there."""
     targets = targets_of(model)
-    if kind == "dcp":
-        naming = default_naming(model, {} if names is None else names)  # a run stores the model's own names
-        return targets, of_run(naming, entries)
     if kind == "adapter":
         if names is not None:
             raise ValueError(

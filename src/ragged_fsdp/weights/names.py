@@ -37,14 +37,12 @@ __all__ = [
     "plain_name",
 ]
 
-_WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # activation checkpointing, torch.compile
+_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")  # activation checkpointing, torch.compile
 
 
 def plain_name(name: str) -> str:
     """``layers.0._checkpoint_wrapped_module.norm.weight`` is ``layers.0.norm.weight``."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 @dataclass(frozen=True, eq=False)

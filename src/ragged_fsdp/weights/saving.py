@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ragged_fsdp.agreement import together
+from ragged_fsdp.checkpoint.place import is_url
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
 from ragged_fsdp.packing import is_packed
 from ragged_fsdp.weights.adapters import Adapters
@@ -82,14 +83,26 @@ def save(
         _save_adapter(model, folder, adapter, dtype, first, overwrite)
         return
     made = stream(model, dtype=dtype, names=names, to=0)
+    described = _on_all(lambda: made.description)  # the stream compares ranks that share a group alone
+    if other := next((rank for rank, text in enumerate(described) if text != described[0]), None):
+        raise ValueError(
+            f"save: rank {other} does not have the tensors that rank 0 has, as in a pipeline; the folder "
+            "would hold a part of the model"
+        )
     with ExitStack() as stack:
+
+        def begin() -> Path | None:
+            if not first:
+                return None
+            writing = stack.enter_context(new_folder(folder, overwrite=overwrite))
+            _describe(Adapters(model).base, writing, dtype, source, {r.name for r in made.metadata()})
+            return writing
+
+        writing = _on_all(begin)[0]
 
         def pass_on() -> None:
             with iter(made) as buckets:  # what fails on rank 0 ends the pass on all
-                if first:
-                    writing = stack.enter_context(new_folder(folder, overwrite=overwrite))
-                    sent = {record.name for record in made.metadata()}
-                    _describe(Adapters(model).base, writing, dtype, source, sent)
+                if first and writing is not None:
                     _write(made, buckets, writing, max_file_bytes)
                 else:
                     for _ in buckets:
@@ -103,7 +116,8 @@ def _checked(
     model: Any, folder: Any, names: Any, adapter: str | None, source: Any, max_file_bytes: Any
 ) -> str | None:
     """The adapter to save; raises if an argument cannot be used."""
-    os.fspath(folder)
+    if is_url(os.fspath(folder)):
+        raise ValueError(f"save: weights are written to a folder; {folder} is a URL")
     if type(max_file_bytes) is not int or max_file_bytes < 1:
         raise ValueError(f"save: max_file_bytes must be a positive number, got {max_file_bytes!r}")
     if adapter is None:
@@ -178,10 +192,15 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
 
     Two that write to one ``out`` at a time would mix their files: the second is refused.
     """
+    out = out.resolve()  # of a link the folder it leads to is replaced; "." has no name
     writing, replaced = out.with_name(f".writing-{out.name}"), out.with_name(f".replaced-{out.name}")
     with _locked(writing):
         try:
-            if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
+            if out.exists() and not out.is_dir():
+                raise ValueError(f"{out} is no folder; give another")
+            if Path.cwd().is_relative_to(out):  # an empty name means it too
+                raise ValueError(f"{out} is, or holds, the working directory; give another folder")
+            if out.exists() and not overwrite and any(out.iterdir()):
                 raise ValueError(
                     f"{out} exists and is not empty; give another folder, or say that it be overwritten"
                 )
