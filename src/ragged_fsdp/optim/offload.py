@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ragged_fsdp.dbuffer import FlatStorage
 from ragged_fsdp.dtensor import wrap_local
-from ragged_fsdp.optim.base import ExactStateOptimizer, are_same, local_part, loss_of
+from ragged_fsdp.optim.base import ExactStateOptimizer, are_same, between_load_hooks, local_part, loss_of
 from ragged_fsdp.torch_internals import DTensorSpec, disable_dynamo, spec_of
 
 __all__ = ["OffloadedState", "offload_state"]
@@ -169,26 +169,19 @@ class OffloadedState(Optimizer):
         """Let torch load the groups, between the hooks of the user, which see the state too."""
         adapted: list[dict[str, Any]] = []
 
-        def hide(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:  # behind all hooks that adapt it
+        def hide(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             adapted.append(loaded)
             return {**loaded, "state": {}}
 
-        def load(_: Optimizer) -> None:  # before all hooks that look at what was loaded
+        def load(_: Optimizer) -> None:
             fresh = _Offload(self)
             for part in fresh.parts:
                 part.load(adapted[0])
             fresh.publish()
             self._offload = fresh
 
-        handles = [
-            self.register_load_state_dict_pre_hook(hide),
-            self.register_load_state_dict_post_hook(load, prepend=True),
-        ]
-        try:
+        with between_load_hooks(self, hide, load):
             Optimizer.load_state_dict(self, state_dict)  # parts load as their kind does
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
         return {**super().__getstate__(), "_part_numel": self._part_numel}
@@ -594,7 +587,8 @@ def _cut(whole: OffloadedState) -> Iterator[tuple[torch.device, list[list[int]]]
     """
     groups = whole.param_groups
     if _steps_whole(whole, whole._kind):
-        yield _devices(whole)[0], [list(range(len(group["params"]))) for group in groups]
+        device = next(iter(_devices(whole)), _HOST)  # of groups without parameters: the host
+        yield device, [list(range(len(group["params"]))) for group in groups]
         return
     members: list[list[int]] = [[] for _ in groups]
     device, numel = _HOST, 0
