@@ -96,16 +96,16 @@ def _new(kind: type[Optimizer]) -> Optimizer:
     return made.__new__(made)
 
 
-def _steps_whole(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
+def _steps_whole(kind: type[Optimizer]) -> bool:
     """Whether all parameters must be stepped together: nothing is known of optimizers of others."""
-    return not isinstance(optimizer, ExactStateOptimizer) and not kind.__module__.startswith("torch.optim.")
+    return not issubclass(kind, ExactStateOptimizer) and not kind.__module__.startswith("torch.optim.")
 
 
 def _devices(optimizer: Optimizer) -> list[torch.device]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = list(dict.fromkeys(local_part(param).device for param in params))
     kind = getattr(optimizer, "_kind", type(optimizer))
-    if len(found) > 1 and _steps_whole(optimizer, kind):
+    if len(found) > 1 and _steps_whole(kind):
         raise ValueError(
             f"offload_state: expected the parameters of {kind.__name__} on one device, got {found}."
         )
@@ -152,7 +152,7 @@ class OffloadedState(Optimizer):
         """Load a state dict, of this optimizer with or without offload; a part at a time is on the device."""
         before = self.state, self.param_groups, self._offload
         try:
-            if _steps_whole(self, self._kind):
+            if _steps_whole(self._kind):
                 super().load_state_dict(state_dict)
                 fresh = _Offload(self)
                 fresh.take()
@@ -236,7 +236,7 @@ class _Part:
         self.params = [
             whole.param_groups[index]["params"][i] for index, chosen in self.members for i in chosen
         ]
-        self.steps_whole = _steps_whole(whole, whole._kind)
+        self.steps_whole = _steps_whole(whole._kind)
         self.state: State = defaultdict(dict)
         self.stepped: Optimizer = whole if self.steps_whole else self._copy()
         self.entries: list[_Entry] = []
@@ -338,7 +338,8 @@ class _Part:
         spans: dict[int, list[Any]] = {}  # by address of the storage: it, first and last byte, place
         for param, key, _, local in movable:
             if type(local) is not Tensor or local.layout is not torch.strided:
-                name = next(n for p, n in zip(self.params, self._all_names()) if p is param)
+                names = (name for index, chosen in self.members for name in self._names(index, chosen))
+                name = next(n for p, n in zip(self.params, names) if p is param)
                 raise TypeError(
                     f"{name}: state {key} must be a dense tensor to be kept on the host, got "
                     f"{type(local).__name__} of {local.layout}."
@@ -395,9 +396,6 @@ class _Part:
             state[param].clear()
             state[param].update(shown)
         return True
-
-    def _all_names(self) -> list[str]:
-        return [name for index, chosen in self.members for name in self._names(index, chosen)]
 
 
 class _Slot:
@@ -586,7 +584,7 @@ def _cut(whole: OffloadedState) -> Iterator[tuple[torch.device, list[list[int]]]
     together whatever each holds of them.
     """
     groups = whole.param_groups
-    if _steps_whole(whole, whole._kind):
+    if _steps_whole(whole._kind):
         device = next(iter(_devices(whole)), _HOST)  # of groups without parameters: the host
         yield device, [list(range(len(group["params"]))) for group in groups]
         return
