@@ -99,6 +99,7 @@ def _strided_ep(full: Tensor, mesh) -> DTensor:
     pieces = [list(part.chunk(2)) for part in full.chunk(2)]
     local = pieces[experts][shards] if shards < len(pieces[experts]) else full[:0]
     placements = [StridedShard(0, split_factor=2), Shard(0)]
+    local = local.clone()  # torch cannot copy a DTensor whose part does not begin its storage
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
     )

@@ -290,6 +290,16 @@ class Counted(torch.optim.SGD):
         return super().step(closure)
 
 
+def test_groups_that_are_empty_at_first():
+    optimizer = offload_state(Muon([{"params": []}], lr=1e-2, ns_dtype=torch.float32))
+    optimizer.step()
+    late = nn.Parameter(torch.ones(8, 8))
+    optimizer.add_param_group({"params": [late], "algorithm": "muon"})
+    late.grad = torch.ones(8, 8)
+    optimizer.step()
+    assert not torch.equal(late, torch.ones(8, 8)) and len(optimizer.state) == 1
+
+
 def test_state_of_no_parameter_stays():
     params = plain_parameters("cpu")
     optimizer = Counted(params.values(), lr=1e-2, momentum=0.9)

@@ -333,6 +333,31 @@ def test_state_of_torchs_muon_and_state_that_does_not_fit() -> None:
         torch.testing.assert_close(ours.state[a]["momentum_buffer"], stock.state[b]["momentum_buffer"])
 
 
+def test_steps_of_the_inner_adamw_that_are_numbers_or_missing() -> None:
+    (bias,) = parameters((9,))
+    optimizer = Muon([("layers.0.bias", bias)], lr=0.02)
+    set_gradients([bias])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["step"] = 1.0  # as torch wrote it before 1.12
+    optimizer.load_state_dict(saved)
+    optimizer.step()
+    assert optimizer.state[bias]["step"] == torch.tensor(2.0)
+    del saved["state"][0]["step"]
+    with pytest.raises(RuntimeError, match=r"layers.0.bias: state \['step'\] is missing"):
+        optimizer.load_state_dict(saved)
+
+
+def test_frozen_parameters_do_not_change() -> None:
+    """Not even with a gradient from before, whichever algorithm is theirs."""
+    params = parameters((8, 8), (9,))
+    optimizer = Muon(zip(["layers.0.weight", "layers.0.bias"], params), lr=0.02)
+    set_gradients(params)
+    before = [p.requires_grad_(False).detach().clone() for p in params]
+    optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
 def test_gradients_are_checked_before_anything_changes() -> None:
     """Those of the inner AdamW too."""
     names, params = ["layers.0.weight", "embed.weight"], parameters((8, 8), (9, 4))

@@ -18,6 +18,9 @@ OPTIMIZERS = {
 }
 
 
+EVERY = {**OPTIMIZERS, "muon": lambda p, **o: Muon(p, **{"lr": 1e-2, "ns_dtype": torch.float32, **o})}
+
+
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
@@ -215,3 +218,109 @@ def test_state_that_does_not_fit_is_refused_by_name_and_changes_nothing():
                     "param_groups": OPTIMIZERS[kind](model.named_parameters()).state_dict()["param_groups"],
                 }
             )
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_hooks_on_loading_see_tensors(kind):
+    """A hook may adapt what is loaded, as torch's for other orders of parameters do, or look at it after."""
+    model = _model()
+    optimizer = EVERY[kind](model.named_parameters())
+    _step(model, optimizer, 0)
+    key = next(key for key in optimizer.state[model[0].weight] if key != "step")
+    wanted = torch.full_like(optimizer.state[model[0].weight][key], 3)
+    seen = []
+
+    def adapt(_, loaded):
+        values = loaded["state"]
+        assert all(isinstance(value, torch.Tensor) for value in values[0].values())
+        return {**loaded, "state": {**values, 0: {**values[0], key: wanted}}}
+
+    optimizer.register_load_state_dict_pre_hook(adapt)
+    optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[model[0].weight][key]))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(seen[0], wanted)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_gradient_that_is_refused_changes_nothing(kind):
+    model = _model()
+    optimizer = EVERY[kind](model.named_parameters())
+    before = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model[2].weight.grad = torch.ones_like(model[2].weight).to_sparse()
+    with pytest.raises(RuntimeError, match=r"2\.weight: expected a dense gradient, got a sparse one"):
+        optimizer.step()
+    assert _are_equal(model, before) and not optimizer.state
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_weights_keep_their_digits(kind):
+    """Those of fp64 are not rounded to fp32 on the way."""
+    model = _model().double().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.mul_(1 + 1e-12).requires_grad_()
+    optimizer = EVERY[kind](model.named_parameters(), weight_decay=0.0)
+    before = copy.deepcopy(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert _are_equal(model, before)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_parameter_between_others_that_gets_other_memory(kind):
+    flat = torch.randn(3 * 256)
+    params = [nn.Parameter(part.view(16, 16)) for part in flat.split(256)]
+    optimizer = EVERY[kind]([(f"layers.{i}.w", p) for i, p in enumerate(params)])
+    for p in params:
+        p.grad = torch.randn(16, 16)
+    optimizer.step()
+    params[1].data = params[1].data.clone()
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert not any(map(torch.equal, params, before))
+
+
+def test_momentum_that_begins_late_and_no_state_without_it():
+    params = [nn.Parameter(torch.ones(9)) for _ in range(4)]
+    ours = FusedSGD(params[:2], lr=0.1, dampening=0.5)
+    theirs = torch.optim.SGD(params[2:], lr=0.1, dampening=0.5, foreach=False)
+    for step in range(7):
+        for optimizer in (ours, theirs):
+            optimizer.param_groups[0]["momentum"] = 0.9 if step in (2, 3, 6) else 0.0
+            for index, p in enumerate(optimizer.param_groups[0]["params"]):
+                p.grad = None if (index, step) == (1, 2) else torch.full((9,), 1.0 + step)
+            optimizer.step()
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert len(ours.state) == len(theirs.state)
+        for left, right in zip(params[:2], params[2:]):
+            torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_two_bytes_on_the_host(dtype):
+    """torch's fused kernel of SGD leaves all of them but the last few as they were."""
+    for options in ({}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.5, "dampening": 0.5}):
+        params = [nn.Parameter(torch.linspace(-1, 1, 100).to(kind)) for kind in (dtype, torch.float32)]
+        optimizers = [FusedSGD([p], lr=0.1, weight_decay=0.1, **options) for p in params]
+        for step in range(3):
+            for p, optimizer in zip(params, optimizers):
+                p.grad = torch.full_like(p, 1.0 + step)
+                optimizer.step()
+        torch.testing.assert_close(params[0].float(), params[1], rtol=0.02, atol=0.02)
+        for left, right in zip(optimizers[0].state.values(), optimizers[1].state.values()):
+            momentum = [entries["momentum_buffer"].float() for entries in (left, right)]
+            torch.testing.assert_close(*momentum, rtol=0.02, atol=0.02)
+
+
+def test_frozen_neighbours_take_no_memory():
+    params = [nn.Parameter(part) for part in torch.zeros(3000).split(1000)]
+    for p in (params[0], params[2]):
+        p.requires_grad_(False)
+    optimizer = FusedAdamW(params)
+    params[1].grad = torch.ones(1000)
+    optimizer.step()
+    assert optimizer.state[params[1]]["exp_avg"].untyped_storage().nbytes() == 4000

@@ -17,10 +17,11 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ __all__ = [
     "StepCounters",
     "are_same",
     "as_tuple",
+    "between_load_hooks",
     "check_options",
     "form_like",
     "is_excluded",
@@ -208,7 +210,8 @@ def require_matching_grad(name: str, param: Tensor) -> None:
 class Gradients:
     """Reads the local gradients of a group's parameters: each step the same checks, as cheap as can be."""
 
-    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+    def __init__(self, named: Iterable[tuple[str, Tensor]], same_dtype: bool = False) -> None:
+        self._same_dtype = same_dtype
         self._expected = [
             (name, param, spec_of(param) if isinstance(param, DTensor) else None) for name, param in named
         ]
@@ -224,6 +227,8 @@ class Gradients:
             sharded = isinstance(grad, DTensor)
             if not plain and not (sharded and spec_of(grad) is spec):
                 require_matching_grad(name, param)
+            if self._same_dtype and grad.dtype is not param.dtype:
+                raise TypeError(f"{name}: expected a gradient of {param.dtype}, got {grad.dtype}.")
             local = local_of(grad) if sharded else grad
             grads[index] = local if local.is_contiguous() else local.contiguous()
         return grads
@@ -248,12 +253,12 @@ class StepCounters:
             self._seen_version = version_of(self.flat)
         return self._counts
 
-    def adopt(self, param: Tensor, state: dict[str, Any], missing: float = 0.0) -> None:
+    def adopt(self, param: Tensor, state: dict[str, Any]) -> None:
         """Make ``state["step"]`` the parameter's view, keeping a value that was loaded."""
         index = self.index_of[param]
         view = self.views[index]
         if state.get("step") is not view:
-            self.flat[index] = float(state.get("step", missing))
+            self.flat[index] = float(state.get("step", 0.0))
             state["step"] = view
 
     def advance(self, indices: Collection[int]) -> None:
@@ -287,8 +292,11 @@ class _Untouched:
 class ExactStateOptimizer(torch.optim.Optimizer):
     """An optimizer that plans each group as it is added, and whose state keeps its dtypes when loaded."""
 
-    _planned: list[list[Tensor]]
-    """The parameters of each group when it was planned."""
+    _planned: Sequence[tuple[list[Tensor], Gradients]] = ()
+    """The parameters of each group when it was planned, and what reads their gradients."""
+
+    _same_dtype: ClassVar[bool] = False
+    """Whether gradients must have the dtype of their parameter."""
 
     _places: Mapping[Tensor, int] = MappingProxyType({})
     """Where parameters stand in the optimizer that this one is a part of, if it is (see ``offload``)."""
@@ -308,8 +316,8 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         """What the state of a parameter must hold, if there is any."""
         raise NotImplementedError
 
-    def _update_all(self) -> None:
-        """Update every parameter that has a gradient."""
+    def _update_all(self, every_grad: Sequence[dict[int, Tensor]]) -> None:
+        """Update every parameter that has a gradient: for each group those, by their index in it."""
         raise NotImplementedError
 
     @disable_dynamo
@@ -318,7 +326,8 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         """One update of every parameter that has a gradient; no communication."""
         loss = loss_of(closure)
         self._follow_changes()
-        self._update_all()
+        every_grad = [gradients.read() for _, gradients in self._planned]  # raises before anything changes
+        self._update_all(every_grad)
         if self._noted is None:
             self._noted = self._state_values()
         return loss
@@ -331,7 +340,7 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             raise
-        self._planned = [list(group["params"]) for group in self.param_groups]
+        self._planned = (*self._planned, self._planned_group(len(self.param_groups) - 1))
 
     def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a group with the names given to the constructor, or their position."""
@@ -352,14 +361,18 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         self._noted = None
         for index in range(len(self.param_groups)):
             self._plan_group(index)
-        self._planned = [list(group["params"]) for group in self.param_groups]
+        self._planned = [self._planned_group(index) for index in range(len(self.param_groups))]
+
+    def _planned_group(self, index: int) -> tuple[list[Tensor], Gradients]:
+        gradients = Gradients(self.named_group_params(index), self._same_dtype)
+        return list(self.param_groups[index]["params"]), gradients
 
     def _follow_changes(self) -> None:
         """Plan anew if parameters or state were exchanged; called before a step changes anything.
 
         Accelerate shards after making the optimizer; users clear state, or move it away and back.
         """
-        planned, current = self._planned, [group["params"] for group in self.param_groups]
+        planned, current = [params for params, _ in self._planned], [g["params"] for g in self.param_groups]
         if [*map(len, planned)] != [*map(len, current)] or not all(map(are_same, planned, current)):
             self._plan_all()
         elif self._noted is not None and not are_same(self._noted, self._state_values()):
@@ -381,25 +394,52 @@ class ExactStateOptimizer(torch.optim.Optimizer):
 
         State or options that do not fit raise, naming the parameter, and nothing is changed.
         """
-        hidden = {
-            param_id: {
-                key: _Untouched(value) if isinstance(value, Tensor) and key != "step" else value
-                for key, value in entries.items()
-            }
-            for param_id, entries in state_dict["state"].items()
-        }
         before = self.state, self.param_groups
         try:
-            super().load_state_dict({**state_dict, "state": hidden})
-            for param, entries in self.state.items():
-                for key, value in entries.items():
-                    if isinstance(value, _Untouched):
-                        entries[key] = value.tensor.to(device=local_part(param).device)
-            self._require_states()
+            with between_load_hooks(self, _hide_tensors, _show_tensors):
+                super().load_state_dict(state_dict)
         except Exception:
             self.state, self.param_groups = before
             self._plan_all()
             raise
+
+
+def _hide_tensors(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    hidden = {
+        param_id: {
+            key: _Untouched(value) if isinstance(value, Tensor) and key != "step" else value
+            for key, value in entries.items()
+        }
+        for param_id, entries in loaded["state"].items()
+    }
+    return {**loaded, "state": hidden}
+
+
+def _show_tensors(optimizer: ExactStateOptimizer) -> None:
+    for param, entries in optimizer.state.items():
+        for key, value in entries.items():
+            if isinstance(value, _Untouched):
+                entries[key] = value.tensor.to(device=local_part(param).device)
+    optimizer._require_states()
+
+
+@contextmanager
+def between_load_hooks(
+    optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any]
+) -> Iterator[None]:
+    """Call ``before`` behind all hooks on what is to be loaded, ``after`` ahead of all on what was loaded.
+
+    So the hooks of users see state as it was saved and as it will be used, whatever lies between.
+    """
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(before),
+        optimizer.register_load_state_dict_post_hook(after, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:

@@ -400,12 +400,8 @@ def state_over_blocks(param: Tensor, grid: BlockGrid, local: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return local.view(*grid.grid_shape, *rest)
     form = form_over_blocks(param, grid, None, rest)
-    placements = form.placements
-    if placements is None:
-        raise ValueError(
-            f"blocks of a parameter of shape {grid.shape} under {param.placements} have no layout."
-        )
-    return wrap_state(param, local, form.shape, placements)
+    assert form.placements is not None  # require_whole_blocks has refused the others
+    return wrap_state(param, local, form.shape, form.placements)
 
 
 def form_over_blocks(
@@ -416,16 +412,12 @@ def form_over_blocks(
     Several values for each tile of a parameter that is stored in tiles are a list of its blocks, as stored.
     """
     placements = None
-    if grid.tile is not None and grid.tiled and rest and isinstance(param, DTensor):
-        placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
-        if placements is not None:
-            placements = tuple(
-                RaggedShard((0,), p.local_units) if isinstance(p, RaggedShard) else p for p in placements
-            )
-        return StateForm((math.prod(grid.grid_shape), *rest), placements, dtype)
     if isinstance(param, DTensor):
         placements = blocks_placements(grid, param.device_mesh.shape, param.placements)
-    return StateForm((*grid.grid_shape, *rest), placements, dtype)
+    if grid.tile is None or not grid.tiled or not rest:
+        return StateForm((*grid.grid_shape, *rest), placements, dtype)
+    listed = (RaggedShard((0,), p.local_units) if isinstance(p, RaggedShard) else p for p in placements or ())
+    return StateForm((math.prod(grid.grid_shape), *rest), tuple(listed), dtype)
 
 
 def require_whole_blocks(name: str, param: Tensor, grid: BlockGrid) -> LocalBlocks:

@@ -15,9 +15,10 @@ fused ones, so the numbers are those of ``torch.optim.AdamW(fused=True)``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from torch import Tensor
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
     ExactStateOptimizer,
-    Gradients,
     StateForm,
     StepCounters,
     as_tuple,
@@ -54,7 +54,7 @@ class _Member:
     numel: int
 
 
-@dataclass
+@dataclass(eq=False)
 class _Chain:
     """Neighbouring parameters, their weights as one tensor, and their flat state by key.
 
@@ -69,21 +69,15 @@ class _Chain:
         self.itemsize = self.weights.element_size()
         self.held = [member for member in self.members if member.numel]
         self.kind = (self.weights.dtype, self.weights.device)
-        self.address = self.weights.data_ptr()
-        self.whole = _Span(self, 0, self.weights.numel())
-        self.last_address = self.address + self.held[-1].start * self.itemsize if self.held else 0
+        self._params = [member.param for member in self.held]
+        self._addresses = [local_part(param).data_ptr() for param in self._params]
 
     def has_moved(self) -> bool:
-        """Whether the ends of the chain are no longer where its weights are."""
-        if not self.held:
-            return False
-        if local_part(self.held[0].param).data_ptr() != self.address:
-            return True
-        return len(self.held) > 1 and local_part(self.held[-1].param).data_ptr() != self.last_address
+        """Whether a parameter is no longer where the chain's weights are."""
+        return [local.data_ptr() for local in map(local_part, self._params)] != self._addresses
 
 
-@dataclass(frozen=True, eq=False)
-class _Span:
+class _Span(NamedTuple):
     """Elements [start, stop) of a chain."""
 
     chain: _Chain
@@ -112,21 +106,10 @@ class _GroupChains:
     def __init__(self, named: Sequence[tuple[str, Tensor]], started: Container[Tensor]) -> None:
         self.chains = list(_find_chains(named, started))
         self.counters = StepCounters([param for _, param in named])
-        self.gradients = Gradients(named)
+        self.started: dict[tuple[str, ...], set[int]] = defaultdict(set)
+        """Positions of the parameters that have state under these keys."""
         self.places = {member.position: (chain, member) for chain in self.chains for member in chain.members}
-        self._spans: dict[tuple[int, int, int], _Span] = {}
         self._tensors: dict[tuple[Any, ...], list[list[Tensor]]] = {}
-
-    def checked_grads(self) -> dict[int, Tensor]:
-        """The gradients of the group, by position; torch's fused kernels want the dtype of the weights."""
-        grads = self.gradients.read()
-        for chain in self.chains:
-            dtype = chain.kind[0]
-            for member in chain.held:
-                grad = grads.get(member.position)
-                if grad is not None and grad.dtype is not dtype:
-                    raise TypeError(f"{member.name}: expected a gradient of {dtype}, got {grad.dtype}.")
-        return grads
 
     def updates(self, grads: dict[int, Tensor]) -> list[_Update]:
         """What this step does: neighbours with neighbouring gradients and equal counts are one span."""
@@ -138,7 +121,7 @@ class _GroupChains:
                 grad = grads.get(position)
                 if grad is None:
                     continue
-                spans = [(counts[position], chain.whole, grad)]
+                spans = [(counts[position], _Span(chain, 0, chain.held[0].numel), grad)]
             else:
                 spans = list(self._stretches(chain, grads, counts))
             for count, span, span_grads in spans:
@@ -176,25 +159,14 @@ class _GroupChains:
         """Neighbours from ``first`` to ``stop`` as one span, if their gradients lie in one storage."""
         grad, numel = grads[first.position], stop - first.start
         if numel == first.numel:
-            yield count, self._span(chain, first.start, stop), grad.view(-1)
+            yield count, _Span(chain, first.start, stop), grad.view(-1)
         elif (grad.storage_offset() + numel) * chain.itemsize <= grad.untyped_storage().nbytes():
-            yield count, self._span(chain, first.start, stop), _flat_from(grad, numel)
+            yield count, _Span(chain, first.start, stop), _flat_from(grad, numel)
         else:  # allocations that touch by chance
             for member in chain.held:
                 if first.start <= member.start < stop:
                     flat = grads[member.position].view(-1)
-                    yield count, self._span(chain, member.start, member.start + member.numel), flat
-
-    def _span(self, chain: _Chain, start: int, stop: int) -> _Span:
-        if stop - start == chain.weights.numel():
-            return chain.whole
-        return self._spans.setdefault((id(chain), start, stop), _Span(chain, start, stop))
-
-    def let_go(self) -> None:
-        """Drop all state. A chain and its spans know each other: it would stay until the collector comes."""
-        self._tensors.clear()
-        for chain in self.chains:
-            chain.state.clear()
+                    yield count, _Span(chain, member.start, member.start + member.numel), flat
 
     def tensors(self, spans: Sequence[_Span], keys: Sequence[str]) -> list[list[Tensor]]:
         """The weights of the spans, then their state by key."""
@@ -211,7 +183,8 @@ class _GroupChains:
 def _find_chains(named: Iterable[tuple[str, Tensor]], started: Container[Tensor]) -> Iterator[_Chain]:
     """Parameters in order of their addresses, joined where one ends and the next begins.
 
-    Those with state and those without are apart, so that state that lies flat can stay where it is.
+    Those with state and those without are apart, so that state that lies flat can stay where it is. So are
+    frozen ones: state that they may never need would take memory.
     """
     every = [(position, name, param) for position, (name, param) in enumerate(named)]
     members: list[_Member] = []
@@ -224,9 +197,8 @@ def _find_chains(named: Iterable[tuple[str, Tensor]], started: Container[Tensor]
             yield _Chain([_Member(name, param, position, 0, 0)], local.detach())
             continue
         last = members[-1].param if members else param
-        if members and not (
-            _are_neighbours(local_part(last), local) and (last in started) == (param in started)
-        ):
+        alike = (last in started, last.requires_grad) == (param in started, param.requires_grad)
+        if members and not (alike and _are_neighbours(local_part(last), local)):
             yield _chain_of(members, stop)
             members, stop = [], 0
         members.append(_Member(name, param, position, stop, local.numel()))
@@ -257,6 +229,8 @@ class _FlatOptimizer(ExactStateOptimizer):
     _expected: ClassVar[dict[str, str]]
     """Options and their ranges; see :func:`~ragged_fsdp.optim.base.check_options`."""
 
+    _same_dtype: ClassVar[bool] = True  # torch's fused kernels want it
+
     _saves_step: ClassVar[bool] = True
     """Whether torch's optimizer of this kind saves step counts."""
 
@@ -264,19 +238,13 @@ class _FlatOptimizer(ExactStateOptimizer):
     """Chains by group; found at the next step if None, as in a copy that was never initialised."""
 
     def _forget_plans(self) -> None:
-        self._drop_members()  # loaded state is moved into flat tensors at the next step
-
-    def _drop_members(self) -> None:
-        """Find chains anew at the next step; memory that only the old ones hold is free at once."""
-        for members in self._members or ():
-            members.let_go()
-        self._members = None
+        self._members = None  # loaded state is moved into flat tensors at the next step
 
     def _plan_group(self, index: int) -> None:
         check_options(self.param_groups[index], self._expected)
         for name, param in self.named_group_params(index):
             require_optimisable(name, param)
-        self._drop_members()
+        self._members = None
 
     def _state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         raise NotImplementedError
@@ -289,16 +257,12 @@ class _FlatOptimizer(ExactStateOptimizer):
         steps: dict[str, StateForm | None] = {"step": None} if self._saves_step else {}
         return {**steps, **dict.fromkeys(self._state_keys(group), form_like(param))}
 
-    def _update_all(self) -> None:
-        every = self._current_members()
-        every_grad = [members.checked_grads() for members in every]  # raises first, if at all
-        for group, members, grads in zip(self.param_groups, every, every_grad):
-            updates = members.updates(grads)
-            counts = members.counters.counts()
-            if fresh := [index for index in grads if counts[index] == 0]:
-                self._start(group, members, fresh)
+    def _update_all(self, every_grad: Sequence[dict[int, Tensor]]) -> None:
+        for group, members, grads in zip(self.param_groups, self._current_members(), every_grad):
             keys = self._state_keys(group)
-            for update in updates:
+            if fresh := grads.keys() - members.started[keys]:
+                self._start(group, members, sorted(fresh))
+            for update in members.updates(grads):
                 self._apply(group, update, members.tensors(update.spans, keys))
             members.counters.advance(grads)
 
@@ -313,7 +277,6 @@ class _FlatOptimizer(ExactStateOptimizer):
         for group, members in zip(self.param_groups, found):
             loaded = [i for i, param in enumerate(group["params"]) if self.state.get(param)]
             self._start(group, members, loaded)
-        self._drop_members()
         self._members = found
         return found
 
@@ -322,12 +285,18 @@ class _FlatOptimizer(ExactStateOptimizer):
 
         In the order of the parameters, not of addresses: ranks must create state in the same order.
         """
+        keys = self._state_keys(group)
+        if not keys:  # SGD without momentum has no state
+            return
         self._noted = None
+        members.started[keys].update(positions)
         for position in positions:
             chain, member = members.places[position]
             state = self.state[member.param]
-            members.counters.adopt(member.param, state, missing=1.0 if state else 0.0)
-            for key in self._state_keys(group):
+            if not self._saves_step:  # ours tells whether momentum begins: torch's files have momentum alone
+                state["step"] = state.get("step", 1.0) if state.keys() >= set(keys) else 0.0
+            members.counters.adopt(member.param, state)
+            for key in keys:
                 if key not in chain.state:
                     flat = self._flat_state(chain, key)
                     chain.state[key] = torch.zeros_like(chain.weights) if flat is None else flat
@@ -479,9 +448,13 @@ class FusedSGD(_FlatOptimizer):
 
     def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
         weights, *buffers = tensors
+        grads = update.grads
+        narrow = weights[0].element_size() < 4 and weights[0].device.type == "cpu"
+        if narrow:  # torch's kernel for the host leaves such weights as they are (pytorch/pytorch#191763)
+            weights, grads, *buffers = ([t.float() for t in those] for those in (weights, grads, *buffers))
         torch._fused_sgd_(
             weights,
-            update.grads,
+            grads,
             buffers[0] if buffers else [],
             weight_decay=group["weight_decay"],
             momentum=group["momentum"],
@@ -491,3 +464,6 @@ class FusedSGD(_FlatOptimizer):
             maximize=group["maximize"],
             is_first_step=bool(buffers) and update.count == 0,  # torch warns where there is none
         )
+        if narrow:
+            for rounded, exact in zip(tensors, (weights, *buffers)):
+                torch._foreach_copy_(rounded, exact)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from ragged_fsdp.dbuffer import FlatStorage
 from ragged_fsdp.dtensor import wrap_local
-from ragged_fsdp.optim.base import ExactStateOptimizer, are_same, local_part, loss_of
+from ragged_fsdp.optim.base import ExactStateOptimizer, are_same, between_load_hooks, local_part, loss_of
 from ragged_fsdp.torch_internals import DTensorSpec, disable_dynamo, spec_of
 
 __all__ = ["OffloadedState", "offload_state"]
@@ -96,16 +96,16 @@ def _new(kind: type[Optimizer]) -> Optimizer:
     return made.__new__(made)
 
 
-def _steps_whole(optimizer: Optimizer, kind: type[Optimizer]) -> bool:
+def _steps_whole(kind: type[Optimizer]) -> bool:
     """Whether all parameters must be stepped together: nothing is known of optimizers of others."""
-    return not isinstance(optimizer, ExactStateOptimizer) and not kind.__module__.startswith("torch.optim.")
+    return not issubclass(kind, ExactStateOptimizer) and not kind.__module__.startswith("torch.optim.")
 
 
 def _devices(optimizer: Optimizer) -> list[torch.device]:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = list(dict.fromkeys(local_part(param).device for param in params))
     kind = getattr(optimizer, "_kind", type(optimizer))
-    if len(found) > 1 and _steps_whole(optimizer, kind):
+    if len(found) > 1 and _steps_whole(kind):
         raise ValueError(
             f"offload_state: expected the parameters of {kind.__name__} on one device, got {found}."
         )
@@ -152,7 +152,7 @@ class OffloadedState(Optimizer):
         """Load a state dict, of this optimizer with or without offload; a part at a time is on the device."""
         before = self.state, self.param_groups, self._offload
         try:
-            if _steps_whole(self, self._kind):
+            if _steps_whole(self._kind):
                 super().load_state_dict(state_dict)
                 fresh = _Offload(self)
                 fresh.take()
@@ -169,26 +169,19 @@ class OffloadedState(Optimizer):
         """Let torch load the groups, between the hooks of the user, which see the state too."""
         adapted: list[dict[str, Any]] = []
 
-        def hide(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:  # behind all hooks that adapt it
+        def hide(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             adapted.append(loaded)
             return {**loaded, "state": {}}
 
-        def load(_: Optimizer) -> None:  # before all hooks that look at what was loaded
+        def load(_: Optimizer) -> None:
             fresh = _Offload(self)
             for part in fresh.parts:
                 part.load(adapted[0])
             fresh.publish()
             self._offload = fresh
 
-        handles = [
-            self.register_load_state_dict_pre_hook(hide),
-            self.register_load_state_dict_post_hook(load, prepend=True),
-        ]
-        try:
+        with between_load_hooks(self, hide, load):
             Optimizer.load_state_dict(self, state_dict)  # parts load as their kind does
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
         return {**super().__getstate__(), "_part_numel": self._part_numel}
@@ -243,7 +236,7 @@ class _Part:
         self.params = [
             whole.param_groups[index]["params"][i] for index, chosen in self.members for i in chosen
         ]
-        self.steps_whole = _steps_whole(whole, whole._kind)
+        self.steps_whole = _steps_whole(whole._kind)
         self.state: State = defaultdict(dict)
         self.stepped: Optimizer = whole if self.steps_whole else self._copy()
         self.entries: list[_Entry] = []
@@ -345,7 +338,8 @@ class _Part:
         spans: dict[int, list[Any]] = {}  # by address of the storage: it, first and last byte, place
         for param, key, _, local in movable:
             if type(local) is not Tensor or local.layout is not torch.strided:
-                name = next(n for p, n in zip(self.params, self._all_names()) if p is param)
+                names = (name for index, chosen in self.members for name in self._names(index, chosen))
+                name = next(n for p, n in zip(self.params, names) if p is param)
                 raise TypeError(
                     f"{name}: state {key} must be a dense tensor to be kept on the host, got "
                     f"{type(local).__name__} of {local.layout}."
@@ -402,9 +396,6 @@ class _Part:
             state[param].clear()
             state[param].update(shown)
         return True
-
-    def _all_names(self) -> list[str]:
-        return [name for index, chosen in self.members for name in self._names(index, chosen)]
 
 
 class _Slot:
@@ -593,8 +584,9 @@ def _cut(whole: OffloadedState) -> Iterator[tuple[torch.device, list[list[int]]]
     together whatever each holds of them.
     """
     groups = whole.param_groups
-    if _steps_whole(whole, whole._kind):
-        yield _devices(whole)[0], [list(range(len(group["params"]))) for group in groups]
+    if _steps_whole(whole._kind):
+        device = next(iter(_devices(whole)), _HOST)  # of groups without parameters: the host
+        yield device, [list(range(len(group["params"]))) for group in groups]
         return
     members: list[list[int]] = [[] for _ in groups]
     device, numel = _HOST, 0

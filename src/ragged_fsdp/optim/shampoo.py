@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.geometry import outer_mesh_dims
-from ragged_fsdp.optim.adam8bit.reference import AdamScalars, adam_direction, prepared_grad
+from ragged_fsdp.optim.adam8bit.reference import AdamScalars, adam_direction, prepared_grad, widened
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
     ExactStateOptimizer,
@@ -30,7 +30,6 @@ from ragged_fsdp.optim.base import (
     is_excluded,
     local_part,
     name_patterns,
-    require_matching_grad,
     require_optimisable,
     state_like,
 )
@@ -101,26 +100,23 @@ class Shampoo(ExactStateOptimizer):
             "maximize": maximize,
         }
         self._blocks: dict[Tensor, LocalBlocks | None] = {}
-        self._names: dict[Tensor, str] = {}
         super().__init__(params, defaults)
-        plain = [self._names[param] for param, blocks in self._blocks.items() if blocks is None]
+        named = [pair for index in range(len(self.param_groups)) for pair in self.named_group_params(index)]
+        plain = [name for name, param in named if self._blocks[param] is None]
         _LOG.info("Shampoo: Adam alone for %d parameters: %s", len(plain), ", ".join(plain) or "none")
 
     def _forget_plans(self) -> None:
-        self._blocks, self._names = {}, {}
+        self._blocks = {}
 
     def _plan_group(self, index: int) -> None:
         group = self.param_groups[index]
         check_options(group, _RANGES)
         blocks: dict[Tensor, LocalBlocks | None] = {}
-        names = {}
         for name, param in self.named_group_params(index):
             require_optimisable(name, param)
             alone = is_excluded(name, group) or param.ndim < 2 or param.numel() < group["min_numel"]
             blocks[param] = None if alone else self._blocks_of(name, param, group)
-            names[param] = name
         self._blocks.update(blocks)
-        self._names.update(names)
 
     @staticmethod
     def _blocks_of(name: str, param: Tensor, group: dict[str, Any]) -> LocalBlocks | None:
@@ -144,14 +140,12 @@ class Shampoo(ExactStateOptimizer):
                 expected[key] = form_over_blocks(param, blocks.grid, torch.float32, (side, side))
         return expected
 
-    def _update_all(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    require_matching_grad(self._names[param], param)
-                    self._update(param, group)
+    def _update_all(self, every_grad: Sequence[dict[int, Tensor]]) -> None:
+        for group, grads in zip(self.param_groups, every_grad):
+            for index, grad in grads.items():
+                self._update(group["params"][index], grad, group)
 
-    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         blocks, state = self._blocks[param], self.state[param]
         if not state:
             self._noted = None
@@ -163,7 +157,7 @@ class Shampoo(ExactStateOptimizer):
         mean, square = local_part(state["exp_avg"]), local_part(state["exp_avg_sq"])
         if not weight.numel():
             return
-        grad = prepared_grad(local_part(param.grad), weight, scalars)  # type: ignore[arg-type]
+        grad = prepared_grad(grad, weight, scalars)
         new_mean, new_square, direction = adam_direction(grad, mean, square, scalars)
         mean.copy_(new_mean)
         square.copy_(new_square)
@@ -178,7 +172,7 @@ class Shampoo(ExactStateOptimizer):
                 grafted = _grafted(_as_matrices(mean, blocks), _as_matrices(direction, blocks), statistics)
                 whole = F.pad(grafted, (0, blocks.grid.block_cols - grafted.shape[-1]))
                 direction = from_blocks(whole.flatten(1), blocks).view(weight.shape)
-        weight.copy_(weight.float() * scalars.decay_factor - direction * scalars.step_size)
+        weight.copy_(widened(weight) * scalars.decay_factor - direction * scalars.step_size)
 
 
 _RANGES = {

@@ -20,7 +20,6 @@ from ragged_fsdp.optim.adam8bit.reference import AdamScalars, BlockEntry, update
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
     ExactStateOptimizer,
-    Gradients,
     StateForm,
     StepCounters,
     as_tuple,
@@ -102,7 +101,6 @@ class _Members:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.params = [param for _, param in named]
         self.counters = StepCounters(self.params)
-        self.gradients = Gradients(named)
         self.slots: list[_Slot | None] = [None] * len(named)
         self.batches: dict[Any, _Batches] = {}
 
@@ -264,8 +262,7 @@ class Adam8bit(ExactStateOptimizer):
         codes, scales = form_like(param, torch.uint8), form_over_blocks(param, blocks.grid, torch.float32)
         return {"step": None, **{key: codes if key.endswith("codes") else scales for key in _QUANTISED}}
 
-    def _update_all(self) -> None:
-        every_grad = [members.gradients.read() for members in self._members]  # raises first, if at all
+    def _update_all(self, every_grad: Sequence[dict[int, Tensor]]) -> None:
         for group, members, grads in zip(self.param_groups, self._members, every_grad):
             members.drop_moved()
             for index in grads:

@@ -21,7 +21,15 @@ from ragged_fsdp.optim.adam8bit.codes import (
 )
 from ragged_fsdp.optim.blocks import LocalBlocks, from_blocks, to_blocks
 
-__all__ = ["AdamScalars", "BlockEntry", "adam_direction", "prepared_grad", "update_entry", "update_exact"]
+__all__ = [
+    "AdamScalars",
+    "BlockEntry",
+    "adam_direction",
+    "prepared_grad",
+    "update_entry",
+    "update_exact",
+    "widened",
+]
 
 _CHUNK_NUMEL = 1 << 19  # bounds the temporaries of a large parameter, and keeps them in cache
 
@@ -88,12 +96,17 @@ def prepared_grad(grad: Tensor, param: Tensor, scalars: AdamScalars) -> Tensor:
     grad = grad.float()
     if scalars.maximize:
         grad = -grad
-    return grad + param * scalars.l2 if scalars.l2 else grad
+    return grad + (param * scalars.l2).float() if scalars.l2 else grad
+
+
+def widened(param: Tensor) -> Tensor:
+    """Weights in fp32, or in fp64 if they are: fp32 would round them in every step."""
+    return param if param.dtype == torch.float64 else param.float()
 
 
 def update_exact(param: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scalars: AdamScalars) -> None:
     """One step of a local tensor whose moments are fp32, in place."""
-    weight = param.float()
+    weight = widened(param)
     grad = prepared_grad(grad, weight, scalars)
     new_mean, new_square, direction = adam_direction(grad, mean, square, scalars)
     mean.copy_(new_mean)
@@ -137,7 +150,7 @@ def _update_rows(
     if noise_key is not None:
         rows, cols = (to_blocks(index, chunk) for index in _places(chunk, entry.param.device))
         noise = rounding_noise(rows, cols, noise_key)
-    param = blocked(entry.param).float()
+    param = widened(blocked(entry.param))
     grad = prepared_grad(blocked(grad), param, scalars)
     mean_scales, square_scales = entry.exp_avg_scales.view(-1), entry.exp_avg_sq_scales.view(-1)
     mean_codes = blocked(entry.exp_avg_codes, fill=zero_code(signed=True))

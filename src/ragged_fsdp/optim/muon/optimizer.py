@@ -55,7 +55,7 @@ __all__ = ["Muon"]
 
 _LOG = logging.getLogger(__name__)
 _MUON, _ADAMW = "muon", "adamw"
-_STATE_KEYS = {_MUON: ("momentum_buffer",), _ADAMW: ("exp_avg", "exp_avg_sq")}
+_STATE_KEYS = {_MUON: ("momentum_buffer",), _ADAMW: ("step", "exp_avg", "exp_avg_sq")}
 
 IsMatrix = Callable[[str | None, Tensor], bool]
 SplitRule = Callable[[str | None, Tensor], MatrixRule]
@@ -194,18 +194,18 @@ class Muon(Optimizer):
         loss = loss_of(closure)
         groups = [group for group in self.param_groups if group["algorithm"] == _MUON]
         # Everything that can be wrong is looked at before anything is changed or sent.
+        for group in self.param_groups:
+            for name, p in _members_of(group):
+                if p.grad is not None:
+                    require_matching_grad(Member(name, p).label, p)
         prepared = []
         for exchange in self._exchanges(groups):
             states = [self._local_state(name, p) for name, p in zip(exchange.names, exchange.parameters)]
             families = [self._family_step(group, exchange.team.device) for group in groups]
             prepared.append((exchange, MuonWork(states, families)))
-        others = [group for group in self.param_groups if group["algorithm"] == _ADAMW]
-        for group in others:
-            for name, p in _members_of(group):
-                if p.grad is not None:
-                    require_matching_grad(Member(name, p).label, p)
-        for group in others:
-            adamw_step(group, self.state)
+        for group in self.param_groups:
+            if group["algorithm"] == _ADAMW:
+                adamw_step(group, self.state)
         for exchange, work in prepared:
             exchange.run(work)
         return loss
@@ -236,7 +236,10 @@ class Muon(Optimizer):
             for group in self.param_groups:
                 for name, p in _members_of(group):
                     if state := self.state.get(p):
-                        expected = dict.fromkeys(_STATE_KEYS[group["algorithm"]], form_like(p))
+                        expected = {
+                            key: None if key == "step" else form_like(p)
+                            for key in _STATE_KEYS[group["algorithm"]]
+                        }
                         require_state(Member(name, p).label, p, state, expected)
         except Exception:
             self.state, self.param_groups = before
@@ -293,9 +296,6 @@ class Muon(Optimizer):
         if gradient is None:
             local = local_part(parameter)
             return LocalState(local, None, local)
-        require_matching_grad(name, parameter)
-        if not gradient.is_floating_point():
-            raise ValueError(f"{name}: Muon needs real gradients, got {gradient.dtype}.")
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)

@@ -70,7 +70,7 @@ def adamw_step(group: dict[str, Any], state: dict[Tensor, dict[str, Any]]) -> No
     """One AdamW step of a param group, on local tensors (each element by itself, so any sharding will do)."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for parameter in group["params"]:
-        if parameter.grad is not None:
+        if parameter.requires_grad and parameter.grad is not None:  # as for matrices
             _init_state(parameter, state[parameter])
             by_device.setdefault(local_part(parameter).device, []).append(parameter)
     for device, parameters in by_device.items():
@@ -89,8 +89,9 @@ def _init_state(parameter: Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32, device=local.device)
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-    elif state["step"].device != local.device:
-        state["step"] = state["step"].to(local.device)  # loaded from a checkpoint made elsewhere
+    elif not isinstance(state["step"], Tensor) or state["step"].device != local.device:
+        # loaded from a checkpoint made elsewhere
+        state["step"] = torch.tensor(float(state["step"]), dtype=torch.float32, device=local.device)
 
 
 def _update(
