@@ -49,6 +49,7 @@ class _Rank:
     process: BaseProcess
     pipe: Connection
     result: Any = None
+    is_done: bool = False
     trace: str | None = None
     refusal: str | None = None
     failed_at: float | None = None
@@ -172,12 +173,13 @@ def _collect(rank: _Rank) -> None:
             elif kind == "failed":
                 rank.trace, rank.failed_at = value, time.monotonic()
             else:
-                rank.result = value
+                rank.result, rank.is_done = value, True
     except (EOFError, OSError):
         rank.process.join(5)  # its end of the pipe is closed: it is ending
     if rank.process.exitcode is not None:
         rank.ended = True
-        if rank.process.exitcode != 0 and rank.failed_at is None:
+        done = rank.is_done and rank.process.exitcode == 0  # something may end a process with status 0
+        if not done and rank.failed_at is None:
             rank.failed_at = time.monotonic()
 
 
