@@ -10,10 +10,12 @@ pytest.importorskip("torchft", reason="torchft is not installed: pip install '.[
 
 import torch
 from benchmarks.faults.replicas import Setting, kill_replicas
+from torch import nn
 from torchft.manager import ExceptionWithTraceback
 
 from ragged_fsdp.integrations import torchft as adapter
 from ragged_fsdp.integrations.torchft import Replicas, SplitError
+from ragged_fsdp.replicas import ReplicaGradients
 from rank_pool import DEVICE
 
 SETTINGS = {
@@ -28,6 +30,7 @@ class _Others:
 
     def __init__(self, pasts: dict[int, int], model: int = 7, options: int = 5) -> None:
         self.pasts, self.model, self.options, self.error = pasts, model, options, None
+        self.participates = True
 
     def allreduce(self, roll: torch.Tensor, reduce_op: object) -> "_Others":
         for replica, past in self.pasts.items():
@@ -45,7 +48,7 @@ class _Others:
         self.error = error
 
     def is_participating(self) -> bool:
-        return True
+        return self.participates
 
     def current_step(self) -> int:
         return 5
@@ -55,7 +58,7 @@ def _among(others: _Others, replica: int = 1, past: int = 3) -> Replicas:
     ours = object.__new__(Replicas)
     ours.replica, ours._lineage, ours._model, ours._manager = replica, past, (1, 7), others
     ours._device, ours._group = torch.device("cpu"), others
-    ours._gradients = SimpleNamespace(times_laid_out=1)
+    ours._gradients, ours._healed = SimpleNamespace(times_laid_out=1), False
     ours._state = SimpleNamespace(options_hash=lambda: "5", groups=[{"lr": 0.25}])
     return ours
 
@@ -123,6 +126,42 @@ def test_nothing_holds_a_group_that_has_failed_when_ranks_wait_for_each_other() 
             ours._agree = lambda: (1,)
         assert ours._attempt() is None
     assert seen == [[None], [None, None]]
+
+
+@pytest.mark.parametrize("others", [{0: 3, 2: 3}, {}])
+def test_gradients_of_another_state_are_in_no_mean(others: dict[int, int]) -> None:
+    """A replica copies its state, a third one dies, and the step is averaged again: now it is like the others
+    but for its gradients, which are of the weights it came with. Where the giver died too nobody has any."""
+    model = nn.Linear(2, 1)
+    manager = _Others(others)
+    ours = _among(manager)
+    ours._gradients = ReplicaGradients(model)
+    ours._gradients.times_laid_out, ours._model = 0, (1, 7)
+    ours._state.load = lambda header, runs: None
+    ours._transport = SimpleNamespace(failure=None, received=None)
+    manager.wait_quorum = manager.abort = manager.start_quorum = lambda: None
+    steps = iter([False, True])
+
+    def allreduce(tensor: torch.Tensor, reduce_op: object) -> _Others:
+        assert not tensor.any()  # of this replica nothing
+        if tensor.ndim == 2:
+            return _Others.allreduce(manager, tensor, reduce_op)
+        tensor += len(others) * (1 if tensor.dtype == torch.int64 else 3)
+        return manager
+
+    def should_commit() -> bool:
+        if not manager.participates:  # as torchft does, whatever becomes of the attempt
+            ours._load(SimpleNamespace(header={"lineage": 3}, runs=[]))
+        manager.participates = True
+        return next(steps)
+
+    manager.allreduce, manager.should_commit = allreduce, should_commit
+    manager.participates, ours._begun, ours._tell = False, True, lambda waited_s: None
+    model(torch.ones(1, 2)).sum().backward()
+    averaged = ours.average()
+    assert averaged.attempts == 2 and averaged.replicas == tuple(others)
+    for param in model.parameters():
+        assert param.grad is None if not others else torch.equal(param.grad, torch.full_like(param, 3.0))
 
 
 def test_what_a_peer_needs_and_cannot_have_is_its_error_alone() -> None:

@@ -421,7 +421,7 @@ def test_memory_that_is_missing_is_a_copy_that_failed(serve, monkeypatch):
 
 
 def test_gradients_are_laid_out_anew_when_parameters_change_their_shape():
-    """As where experts move to other ranks; and one that is frozen is in no buffer."""
+    """As where experts move to other ranks; one that is frozen is in no buffer, one that nobody has goes."""
     model = nn.Linear(4, 4, bias=False)
     gradients = ReplicaGradients(model)
     for rows in (4, 1, 3):
@@ -431,6 +431,10 @@ def test_gradients_are_laid_out_anew_when_parameters_change_their_shape():
         assert [flat.tolist() for flat in flats] == [[float(rows)] * rows * 4]
         gradients.hand_over(present)
     assert gradients.times_laid_out == 3
+    gradients.hand_over(torch.zeros(1, dtype=torch.int64))
+    assert (
+        model.weight.grad is None
+    )  # no replica contributed one: zeros would let the optimizer decay it here
     model.requires_grad_(False)
     assert gradients.collect()[1] == [] and gradients.times_laid_out == 4
 

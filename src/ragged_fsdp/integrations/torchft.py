@@ -258,6 +258,8 @@ class Replicas:
         self._on_change = on_change
         self._ready: Any = None
         self._begun = False
+        self._healed = False
+        """Whether the state became a peer's since the forward: the gradients are of another one then."""
         self._known: tuple[int, ...] = ()
         host = host or socket.gethostname()
         self._device = local_part(next(iter(model.parameters()))).device
@@ -306,18 +308,20 @@ class Replicas:
         if torch.accelerator.is_available():
             self._ready = torch.accelerator.current_stream().record_event()
         self._begun = True
+        self._transport.received = None
+        self._healed = False
         self._manager.start_quorum()
 
     def average(self) -> Averaged:
         """After the backward: the gradients become their mean over the replicas that are there.
 
         Always for one step of the job, which the optimizer must take next. A replica that had to copy its
-        state from a peer contributed nothing to that step, but has it after this.
+        state from a peer contributed nothing to that step, but has it after this. If all that are left are
+        such, because who gave the state died, there is no gradient: the step changes nothing.
         """
         if not self._begun:
             raise RuntimeError("average: call begin() before the forward.")
         began, attempts = time.monotonic(), 1
-        self._transport.received = None
         while (averaged := self._attempt()) is None:
             attempts += 1
             error = self._manager.errored()
@@ -343,24 +347,37 @@ class Replicas:
         present, flats = self._gradients.collect()
         contributors = self._agree()
         if contributors is not None:
-            self._reduce(present, flats)
+            self._reduce(present, flats, len(contributors))
         if self._failed():
             self._let_go()
         committed = manager.should_commit()
         if (failure := self._transport.failure) is not None:
             raise failure  # the other ranks may have been healed: only a fresh start is sure to be whole
-        if committed and self._transport.received is not None and self._options() != self._agreed_options:
+        if committed and self._healed and self._options() != self._agreed_options:
             raise RuntimeError(
                 f"replica {self.replica}: the optimizer's options came from a peer that then changed them in "
                 f"step {self.step - 1}; set them before begin(), or between average() and the step."
             )
         return (present, contributors) if committed and contributors is not None else None
 
-    def _reduce(self, present: Tensor, flats: list[Tensor]) -> None:
-        works = [self._manager.allreduce(present, reduce_op=dist.ReduceOp.SUM)]
-        works += [self._manager.allreduce(flat) for flat in flats]
-        for work in works:
+    def _reduce(self, present: Tensor, flats: list[Tensor], contributors: int) -> None:
+        for work in [self._add_up(tensor) for tensor in (present, *flats)]:
             work.wait()
+        for flat in flats:  # by the roll: the manager also counts a replica that was healed before
+            flat /= max(1, contributors)
+
+    def _add_up(self, tensor: Tensor) -> Any:
+        """Start the sum over the replicas that contribute; the others have zeros."""
+        if not self._contributes():
+            tensor.zero_()
+        return self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM)
+
+    def _contributes(self) -> bool:
+        """Whether this replica's gradients are of the state of this step.
+
+        One that copies its state now, or did so in an earlier attempt at this step, has none to give.
+        """
+        return self._manager.is_participating() and not self._healed
 
     def _let_go(self) -> None:
         """End the group, or a replica that waits for this one would find out only by its time-out.
@@ -387,7 +404,7 @@ class Replicas:
         roll = torch.zeros(1 + len(own), _MOST_REPLICAS, dtype=torch.int64)
         roll[:, self.replica] = torch.tensor([1, *own])
         roll = roll.to(self._device)
-        self._manager.allreduce(roll, reduce_op=dist.ReduceOp.SUM).wait()
+        self._add_up(roll).wait()
         if self._failed():
             return None
         there, *told = roll.tolist()
@@ -397,7 +414,7 @@ class Replicas:
         said = {index: tuple(each[index] for each in told) for index in contributors if there[index] == 1}
         says = list(said.values())
         kept = max(says, key=lambda one: (says.count(one), -says.index(one)), default=own)
-        if self._manager.is_participating() and own != kept:
+        if self._contributes() and own != kept:
             others = [index for index in contributors if said.get(index) == kept]
             raise self._odd_one_out(own, kept, others)
         if len(set(says)) > 1 or len(said) < len(contributors):
@@ -445,6 +462,7 @@ class Replicas:
         return offer
 
     def _load(self, received: Received) -> None:
+        self._healed = True
         self._state.load(received.header, received.runs)
         self._lineage = int(received.header["lineage"])
 

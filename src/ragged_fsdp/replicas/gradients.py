@@ -32,7 +32,7 @@ class _Bucket:
 class ReplicaGradients:
     """Flat copies of the gradients of ``model``'s parameters.
 
-    A gradient that this replica has not and another has counts as zero here; one that none has stays None.
+    A gradient that this replica has not and another has counts as zero here; one that none has becomes None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,8 +72,15 @@ class ReplicaGradients:
 
     @torch.no_grad()
     def hand_over(self, present: Tensor) -> None:
-        """Let the gradients be what the buffers hold; ``present`` counts the replicas that have each."""
+        """Let the gradients be what the buffers hold; ``present`` counts the replicas that have each.
+
+        One that this replica has and did not contribute, and no other has, goes: with zeros the optimizer
+        would decay what it leaves alone elsewhere.
+        """
         counts = present.tolist()
+        for param, count in zip(self._params, counts):
+            if not count:
+                param.grad = None
         for bucket in self._buckets:
             targets, sources = [], []
             for index, part in zip(bucket.indices, bucket.parts):
