@@ -292,8 +292,9 @@ class Job:
     def kill(self, replica: int, choose: random.Random) -> None:
         """Kill one rank, and the others a moment later."""
         order = choose.sample(self.processes[replica], RANKS)
+        assert order[0].exitcode is None, f"replica {replica} died by itself"
         for process in order:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()  # the others may have noticed by then, and have ended
             time.sleep(choose.uniform(0, 0.05))
         for process in order:
             process.join()

@@ -150,7 +150,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None) -> list[T
     dist.all_gather_object(said, (result, told), group=group)
     if failure is not None:
         raise failure
-    for rank, (_, text) in enumerate(said):
+    for rank, (_, text) in zip(dist.get_process_group_ranks(group), said):
         if text is not None:
             raise RuntimeError(f"rank {rank} failed: {text}")
     return [result for result, _ in said]

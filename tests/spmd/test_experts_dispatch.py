@@ -175,8 +175,11 @@ def test_two_levels_with_a_capacity(rank):
         _run(layer["experts"], _inputs(tokens, rank.rank, chosen=0))
         fit_capacity(layer, margin=1.0)
     assert int(load_of(layer).dropped) == 0
-    with pytest.raises(ValueError, match="ranks must have as many tokens"):
+    with pytest.raises(ValueError, match="and with it as many tokens"):
         layer["experts"](*_inputs(5 + (rank.rank == 3), 0))
+    split_experts_of(layer)["experts"].dispatcher.capacity = 1.0 + rank.rank
+    with pytest.raises(ValueError, match=r"'6 tokens, capacity 1.0', rank 1 has '6 tokens, capacity 2.0'"):
+        layer["experts"](*_inputs(6, 0))
 
 
 class Reads(TorchDispatchMode):
@@ -363,8 +366,32 @@ def test_what_does_not_fit_is_dropped_and_counted(rank):
         module.train()
     module = nn.ModuleDict({"experts": Squares().to(DEVICE)})
     expert_parallel(module, rank.mesh(), dispatcher=lambda m, s: AllToAll(m, s, capacity=2.0))
-    with pytest.raises(ValueError, match="rank 0 has '5 tokens', rank 1 has '6 tokens'"):
+    with pytest.raises(ValueError, match=r"rank 0 has '5 tokens, .*', rank 1 has '6 tokens, .*'"):
         module["experts"](*_inputs(5 + rank.rank, 0))
+
+
+class FailsOnOneRank(AllToAll):
+    """Cannot be made on rank 1."""
+
+    def __init__(self, mesh, split):
+        super().__init__(mesh, split)
+        if mesh.get_rank() == 1:
+            raise ValueError("on purpose")
+
+
+class Broken(AllToAll):
+    """Does not keep to the protocol, in what it dispatches or in what it combines."""
+
+    def __init__(self, mesh, split, wrong):
+        super().__init__(mesh, split)
+        self.wrong = wrong
+
+    def dispatch(self, tokens, chosen, meanwhile=None):
+        rows, counts, route = super().dispatch(tokens, chosen, meanwhile)
+        return (*(self.wrong(rows, counts) if self.wrong else (rows, counts)), route)
+
+    def combine(self, outputs, weights, route):
+        return super().combine(outputs, weights, route).sum(0, keepdim=True)
 
 
 @spmd(2)
@@ -391,12 +418,36 @@ def test_what_cannot_be_spread_is_refused_and_left_as_it_was(rank):
         ({"split": ExpertSplit((1, 1))}, "has 4 experts for 2 ranks, but its split is of 2 on 2"),
         ({"split": {"expert": ExpertSplit((2, 2))}}, "split names 'expert', which is not spread"),
         ({"dispatcher": lambda m, s: AllToAll(m, s, capacity=-1.0)}, "capacity must be None or positive"),
-        ({"split": ExpertSplit((1 + rank.rank, 3 - rank.rank))}, "the ranks of the mesh disagree"),
+        (
+            {"split": ExpertSplit((1 + rank.rank, 3 - rank.rank))},
+            "do not spread experts the same: rank 0 has",
+        ),
+        # on one rank: the other must not wait for it
+        ({"split": ExpertSplit((1, 1 + 2 * rank.rank))}, r"has 4 experts|rank 0 cannot spread experts"),
+        (
+            {"dispatcher": FailsOnOneRank},
+            r"^on purpose|rank 1 cannot make dispatchers: ValueError: on purpose",
+        ),
     ):
         module = model()
         with pytest.raises(ValueError, match=error):
             expert_parallel(module, mesh, **options)
         assert type(module["experts"].weight) is nn.Parameter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAGGED_FSDP_RANKS_PER_NODE", str(1 + rank.rank))
+        with pytest.raises(ValueError, match="'nodes of 1 ranks', rank 1 has 'nodes of 2 ranks'"):
+            expert_parallel(model(), mesh, dispatcher="two_level")
+    for wrong, error in (
+        (lambda rows, counts: (rows[:, :1], counts), r"rows of dispatch must have shape \(\d+, 6\)"),
+        (
+            lambda rows, counts: (rows, counts[:1]),
+            r"Broken: counts of dispatch must have shape \(2,\), got \(1,\)",
+        ),
+        (None, r"Broken: result of combine must have shape \(3, 6\), got \(1, 6\)"),
+    ):
+        expert_parallel(module := model(), mesh, dispatcher=lambda m, s, w=wrong: Broken(m, s, w))
+        with pytest.raises(ValueError, match=error):
+            module["experts"](*_inputs(3, rank.rank))
     spread = model()
     expert_parallel(spread, mesh)
     with pytest.raises(ValueError, match="is a DTensor already"):

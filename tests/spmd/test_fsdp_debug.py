@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -237,7 +238,50 @@ def test_ranks_that_did_not_arrive_are_named_from_what_all_have_launched(rank: R
         record = records[f"rank-0000{number}.json"]
         assert record["waits_in"]["phase"] == "all-gather" and record["waits_in"]["group"] == "layers.1"
         assert record["did_not_arrive"] == ["rank 2 (last: all-gather of 'layers.0')"]
+        assert record["launched_another"] == []
         own = [launch for launch in record["last_launches"] if launch["process_group"] == pg.group_name]
         assert [launch["number"] for launch in own] == [1, 2]
     if rank.rank < 2:
         assert "all-gather of group 'layers.1': did not arrive: rank 2 (last:" in said[1]
+
+
+@spmd(3)
+def test_a_rank_that_lost_the_order_is_named_with_the_first_collective_that_differs(rank: Rank) -> None:
+    """All have launched as many: by numbers alone the collective itself would seem to stand still."""
+    pg = dist.new_group(timeout=timedelta(seconds=100))
+    watch, folder = fsdp_inside.Watch(remembered=4), rank.shared_dir / "hangs"
+    order = ["layers.0", "layers.2", "layers.1"] if rank.rank == 1 else ["layers.0", "layers.1", "layers.2"]
+    for name in order:
+        watch.begin("all-gather", name, pg, returns=name != order[-1])
+    watch.keep_records(folder)
+    try:
+        with logged() as said:
+            for seconds in (0, 60, 60, 60):
+                watch.report(time.monotonic() + seconds)
+                dist.barrier()
+    finally:
+        watch.keep_records(None)
+    here, there = "all-gather of 'layers.1'", "all-gather of 'layers.2'"
+    if rank.rank != 1:
+        assert f"launched another collective in its place: rank 1 ({there}, here {here}). The" in said[1]
+    else:
+        assert f"rank 0 ({here}, here {there}), rank 2 ({here}, here {there})" in said[1]
+
+
+@spmd(1)
+def test_a_folder_that_cannot_be_reached_does_not_end_the_watch(rank: Rank) -> None:
+    """Its file system may be what everybody waits for."""
+
+    def gone(path: Path) -> None:
+        raise OSError(116, "stale file handle")
+
+    watch = fsdp_inside.Watch(remembered=3)
+    watch.keep_records(rank.shared_dir / "hangs")
+    try:
+        with pytest.MonkeyPatch.context() as patch, logged() as said:
+            patch.setattr(Path, "is_dir", gone)
+            watch.report(time.monotonic())
+    finally:
+        watch.keep_records(None)
+    (line,) = said
+    assert "hangs: " in line and "stale file handle" in line

@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 import fsdp_inside
 from fsdp_cases import DIM, FeedForward, fsdp, fully_shard, is_sharded, ragged_only, rows
 from ragged_fsdp import DBuffer
+from ragged_fsdp.agreement import together
 from rank_pool import spmd
 
 
@@ -87,6 +88,25 @@ def test_a_refused_module_is_left_unchanged(rank):
 def test_shard_placement(rank):
     with pytest.raises(AssertionError, match="Shard dim 1 is invalid for 1D tensor"):
         fully_shard(nn.Linear(4, 4), shard_placement_fn=lambda p: Shard(1))
+
+
+@spmd(4)
+def test_a_rank_that_fails_in_a_group_of_some_is_named_as_all_know_it(rank):
+    """Rank 3 is the second of its group: another one would be looked at."""
+
+    def fail_on_the_last() -> int:
+        if rank.rank == 3:
+            raise OSError("on purpose")
+        return rank.rank
+
+    mesh = rank.mesh(2, 2, names=("a", "b"))
+    if rank.rank < 2:
+        assert together(fail_on_the_last, mesh["b"].get_group()) == [0, 1]
+    else:
+        with pytest.raises(
+            (OSError, RuntimeError), match=r"^on purpose$|^rank 3 failed: OSError: on purpose$"
+        ):
+            together(fail_on_the_last, mesh["b"].get_group())
 
 
 @spmd(4)

@@ -1,5 +1,6 @@
 """The adapter to torchft, with a lighthouse and managers that are really started."""
 
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,9 +10,12 @@ pytest.importorskip("torchft", reason="torchft is not installed: pip install '.[
 
 import torch
 from benchmarks.faults.replicas import Setting, kill_replicas
+from torch import nn
+from torchft.manager import ExceptionWithTraceback
 
 from ragged_fsdp.integrations import torchft as adapter
-from ragged_fsdp.integrations.torchft import _MOST_REPLICAS, Replicas, SplitError
+from ragged_fsdp.integrations.torchft import Replicas, SplitError
+from ragged_fsdp.replicas import ReplicaGradients
 from rank_pool import DEVICE
 
 SETTINGS = {
@@ -22,16 +26,15 @@ SETTINGS = {
 
 
 class _Others:
-    """A manager under which other replicas are there, each with a past and a model."""
+    """A manager under which other replicas are there, each with a past, a model and options."""
 
-    def __init__(self, pasts: dict[int, int], model: int = 7) -> None:
-        self.pasts, self.model, self.error = pasts, model, None
+    def __init__(self, pasts: dict[int, int], model: int = 7, options: int = 5) -> None:
+        self.pasts, self.model, self.options, self.error = pasts, model, options, None
+        self.participates = True
 
     def allreduce(self, roll: torch.Tensor, reduce_op: object) -> "_Others":
         for replica, past in self.pasts.items():
-            roll[replica] += 1
-            roll[_MOST_REPLICAS + replica] += past
-            roll[-1] += self.model
+            roll[:, replica] += torch.tensor([1, past, self.model, self.options])
         return self
 
     def wait(self) -> None: ...
@@ -45,7 +48,7 @@ class _Others:
         self.error = error
 
     def is_participating(self) -> bool:
-        return True
+        return self.participates
 
     def current_step(self) -> int:
         return 5
@@ -53,8 +56,10 @@ class _Others:
 
 def _among(others: _Others, replica: int = 1, past: int = 3) -> Replicas:
     ours = object.__new__(Replicas)
-    ours.replica, ours._lineage, ours._fingerprint, ours._manager = replica, past, 7, others
+    ours.replica, ours._lineage, ours._model, ours._manager = replica, past, (1, 7), others
     ours._device, ours._group = torch.device("cpu"), others
+    ours._gradients, ours._healed = SimpleNamespace(times_laid_out=1), False
+    ours._state = SimpleNamespace(options_hash=lambda: "5", groups=[{"lr": 0.25}])
     return ours
 
 
@@ -67,10 +72,103 @@ def test_replicas_that_took_different_steps_do_not_mix(monkeypatch: pytest.Monke
     assert _among(stays)._agree() is None and stays.error is not None  # and averages again without the other
     with pytest.raises(SplitError):
         _among(_Others({2: 9, 3: 9}))._agree()  # the larger side stays
-    with pytest.raises(ValueError, match="models, or how they are cut"):
-        _among(_Others({0: 3}, model=8))._agree()
+
+
+def test_only_the_replica_that_is_not_like_the_others_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was started with another setting, or a number twice, must not end all."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    for other, match in (
+        ({"model": 8}, r"replica 1: its model, .* of replicas \[0\] on rank 0"),
+        ({"options": 6}, r"in step 5 its optimizer has other options than replicas \[0\], here lr \[0.25\]"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            _among(_Others({0: 3}, **other))._agree()
+        stays = _Others({2: 3}, **other)
+        assert _among(stays)._agree() is None and stays.error is not None
     with pytest.raises(ValueError, match="replica 1: two living replicas"):
         _among(_Others({1: 3}))._agree()
+    for twice in (0, 2):  # by two others
+        stays = _Others({twice: 3})
+        stays.allreduce = lambda roll, reduce_op, stays=stays: (
+            [_Others.allreduce(stays, roll, None)] and (_Others.allreduce(stays, roll, None))
+        )
+        assert _among(stays)._agree() is None and stays.error is not None
+
+
+def test_nothing_holds_a_group_that_has_failed_when_ranks_wait_for_each_other() -> None:
+    """gloo closes its connections then, and not before: a peer that waits for this rank would not notice."""
+    held, seen = [], []
+
+    class Work:
+        def wait(self) -> None:
+            try:
+                raise ConnectionError("closed by peer")
+            except ConnectionError as error:
+                manager.error = ExceptionWithTraceback(error)
+
+    def launch(tensor: torch.Tensor, reduce_op: object = None) -> Work:
+        work = Work()
+        held.append(weakref.ref(work))
+        return work
+
+    manager = _Others({})
+    ours = _among(manager)
+    ours._gradients.collect = lambda: (torch.zeros(1), [torch.zeros(2)])
+    ours._transport = SimpleNamespace(failure=None, received=None)
+    manager.wait_quorum = lambda: None
+    manager.abort = lambda: None
+    manager.should_commit = lambda: seen.append([ref() for ref in held])
+    for first_succeeds in (False, True):
+        manager.error = None
+        held.clear()
+        manager.allreduce = launch
+        if first_succeeds:  # the roll comes through, and the gradients do not
+            ours._agree = lambda: (1,)
+        assert ours._attempt() is None
+    assert seen == [[None], [None, None]]
+
+
+@pytest.mark.parametrize("others", [{0: 3, 2: 3}, {}])
+def test_gradients_of_another_state_are_in_no_mean(others: dict[int, int]) -> None:
+    """A replica copies its state, a third one dies, and the step is averaged again: now it is like the others
+    but for its gradients, which are of the weights it came with. Where the giver died too nobody has any."""
+    model = nn.Linear(2, 1)
+    manager = _Others(others)
+    ours = _among(manager)
+    ours._gradients = ReplicaGradients(model)
+    ours._gradients.times_laid_out, ours._model = 0, (1, 7)
+    ours._state.load = lambda header, runs: None
+    ours._transport = SimpleNamespace(failure=None, received=None)
+    manager.wait_quorum = manager.abort = manager.start_quorum = lambda: None
+    steps = iter([False, True])
+
+    def allreduce(tensor: torch.Tensor, reduce_op: object) -> _Others:
+        assert not tensor.any()  # of this replica nothing
+        if tensor.ndim == 2:
+            return _Others.allreduce(manager, tensor, reduce_op)
+        tensor += len(others) * (1 if tensor.dtype == torch.int64 else 3)
+        return manager
+
+    def should_commit() -> bool:
+        if not manager.participates:  # as torchft does, whatever becomes of the attempt
+            ours._load(SimpleNamespace(header={"lineage": 3}, runs=[]))
+        manager.participates = True
+        return next(steps)
+
+    manager.allreduce, manager.should_commit = allreduce, should_commit
+    manager.participates, ours._begun, ours._tell = False, True, lambda waited_s: None
+    model(torch.ones(1, 2)).sum().backward()
+    averaged = ours.average()
+    assert averaged.attempts == 2 and averaged.replicas == tuple(others)
+    for param in model.parameters():
+        assert param.grad is None if not others else torch.equal(param.grad, torch.full_like(param, 3.0))
+
+
+def test_what_a_peer_needs_and_cannot_have_is_its_error_alone() -> None:
+    """The giver goes on; the one that asks is told why."""
+    ours = _among(_Others({}))
+    ours._ready, ours._state.offer = None, lambda ready: {}["missing"]
+    assert ours._offer() == "KeyError: 'missing'"
 
 
 @pytest.mark.parametrize("answers", [["SUCCESS", "SUCCESS"], ["SUCCESS", "COMM_ERROR"]])

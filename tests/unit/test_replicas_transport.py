@@ -1,6 +1,9 @@
 """Who gets the state of a replica, what is refused, and that it never changes under a copy."""
 
 import contextlib
+import json
+import operator
+import os
 import pickle
 import socket
 import threading
@@ -20,6 +23,7 @@ from ragged_fsdp.replicas import (
     receive,
     transport,
 )
+from ragged_fsdp.replicas import state as state_module
 from ragged_fsdp.replicas.transport import job_token
 
 TOKEN = b"a token of the tests"
@@ -41,6 +45,10 @@ def _values(state: ReplicaState) -> dict[str, list[int]]:
         parts = run.split([piece.nbytes for piece in pieces])
         found |= {piece.name: part.tolist() for piece, part in zip(pieces, parts)}
     return found
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise RuntimeError("on purpose")
 
 
 @pytest.fixture
@@ -146,8 +154,9 @@ def test_what_does_not_fit_is_named_before_it_is_sent(serve):
     ours = _state()
     header = ours.offer().header
     for change, match in (
-        ({"version": 2}, "version 2"),
+        ({"version": 1}, "version 1"),
         ({"groups": []}, "0 groups"),
+        ({"optimizer": "SGD"}, "optimizer is SGD, this rank's AdamW"),
         ({"extra": {"x": 1}}, "extra: the peer has"),
         ({"runs": header["runs"] + [[["optim.step.nobody", "float32", [], "plain"]]]}, "optim.step.nobody"),
         ({"runs": header["runs"] + header["runs"]}, "twice"),
@@ -163,8 +172,11 @@ def test_what_does_not_fit_is_named_before_it_is_sent(serve):
 
 def test_a_state_of_another_step_is_not_given(serve):
     server = serve(_state(), step=4)
-    with pytest.raises(HealingError, match="ended the connection"):
+    with pytest.raises(HealingError, match="the peer says: it is at step 4"):
         receive(server.address, TOKEN, 3, 2.0, _state().check)  # that step is over
+    server.offer(3, "TypeError: option x")
+    with pytest.raises(HealingError, match="the peer says: TypeError: option x"):
+        receive(server.address, TOKEN, 3, 2.0, _state().check)
 
 
 def test_the_state_may_change_as_soon_as_it_is_withdrawn(serve):
@@ -274,6 +286,157 @@ def test_what_is_copied_for_an_offer_is_behind_the_last_write(monkeypatch):
     assert state.offer("the write").ready == "behind the copy"
     assert said == ["wait for the write", "copy", "record"]
     assert state.offer().ready is None
+
+
+def test_a_scheduler_is_the_same_after_a_copy(serve):
+    """JSON has texts for keys: with milestones "2" and "4" the learning rate would never change."""
+
+    def build() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, ReplicaState]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4], gamma=0.5)
+        extra = {"scheduler": (scheduler.state_dict, scheduler.load_state_dict)}
+        return optimizer, scheduler, ReplicaState(model, optimizer, extra)
+
+    (theirs, their_scheduler, giving), (ours, our_scheduler, taking) = build(), build()
+    theirs.step()
+    their_scheduler.step()
+    got = receive(serve(giving).address, TOKEN, 3, 2.0, taking.check)
+    taking.load(got.header, got.runs)
+    for _ in range(4):
+        for optimizer, scheduler in ((theirs, their_scheduler), (ours, our_scheduler)):
+            optimizer.step()
+            scheduler.step()
+        assert ours.param_groups[0]["lr"] == theirs.param_groups[0]["lr"]
+    assert ours.param_groups[0]["lr"] == 0.25
+    assert giving.options_hash() == taking.options_hash()
+    ours.param_groups[0]["lr"] = 0.5
+    assert giving.options_hash() != taking.options_hash()
+
+
+def test_what_cannot_be_copied_is_refused_at_the_start():
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(TypeError, match=r"extra data: a replica's state holds .*, got <object"):
+        ReplicaState(model, optimizer, {"data": (object, print)})
+    for given in (None, True, 3, 1e300, float("inf"), "a", [1, (2, [3])], {1: "a", (2, "b"): {"dict": ()}}):
+        assert state_module._from_json(json.loads(json.dumps(state_module._as_json("it", given)))) == given
+
+
+def test_buffers_are_those_of_now_and_do_not_change_under_a_copy(serve):
+    """A forward may write to a buffer, or put another in its place; neither may spoil a copy."""
+    theirs, ours = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    giving, taking = (ReplicaState(m, torch.optim.SGD(m.parameters(), lr=1.0)) for m in (theirs, ours))
+    for model, value in ((theirs, 2.0), (ours, 5.0)):
+        model.running_mean = torch.full((3,), value)
+    server = serve(giving)
+    theirs.running_mean.fill_(7.0)
+    got = receive(server.address, TOKEN, 3, 2.0, taking.check)
+    taking.load(got.header, got.runs)
+    assert ours.running_mean.tolist() == [2.0] * 3
+
+
+def test_an_optimizer_that_refuses_leaves_the_weights_as_they_were(serve, monkeypatch):
+    theirs, ours = _state(), _state(steps=0)
+    got = receive(serve(theirs).address, TOKEN, 3, 2.0, ours.check)
+    before = _values(ours)
+    monkeypatch.setattr(ours._optimizer, "load_state_dict", _fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        ours.load(got.header, got.runs)
+    assert _values(ours) == before
+
+
+def test_who_trickles_holds_nobody_longer_than_the_time_out(monkeypatch):
+    """A time-out for each read would let a byte now and then go on for ever."""
+    monkeypatch.setattr(transport, "_GREETING_S", 0.4)
+    server = StateServer(TOKEN, "127.0.0.1", 0.4)
+    host, port = server.address.split(":")
+
+    def trickle(connection: socket.socket) -> float:
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            while time.monotonic() - began < 3:
+                connection.sendall(b"\0")
+                time.sleep(0.05)
+        return time.monotonic() - began
+
+    with socket.create_connection((host, int(port))) as stranger:
+        assert trickle(stranger) < 2
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=lambda: trickle(listener.accept()[0]), daemon=True).start()
+    began = time.monotonic()
+    with pytest.raises(HealingError, match="timed out"):
+        receive(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN, 3, 0.4, _state().check)
+    assert time.monotonic() - began < 2
+    listener.close()
+    server.close()
+
+
+def test_copies_leave_no_files_and_no_threads(monkeypatch):
+    """Over many copies; and a server that is closed listens no more, and serves again after a bad moment."""
+
+    def held() -> list[int]:
+        return [len(os.listdir("/proc/self/fd")), threading.active_count()]
+
+    before, accept, bad = held(), socket.socket.accept, [OSError(24, "too many open files")]
+
+    def accept_or_not(listener: socket.socket) -> tuple[socket.socket, object]:
+        if bad:
+            raise bad.pop()
+        return accept(listener)
+
+    ours, server = _state(), StateServer(TOKEN, "127.0.0.1", 5.0)
+    monkeypatch.setattr(socket.socket, "accept", accept_or_not)
+    for number in range(200):
+        server.offer(number, ours.offer())
+        receive(server.address, TOKEN, number, 5.0, ours.check)
+        server.withdraw()
+
+    def wait_for_nothing() -> None:
+        with pytest.raises(HealingError, match="it has left"):
+            receive(server.address, TOKEN, 200, 5.0, ours.check)
+
+    waiting = threading.Thread(target=wait_for_nothing)
+    waiting.start()
+    time.sleep(0.1)
+    server.close()
+    waiting.join(3)
+    assert not waiting.is_alive()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", server._port), 1.0).close()
+    until = time.monotonic() + 3
+    while any(map(operator.gt, held(), before)) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not any(map(operator.gt, held(), before)) and not bad
+
+
+def test_memory_that_is_missing_is_a_copy_that_failed(serve, monkeypatch):
+    """Any other error would be taken for a replica that left, and tried again for ever."""
+    server = serve(_state())
+    ours = _state()
+
+    monkeypatch.setattr(torch, "empty", _fail)
+    with pytest.raises(HealingError, match="on purpose"):
+        receive(server.address, TOKEN, 3, 2.0, ours.check)
+
+
+def test_gradients_are_laid_out_anew_when_parameters_change_their_shape():
+    """As where experts move to other ranks; one that is frozen is in no buffer, one that nobody has goes."""
+    model = nn.Linear(4, 4, bias=False)
+    gradients = ReplicaGradients(model)
+    for rows in (4, 1, 3):
+        model.weight.data = torch.zeros(rows, 4)
+        model.weight.grad = torch.full((rows, 4), float(rows))
+        present, flats = gradients.collect()
+        assert [flat.tolist() for flat in flats] == [[float(rows)] * rows * 4]
+        gradients.hand_over(present)
+    assert gradients.times_laid_out == 3
+    gradients.hand_over(torch.zeros(1, dtype=torch.int64))
+    assert (
+        model.weight.grad is None
+    )  # no replica contributed one: zeros would let the optimizer decay it here
+    model.requires_grad_(False)
+    assert gradients.collect()[1] == [] and gradients.times_laid_out == 4
 
 
 def test_state_of_a_device_needs_a_server_made_for_it():

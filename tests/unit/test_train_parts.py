@@ -258,8 +258,9 @@ def test_ranks_from_torchrun_and_slurm(monkeypatch):
     for node, tasks in enumerate(("8", "8", "4")):
         monkeypatch.setenv("SLURM_NODEID", str(node))
         assert rank_variables()["LOCAL_WORLD_SIZE"] == tasks
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "a,b")
-    assert rank_variables()["MASTER_ADDR"] == "a"
+    for nodes, first in (("a,b", "a"), ("a", "a"), ("n[1,3-4]-ib,a", "n1-ib"), ("c[2-3]n[08-9]", "c2n08")):
+        monkeypatch.setenv("SLURM_STEP_NODELIST", nodes)
+        assert rank_variables()["MASTER_ADDR"] == first
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert rank_variables()["WORLD_SIZE"] == "2"
@@ -431,6 +432,19 @@ def test_the_real_weights_and_biases_writes_one_run_over_a_resume(tmp_path, monk
     identity = (tmp_path / "wandb-id").read_text()
     written = list(tmp_path.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb"))
     assert written and all(path.stat().st_size > 100 for path in written)
+
+
+@pytest.mark.parametrize(("sent", "failed"), [([("result", None)], False), ([], True)])
+def test_a_rank_that_ends_without_a_result_has_failed(sent, failed):
+    """Whatever ended it with status 0: the ranks that waited for it would seem to have failed first."""
+    from types import SimpleNamespace
+
+    from ragged_fsdp.trainer.launch import _collect, _Rank
+
+    pipe = SimpleNamespace(poll=lambda: bool(sent), recv=lambda: sent.pop())
+    rank = _Rank(1, SimpleNamespace(exitcode=0), pipe)
+    _collect(rank)
+    assert rank.ended and (rank.failed_at is not None) == failed
 
 
 @pytest.mark.parametrize(

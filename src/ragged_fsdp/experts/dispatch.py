@@ -201,7 +201,7 @@ class AllToAll:
     def dispatch_fixed(self, tokens: Tensor, chosen: Tensor, slots: int, meanwhile: Meanwhile) -> Dispatched:
         """Send every rank as many rows, from the capacity for ``slots``; no shape depends on the routes."""
         assert self.capacity is not None
-        agree_on_tokens(len(tokens), self._agreed, self._group, tokens.device)
+        agree_on_tokens(len(tokens), self.capacity, self._agreed, self._group, tokens.device)
         by_rank = self._on(tokens.device)[0]
         owner_of = by_rank.div(self._most, rounding_mode="floor")
         # by rank alone: ordered by expert too, the last one of a rank would lose all that does not fit
@@ -377,13 +377,16 @@ def _mine(chosen: Tensor, split: ExpertSplit, rank: int) -> tuple[Tensor, Tensor
     return order(torch.where((own >= 0) & (own < held), own, held), held)
 
 
-def agree_on_tokens(tokens: int, agreed: set[int], group: Any, device: torch.device) -> None:
-    """Refuse other numbers of tokens than on other ranks, which would wait for ever; compared once each."""
+def agree_on_tokens(tokens: int, capacity: float, agreed: set[int], group: Any, device: torch.device) -> None:
+    """Refuse numbers of tokens, or a capacity, that are not those of the other ranks, which would wait for
+    ever; compared once for each number of tokens."""
     if tokens in agreed:
         return
-    differs = compare(f"{tokens} tokens", [group], device)
+    differs = compare(f"{tokens} tokens, capacity {capacity}", [group], device)
     if differs is not None:
-        raise ValueError(f"AllToAll: with a capacity ranks must have as many tokens; {differs.difference}.")
+        raise ValueError(
+            f"AllToAll: ranks must have the same capacity, and with it as many tokens; {differs.difference}."
+        )
     agreed.add(tokens)
 
 

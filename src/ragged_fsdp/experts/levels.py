@@ -149,8 +149,8 @@ class TwoLevel:
     def _fix_rows(self, route: Route, counts: Tensor, theirs: Tensor, chosen: Tensor) -> int:
         """Rows that each node gets under the capacity; the route forgets and counts what does not fit."""
         tokens, per_token = chosen.shape
-        agree_on_tokens(tokens, self._agreed, self._group, chosen.device)
         assert self.capacity is not None
+        agree_on_tokens(tokens, self.capacity, self._agreed, self._group, chosen.device)
         even = tokens * (1 - (1 - 1 / self._nodes) ** per_token)  # tokens with an expert of a node
         room = min(tokens, math.ceil(self.capacity * even))
         self._needed = keep_largest(self._needed, counts.max() / max(1.0, even))

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.agreement import compare
+from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
 from ragged_fsdp.experts.beside import SharedBeside
 from ragged_fsdp.experts.dispatch import AllGather, Dispatcher, Meanwhile, Route, SlicedTokens, all_to_all
@@ -28,6 +28,7 @@ from ragged_fsdp.experts.levels import two_level
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import add_up
 from ragged_fsdp.fsdp.autograd import in_backward
+from ragged_fsdp.topology import given_ranks_per_node
 
 __all__ = [
     "SplitExperts",
@@ -74,6 +75,7 @@ class SplitExperts:
     def use(self, split: ExpertSplit) -> None:
         """Send tokens as ``split`` says from now on; the parameters must follow."""
         self.split, self.dispatcher = split, self._make(self.mesh, split)
+        self._held = split.held[self.mesh.get_local_rank()]
         # one of the user's own need not have such a moment
         self._takes_work = "meanwhile" in inspect.signature(self.dispatcher.dispatch).parameters
 
@@ -86,7 +88,7 @@ class SplitExperts:
             dispatcher = getattr(dispatcher, "for_evaluation", dispatcher)
         overlaps = self.beside is not None and self._takes_work
         meanwhile = self.beside.work(tokens) if overlaps else None  # type: ignore[union-attr]
-        mixed, route = mix(self.module, dispatcher, tokens, chosen, weights, meanwhile)
+        mixed, route = mix(self.module, dispatcher, tokens, chosen, weights, meanwhile, self._held)
         if self.module.training and not in_backward():  # a recomputed layer has been counted
             self._count(route.load, route.dropped)
         return mixed
@@ -104,12 +106,28 @@ def mix(
     chosen: Tensor,
     weights: Tensor,
     meanwhile: Meanwhile = None,
+    held: int | None = None,
 ) -> tuple[Tensor, Route]:
-    """Tokens (N, D) through the experts that each was sent to, weighted; and where they went."""
+    """Tokens (N, D) through the experts that each was sent to, weighted; and where they went.
+
+    ``held`` is how many experts are here, where the dispatcher is somebody's own.
+    """
     more = () if meanwhile is None else (meanwhile,)
     rows, counts, route = dispatcher.dispatch(tokens, chosen, *more)
+    held = counts.numel() if held is None else held
+    _check_made(dispatcher, "rows of dispatch", rows, (len(rows), tokens.shape[-1]))
+    _check_made(dispatcher, "counts of dispatch", counts, (held,))
     mixed = dispatcher.combine(apply_experts(module, rows, counts), weights, route)
+    _check_made(dispatcher, "result of combine", mixed, tuple(tokens.shape))
     return mixed.to(tokens.dtype), route
+
+
+def _check_made(dispatcher: Dispatcher, what: str, made: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a dispatcher keeps to its protocol: else rows without a count would become zeros."""
+    if made.shape != shape:
+        raise ValueError(
+            f"{type(dispatcher).__name__}: {what} must have shape {shape}, got {tuple(made.shape)}."
+        )
 
 
 def expert_parallel(
@@ -152,21 +170,31 @@ def expert_parallel(
             nothing has been changed then.
     """
     mesh = _checked_mesh(mesh)
-    make = _maker(dispatcher)
-    found = _planned(model, plan, make)
-    splits = {name: _split_for(name, module, mesh.size(), split) for name, (module, _) in found.items()}
-    for name, (module, _) in found.items():
-        _check_module(name, module)
-    _check_named(split, found)
     how = dispatcher if isinstance(dispatcher, str) else "a dispatcher of the caller's"
-    text = "\n".join(f"{n} {_shapes(m)} {splits[n]} {how}" for n, (m, _) in found.items())
-    differs = compare(text, [mesh.get_group()], torch.device(mesh.device_type))
-    if differs is not None:
-        raise ValueError(f"expert_parallel: the ranks of the mesh disagree: {differs.difference}.")
-    made = [
-        SplitExperts(name, module, mesh, splits[name], _sliced(own, token_mesh))
-        for name, (module, own) in found.items()
-    ]
+
+    def prepare() -> dict[str, tuple[nn.Module, MakeDispatcher, ExpertSplit]]:
+        found = _planned(model, plan, _maker(dispatcher))
+        _check_named(split, found)
+        for name, (module, _) in found.items():
+            _check_module(name, module)
+        return {n: (m, own, _split_for(n, m, mesh.size(), split)) for n, (m, own) in found.items()}
+
+    def describe(prepared: dict[str, tuple[nn.Module, MakeDispatcher, ExpertSplit]]) -> str:
+        lines = [f"{n} {_shapes(m)} {own} {how}" for n, (m, _, own) in prepared.items()]
+        return "\n".join([*lines, f"nodes of {given_ranks_per_node(None)} ranks"])
+
+    group, device = mesh.get_group(), torch.device(mesh.device_type)
+    prepared = done_alike("spread experts", prepare, describe, [group], device)
+    made = done_alike(  # by itself: what makes a dispatcher may communicate
+        "make dispatchers",
+        lambda: [
+            SplitExperts(name, module, mesh, own, _sliced(make, token_mesh))
+            for name, (module, make, own) in prepared.items()
+        ],
+        lambda _: "",
+        [group],
+        device,
+    )
     for experts in made:  # nothing can fail from here on
         spread(experts)
         parent = model.get_submodule(experts.name.rpartition(".")[0])

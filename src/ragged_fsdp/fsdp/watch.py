@@ -8,7 +8,8 @@ half of it, when the host launches no more. A rank that stopped launching is the
 
 With a folder that all ranks see (:func:`keep_records`), each rank then writes there what it has launched,
 those that wait for nothing too, and the ranks that wait compare: collectives of a process group are launched
-in one order, so who has launched fewer did not arrive. It is named before the timeout, on any backend.
+in one order, so who has launched fewer did not arrive, and who has launched another one in its place has lost
+the order. Both are named before the timeout, on any backend.
 """
 
 from __future__ import annotations
@@ -189,10 +190,15 @@ class CollectiveWatch:
         """Log a late launch, once."""
         with self._on_device():
             launch = self.late(now_s)
-        self._write_record(launch, now_s)
-        if launch is None or self._last_reported == (launch, launch.started_s):
-            return
-        self._last_reported = launch, launch.started_s
+        if launch is not None and self._last_reported != (launch, launch.started_s):
+            self._last_reported = launch, launch.started_s
+            self._log(launch, now_s)
+        try:  # after the log: a folder of a file system that is gone raises, or never answers
+            self._write_record(launch, now_s)
+        except OSError as error:
+            logger.error("the launches of the ranks in %s: %s", _launches.folder, error)
+
+    def _log(self, launch: Launch, now_s: float) -> None:
         logger.error(
             "rank %d: %s of group '%s' (rank %d of %d of process group '%s') was launched %.0f s ago and "
             "has not finished; the process group gives up after %.0f s. Look at ranks that report another "
@@ -222,18 +228,29 @@ class CollectiveWatch:
             if None in others.values() and waited_s < _NAME_BY * self._timeouts_s[late.pg]:
                 return
             _launches.named.add(own)
-            missing = [
-                f"rank {rank} ({'no word from it' if said is None else said[1]})"
-                for rank, said in others.items()
-                if said is None or said[0] < late.number
-            ]
-            _write(own, {**self._record(late), "did_not_arrive": missing})
+            record = self._record(late)
+            mine = _by_number(record, late.pg.group_name)
+            missing, strayed = [], []
+            for rank, said in others.items():
+                if said is None:
+                    missing.append(f"rank {rank} (no word from it)")
+                    continue
+                count, theirs = said
+                if count < late.number:
+                    last = f"last: {list(theirs.values())[-1]}" if theirs else "it launched nothing"
+                    missing.append(f"rank {rank} ({last})")
+                apart = [number for number, what in mine.items() if theirs.get(number, what) != what]
+                if apart:
+                    strayed.append(f"rank {rank} ({theirs[apart[0]]}, here {mine[apart[0]]})")
+            _write(own, {**record, "did_not_arrive": missing, "launched_another": strayed})
+            found = [f"did not arrive: {', '.join(missing)}"] if missing else []
+            found += [f"launched another collective in its place: {', '.join(strayed)}"] if strayed else []
             logger.error(
-                "rank %d: %s of group '%s': did not arrive: %s. The launches of all ranks are in %s.",
+                "rank %d: %s of group '%s': %s. The launches of all ranks are in %s.",
                 self._rank,
                 late.phase,
                 late.group_name,
-                ", ".join(missing) or "no one, so the collective itself stands still",
+                "; ".join(found) or "all have arrived, so the collective itself stands still",
                 folder,
             )
 
@@ -258,20 +275,25 @@ class CollectiveWatch:
         turn = self._begun % _REMEMBERED
         return [launch for launch in self._last[turn:] + self._last[:turn] if launch is not None]
 
-    def _others(self, folder: Path, pg: dist.ProcessGroup) -> dict[int, tuple[int, str] | None]:
-        """How many collectives of ``pg`` each other rank has launched, and its last; None: no word of it."""
-        found: dict[int, tuple[int, str] | None] = {}
+    def _others(self, folder: Path, pg: dist.ProcessGroup) -> dict[int, tuple[int, dict[int, str]] | None]:
+        """How many collectives of ``pg`` each other rank has launched, and the last; None: no word of it."""
+        found: dict[int, tuple[int, dict[int, str]] | None] = {}
         for rank in dist.get_process_group_ranks(pg):
             if rank == self._rank:
                 continue
             try:
                 said = json.loads((folder / f"rank-{rank:05d}.json").read_text())
-                own = [begun for begun in said["last_launches"] if begun["process_group"] == pg.group_name]
-                last = f"last: {own[-1]['phase']} of '{own[-1]['group']}'" if own else "it launched nothing"
-                found[rank] = said["launches"].get(pg.group_name, 0), last
+                found[rank] = said["launches"].get(pg.group_name, 0), _by_number(said, pg.group_name)
             except (OSError, ValueError, KeyError):
                 found[rank] = None
         return found
+
+
+def _by_number(record: dict[str, Any], group_name: str) -> dict[int, str]:
+    """The last launches of a process group in a rank's record, in their order."""
+    own = [begun for begun in record["last_launches"] if begun["process_group"] == group_name]
+    own.sort(key=lambda begun: begun["number"])  # those of several roots
+    return {begun["number"]: f"{begun['phase']} of '{begun['group']}'" for begun in own}
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -52,6 +52,11 @@ sleep four times the second before, while the next group waits for it to go."""
 _POLL_S = 0.0005
 
 
+def _as_int(digest: str) -> int:
+    """Small enough for the sum over all replicas."""
+    return int(digest[:10], 16)
+
+
 class SplitError(RuntimeError):
     """This replica took steps that the others did not, because each side took the other for dead."""
 
@@ -175,8 +180,9 @@ class _Transport(CheckpointTransport[dict[str, Any]]):
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
     ) -> None:
-        offer: Offer = state_dict["user"][_KEY]
-        offer.header["counters"] = state_dict["torchft"]
+        offer: Offer | str = state_dict["user"][_KEY]
+        if isinstance(offer, Offer):
+            offer.header["counters"] = state_dict["torchft"]
         self._server.offer(step, offer)
 
     def disallow_checkpoint(self) -> None:
@@ -215,8 +221,9 @@ class Replicas:
             collective, which may take ``timeout_s``.
         host: the name under which peers reach this rank; default: the machine's.
         init_sync: whether replicas at step 0 copy the weights of one of them; without it they must be equal.
-        extra: by name, a function that returns what else a replica that comes must know, as JSON values, and
-            one that takes it, such as ``{"scheduler": (scheduler.state_dict, scheduler.load_state_dict)}``.
+        extra: by name, a function that returns what else a replica that comes must know (numbers, text,
+            lists, tuples, dicts) and one that takes it, such as
+            ``{"scheduler": (scheduler.state_dict, scheduler.load_state_dict)}``.
         on_change: called with a :class:`Change` after a step in which replicas left or came; they are
             logged too.
     """
@@ -243,12 +250,16 @@ class Replicas:
         self.replica = replica
         self._state = ReplicaState(model, optimizer, extra)
         self._gradients = ReplicaGradients(model)
-        self._fingerprint = int(self._state.fingerprint()[:10], 16)
+        self._model: tuple[int, int] = (0, 0)
+        """Stands for the model and how it is trained; behind how often gradients had been laid out then."""
+        self._agreed_options = 0
         self._lineage = 1
         """Stands for all steps so far and whose gradients were in them: equal where the state is."""
         self._on_change = on_change
         self._ready: Any = None
         self._begun = False
+        self._healed = False
+        """Whether the state became a peer's since the forward: the gradients are of another one then."""
         self._known: tuple[int, ...] = ()
         host = host or socket.gethostname()
         self._device = local_part(next(iter(model.parameters()))).device
@@ -297,25 +308,30 @@ class Replicas:
         if torch.accelerator.is_available():
             self._ready = torch.accelerator.current_stream().record_event()
         self._begun = True
+        self._transport.received = None
+        self._healed = False
         self._manager.start_quorum()
 
     def average(self) -> Averaged:
         """After the backward: the gradients become their mean over the replicas that are there.
 
         Always for one step of the job, which the optimizer must take next. A replica that had to copy its
-        state from a peer contributed nothing to that step, but has it after this.
+        state from a peer contributed nothing to that step, but has it after this. If all that are left are
+        such, because who gave the state died, there is no gradient: the step changes nothing.
         """
         if not self._begun:
             raise RuntimeError("average: call begin() before the forward.")
         began, attempts = time.monotonic(), 1
-        self._transport.received = None
         while (averaged := self._attempt()) is None:
             attempts += 1
+            error = self._manager.errored()
+            why = error.original_exception if error is not None else "a rank of this replica failed"
+            _LOGGER.warning("step %d is averaged again: %s", self.step, why)
             self._manager.start_quorum()
         present, contributors = averaged
         self._gradients.hand_over(present)
         text = f"{self._lineage} {self.step} {contributors}"
-        self._lineage = int(hashlib.sha256(text.encode()).hexdigest()[:10], 16)
+        self._lineage = _as_int(hashlib.sha256(text.encode()).hexdigest())
         self._begun = False
         self._tell(time.monotonic() - began)
         return Averaged(self.step - 1, contributors, attempts)
@@ -328,19 +344,52 @@ class Replicas:
         """Average the gradients and commit; None if a replica left on the way."""
         manager = self._manager
         manager.wait_quorum()
-        contributors = self._agree()
         present, flats = self._gradients.collect()
+        contributors = self._agree()
         if contributors is not None:
-            works = [manager.allreduce(present, reduce_op=dist.ReduceOp.SUM)]
-            works += [manager.allreduce(flat) for flat in flats]
-            for work in works:
-                work.wait()
+            self._reduce(present, flats, len(contributors))
         if self._failed():
-            self._group.abort()  # else a replica that waits for this one would find out only by its time-out
+            self._let_go()
         committed = manager.should_commit()
         if (failure := self._transport.failure) is not None:
             raise failure  # the other ranks may have been healed: only a fresh start is sure to be whole
+        if committed and self._healed and self._options() != self._agreed_options:
+            raise RuntimeError(
+                f"replica {self.replica}: the optimizer's options came from a peer that then changed them in "
+                f"step {self.step - 1}; set them before begin(), or between average() and the step."
+            )
         return (present, contributors) if committed and contributors is not None else None
+
+    def _reduce(self, present: Tensor, flats: list[Tensor], contributors: int) -> None:
+        for work in [self._add_up(tensor) for tensor in (present, *flats)]:
+            work.wait()
+        for flat in flats:  # by the roll: the manager also counts a replica that was healed before
+            flat /= max(1, contributors)
+
+    def _add_up(self, tensor: Tensor) -> Any:
+        """Start the sum over the replicas that contribute; the others have zeros."""
+        if not self._contributes():
+            tensor.zero_()
+        return self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM)
+
+    def _contributes(self) -> bool:
+        """Whether this replica's gradients are of the state of this step.
+
+        One that copies its state now, or did so in an earlier attempt at this step, has none to give.
+        """
+        return self._manager.is_participating() and not self._healed
+
+    def _let_go(self) -> None:
+        """End the group, or a replica that waits for this one would find out only by its time-out.
+
+        gloo closes the connections of a group when nobody holds it any more: neither what was launched nor
+        a frame of the error. That must be before the ranks of this replica wait for each other: those of
+        another may wait for them in turn.
+        """
+        error = self._manager.errored()
+        if error is not None:
+            error.original_exception.__traceback__ = None
+        self._group.abort()
 
     def _failed(self) -> bool:
         """Whether a collective of this attempt failed, once all have come to an end."""
@@ -351,41 +400,69 @@ class Replicas:
 
     def _agree(self) -> tuple[int, ...] | None:
         """Whose gradients will be in the mean; None if a replica left. All must have one model, one past."""
-        roll = torch.zeros(2 * _MOST_REPLICAS + 1, dtype=torch.int64, device=self._device)
-        roll[self.replica], roll[_MOST_REPLICAS + self.replica] = 1, self._lineage
-        roll[-1] = self._fingerprint
-        self._manager.allreduce(roll, reduce_op=dist.ReduceOp.SUM).wait()
+        own = (self._lineage, self._fingerprint(), self._options())
+        roll = torch.zeros(1 + len(own), _MOST_REPLICAS, dtype=torch.int64)
+        roll[:, self.replica] = torch.tensor([1, *own])
+        roll = roll.to(self._device)
+        self._add_up(roll).wait()
         if self._failed():
             return None
-        values = roll.tolist()
-        there, lineages = values[:_MOST_REPLICAS], values[_MOST_REPLICAS:-1]
-        if max(there) > 1:
-            raise ValueError(f"replica {there.index(max(there))}: two living replicas have this number.")
+        there, *told = roll.tolist()
+        if there[self.replica] > 1:
+            raise ValueError(f"replica {self.replica}: two living replicas have this number.")
         contributors = tuple(index for index, one in enumerate(there) if one)
-        if values[-1] != len(contributors) * self._fingerprint:
-            raise ValueError(
-                f"replicas {list(contributors)}: their models, or how they are cut or trained, differ on "
-                f"rank {dist.get_rank()}; start all with the same settings and the same number of ranks."
+        said = {index: tuple(each[index] for each in told) for index in contributors if there[index] == 1}
+        says = list(said.values())
+        kept = max(says, key=lambda one: (says.count(one), -says.index(one)), default=own)
+        if self._contributes() and own != kept:
+            others = [index for index in contributors if said.get(index) == kept]
+            raise self._odd_one_out(own, kept, others)
+        if len(set(says)) > 1 or len(said) < len(contributors):
+            # the others leave; what is averaged then is averaged without them
+            self._manager.report_error(
+                RuntimeError("a replica took other steps, has another model or a number twice")
             )
-        pasts = [lineages[index] for index in contributors]
-        kept = max(pasts, key=lambda past: (pasts.count(past), -pasts.index(past)))
-        if self._manager.is_participating() and self._lineage != kept:
-            others = [index for index in contributors if lineages[index] == kept]
-            raise SplitError(
+            return None
+        self._agreed_options = kept[-1]
+        return contributors
+
+    def _odd_one_out(self, own: tuple[int, ...], kept: tuple[int, ...], others: list[int]) -> Exception:
+        if own[0] != kept[0]:
+            return SplitError(
                 f"replica {self.replica}: up to step {self.step} it has taken other steps than replicas "
                 f"{others}; start it again, to copy their state."
             )
-        if len(set(pasts)) > 1:  # the others leave; what is averaged then is averaged without them
-            self._manager.report_error(RuntimeError("replicas took different steps"))
-            return None
-        return contributors
+        if own[1] != kept[1]:
+            return ValueError(
+                f"replica {self.replica}: its model, how it is cut or trained, or the class of its optimizer "
+                f"differs from that of replicas {others} on rank {dist.get_rank()}; start all with the same "
+                "settings and the same number of ranks."
+            )
+        return ValueError(
+            f"replica {self.replica}: in step {self.step} its optimizer has other options than replicas "
+            f"{others}, here lr {[float(g['lr']) for g in self._state.groups if 'lr' in g]}; set them from "
+            "replicas.step, or give the state of a scheduler as extra."
+        )
 
-    def _offer(self) -> Offer:
-        offer = self._state.offer(self._ready)
+    def _fingerprint(self) -> int:
+        times = self._gradients.times_laid_out
+        if self._model[0] != times:
+            self._model = times, _as_int(self._state.fingerprint())
+        return self._model[1]
+
+    def _options(self) -> int:
+        return _as_int(self._state.options_hash())
+
+    def _offer(self) -> Offer | str:
+        try:
+            offer = self._state.offer(self._ready)
+        except Exception as error:  # that of the one that needs it, and no reason not to go on here
+            return f"{type(error).__name__}: {error}"
         offer.header["lineage"] = self._lineage
         return offer
 
     def _load(self, received: Received) -> None:
+        self._healed = True
         self._state.load(received.header, received.runs)
         self._lineage = int(received.header["lineage"])
 

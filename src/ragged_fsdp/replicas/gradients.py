@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.optim.base import local_part, state_like
+from ragged_fsdp.replicas.state import reshard_all
 
 __all__ = ["ReplicaGradients"]
 
@@ -31,10 +32,11 @@ class _Bucket:
 class ReplicaGradients:
     """Flat copies of the gradients of ``model``'s parameters.
 
-    A gradient that this replica has not and another has counts as zero here; one that none has stays None.
+    A gradient that this replica has not and another has counts as zero here; one that none has becomes None.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        reshard_all(model)
         self._params = list(model.parameters())
         self._group_of: dict[int, int] = {}
         """By the id of a parameter; those in no group are together."""
@@ -42,15 +44,19 @@ class ReplicaGradients:
         groups = (group for state in states.values() for group in state.groups)
         for number, group in enumerate(groups):
             self._group_of |= {id(param.sharded): number for param in group.params}
-        self._trained: list[bool] | None = None
+        self._laid_out: list[tuple[bool, torch.Size]] | None = None
+        """What was trained, and in which shapes, when the buffers were made."""
         self._buckets: list[_Bucket] = []
+        self.times_laid_out = 0
+        """Grows when parameters are frozen or trained again, or experts move to other ranks."""
 
     @torch.no_grad()
     def collect(self) -> tuple[Tensor, list[Tensor]]:
         """Copy the gradients; returns which there are, to be added up, and the buffers, to be averaged."""
-        trained = [param.requires_grad for param in self._params]
-        if trained != self._trained:
-            self._trained, self._buckets = trained, self._lay_out()
+        now = [(param.requires_grad, local_part(param).shape) for param in self._params]
+        if now != self._laid_out:
+            self._laid_out, self._buckets = now, self._lay_out()
+            self.times_laid_out += 1
         for bucket in self._buckets:
             grads = [self._params[index].grad for index in bucket.indices]
             if any(grad is None for grad in grads):
@@ -66,8 +72,15 @@ class ReplicaGradients:
 
     @torch.no_grad()
     def hand_over(self, present: Tensor) -> None:
-        """Let the gradients be what the buffers hold; ``present`` counts the replicas that have each."""
+        """Let the gradients be what the buffers hold; ``present`` counts the replicas that have each.
+
+        One that this replica has and did not contribute, and no other has, goes: with zeros the optimizer
+        would decay what it leaves alone elsewhere.
+        """
         counts = present.tolist()
+        for param, count in zip(self._params, counts):
+            if not count:
+                param.grad = None
         for bucket in self._buckets:
             targets, sources = [], []
             for index, part in zip(bucket.indices, bucket.parts):

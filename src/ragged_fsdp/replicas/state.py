@@ -8,7 +8,7 @@ of memory each, to send and to stage::
     runs      |      a b c        |     | d   |
 
 Nothing is gathered and nothing communicates. Numbers that are not tensors (learning rates, step counts) and
-what the user adds travel as JSON in the header.
+what the user adds travel as JSON in the header, in which tuples and keys that are no text keep what they are.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.fsdp.runtime.module import FSDPModule
 from ragged_fsdp.optim.base import local_part, state_like, wrap_state
+from ragged_fsdp.optim.offload import OffloadedState
 
-__all__ = ["Offer", "Piece", "ReplicaState"]
+__all__ = ["Offer", "Piece", "ReplicaState", "reshard_all"]
 
-VERSION = 1
+VERSION = 2
 _PLAIN, _LIKE, _OTHER = "plain", "like", "other"
 """How state lies: no DTensor; as its parameter does; in a form its optimizer knows (values per block)."""
 _DTYPES = {
@@ -37,6 +38,13 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Let the parameters of ``model`` be those that an optimizer has: an evaluation may leave others."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @dataclass(frozen=True)
@@ -91,7 +99,8 @@ class ReplicaState:
     Args:
         model: sharded; its parameters are looked up now, because a running forward registers others.
         optimizer: of these parameters and no others.
-        extra: by name, a function that returns what else to copy, as JSON values, and one that takes it.
+        extra: by name, a function that returns what else to copy, made of numbers, text, lists, tuples and
+            dicts, and one that takes it.
     """
 
     def __init__(
@@ -100,12 +109,9 @@ class ReplicaState:
         optimizer: torch.optim.Optimizer,
         extra: Mapping[str, tuple[Callable[[], Any], Callable[[Any], None]]] | None = None,
     ) -> None:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # else a parameter is the gathered one
         self._model = model
+        reshard_all(model)
         self.params: dict[str, Tensor] = dict(model.named_parameters())
-        self._buffers: dict[str, Tensor] = dict(model.named_buffers())
         self._optimizer = optimizer
         self._extra = dict(extra or {})
         self._name_of = {id(param): name for name, param in self.params.items()}
@@ -116,6 +122,12 @@ class ReplicaState:
                         f"param_groups[{index}]['params'][{position}]: of shape {tuple(param.shape)}, is no "
                         "parameter of the model; make the optimizer after fully_shard, of this model."
                     )
+        self._values()  # what cannot be copied is refused now, not when a peer needs it
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups of parameters, with their options."""
+        return self._optimizer.param_groups
 
     # -- giving ----------------------------------------------------------------------------------
 
@@ -128,7 +140,11 @@ class ReplicaState:
         if ready is not None:
             stream = torch.accelerator.current_stream()
             stream.wait_event(ready)
-        found = list(self._model_tensors())
+        # a forward may write to buffers (BatchNorm) while they are sent
+        found = [
+            (piece, tensor.clone() if piece.name.startswith("buffer.") else tensor)
+            for piece, tensor in self._model_tensors()
+        ]
         state: dict[str, dict[str, list[Any]]] = {}
         for name, param, entries in self._states():
             state[name] = {}
@@ -143,17 +159,30 @@ class ReplicaState:
             "version": VERSION,
             "runs": [[piece.to_json() for piece in pieces] for pieces, _ in runs],
             "state": state,  # in the optimizer's own order; a list with a value, empty for a tensor
-            "groups": [
-                {k: _as_json(f"option {k} of the optimizer", v) for k, v in group.items() if k != "params"}
-                for group in self._optimizer.param_groups
-            ],
-            "extra": {name: _as_json(f"extra {name}", give()) for name, (give, _) in self._extra.items()},
+            **self._values(),
         }
         behind = None if ready is None else stream.record_event()
         return Offer(header, tuple(flat for _, flat in runs), behind)
 
+    def _values(self) -> dict[str, Any]:
+        """What is no tensor, but for the state of parameters."""
+        return {
+            "optimizer": self._optimizer_kind(),
+            "groups": [
+                {k: _as_json(f"option {k} of the optimizer", v) for k, v in group.items() if k != "params"}
+                for group in self.groups
+            ],
+            "extra": {name: _as_json(f"extra {name}", give()) for name, (give, _) in self._extra.items()},
+        }
+
+    def _optimizer_kind(self) -> str:
+        """Its class; whether its state is on the host makes no difference."""
+        optimizer = self._optimizer
+        return (optimizer._kind if isinstance(optimizer, OffloadedState) else type(optimizer)).__name__
+
     def _model_tensors(self) -> Iterator[tuple[Piece, Tensor]]:
-        for kind, tensors in (("param", self.params), ("buffer", self._buffers)):
+        buffers = dict(self._model.named_buffers())  # now: a forward may have put others in their place
+        for kind, tensors in (("param", self.params), ("buffer", buffers)):
             for name, tensor in tensors.items():
                 yield _piece(f"{kind}.{name}", tensor), tensor
 
@@ -164,9 +193,17 @@ class ReplicaState:
                     yield self._name_of[id(param)], param, entries
 
     def fingerprint(self) -> str:
-        """Hash of what rank r of every replica must have alike: names, shapes, dtypes, what is trained."""
+        """Hash of what rank r of every replica must have alike: names, shapes, dtypes, what trains, how."""
         lines = [f"{piece} {tensor.requires_grad}" for piece, tensor in self._model_tensors()]
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        return _hash("\n".join([self._optimizer_kind(), *lines]))
+
+    def options_hash(self) -> str:
+        """Hash of the options with which the optimizer is about to step: learning rates and all others."""
+        told = [
+            {k: _as_json(k, v) for k, v in group.items() if k not in ("params", "param_names")}
+            for group in self._optimizer.param_groups
+        ]
+        return _hash(json.dumps(told, sort_keys=True))
 
     # -- taking ----------------------------------------------------------------------------------
 
@@ -187,6 +224,8 @@ class ReplicaState:
             kind, _, rest = name.partition(".")
             if kind != "optim" or rest.partition(".")[2] not in trained:
                 raise ValueError(f"{name}: the peer has it, this rank has not.")
+        if header["optimizer"] != (own := self._optimizer_kind()):
+            raise ValueError(f"the peer's optimizer is {header['optimizer']}, this rank's {own}.")
         sizes = [len(header["groups"]), len(self._optimizer.param_groups)]
         if sizes[0] != sizes[1]:
             raise ValueError(
@@ -201,9 +240,7 @@ class ReplicaState:
     @torch.no_grad()
     def load(self, header: dict[str, Any], staged: list[Tensor]) -> None:
         """Take over a peer's state, between a backward and a forward; ``staged``: the bytes of each run."""
-        for module in self._model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # what an evaluation left gathered would be of the old weights
+        reshard_all(self._model)  # what an evaluation left gathered would be of the old weights
         locals_: dict[str, tuple[Piece, Tensor]] = {}
         for pieces, run in zip(self.check(header), staged):
             if (
@@ -216,10 +253,11 @@ class ReplicaState:
                 locals_[piece.name] = piece, flat.view(piece.dtype).view(piece.shape)
                 start += piece.nbytes
         own = {piece.name: local_part(tensor) for piece, tensor in self._model_tensors()}
-        torch._foreach_copy_(list(own.values()), [locals_.pop(name)[1] for name in own])
-        self._load_optimizer(header, locals_)
+        values = [locals_.pop(name)[1] for name in own]
+        self._load_optimizer(header, locals_)  # first: it may refuse, and then nothing has changed
+        torch._foreach_copy_(list(own.values()), values)
         for name, (_, take) in self._extra.items():
-            take(header["extra"][name])
+            take(_from_json(header["extra"][name]))
 
     def _load_optimizer(self, header: dict[str, Any], tensors: dict[str, tuple[Piece, Tensor]]) -> None:
         """Through the optimizer's own door, which knows how to plan anew; all of it is local."""
@@ -229,12 +267,13 @@ class ReplicaState:
         for group, given in zip(self._optimizer.param_groups, header["groups"]):
             ids = list(range(position, position + len(group["params"])))
             position += len(ids)
-            groups.append({**{k: _as_own(group.get(k), v) for k, v in given.items()}, "params": ids})
+            options = {k: _as_own(group.get(k), _from_json(v)) for k, v in given.items()}
+            groups.append({**options, "params": ids})
             for index, param in zip(ids, group["params"]):
                 name = self._name_of[id(param)]
                 if entries := header["state"].get(name):
                     state[index] = {
-                        key: kept[0]
+                        key: _from_json(kept[0])
                         if kept
                         else self._wrap(*tensors[f"optim.{key}.{name}"], param, group, key)
                         for key, kept in entries.items()
@@ -295,18 +334,38 @@ def _bytes_from(first: Tensor, nbytes: int) -> Tensor:
 
 
 def _as_json(what: str, value: Any) -> Any:
-    """``value`` with scalars for tensors of one element; raises, naming ``what``, if JSON cannot hold it."""
+    """``value`` as JSON that :func:`_from_json` undoes; raises, naming ``what``, if there is none.
+
+    JSON itself would make lists of tuples and text of the keys of a dict: a scheduler whose milestones are
+    texts passes them all without a word. Tensors of one element become numbers.
+    """
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    try:
-        json.dumps(value, allow_nan=True)
-    except (TypeError, ValueError):
-        raise TypeError(f"{what}: a replica's state holds tensors and JSON values, got {value!r}.") from None
-    return value
+    if isinstance(value, dict):
+        return {"dict": [[_as_json(what, k), _as_json(what, v)] for k, v in value.items()]}
+    if isinstance(value, tuple):
+        return {"tuple": [_as_json(what, v) for v in value]}
+    if isinstance(value, list):
+        return [_as_json(what, v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise TypeError(
+        f"{what}: a replica's state holds tensors, numbers, text, lists, tuples and dicts, got {value!r}."
+    )
+
+
+def _from_json(given: Any) -> Any:
+    if isinstance(given, dict):
+        if "tuple" in given:
+            return tuple(map(_from_json, given["tuple"]))
+        return {_from_json(k): _from_json(v) for k, v in given["dict"]}
+    return [_from_json(v) for v in given] if isinstance(given, list) else given
 
 
 def _as_own(own: Any, given: Any) -> Any:
-    """A value that came as JSON, as this rank holds it: tuples and tensors have become lists and numbers."""
-    if isinstance(own, Tensor):
-        return torch.full_like(own, given)
-    return tuple(given) if isinstance(own, tuple) else given
+    """A value of a peer as this rank holds it: a tensor has become a number."""
+    return torch.full_like(own, given) if isinstance(own, Tensor) else given
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

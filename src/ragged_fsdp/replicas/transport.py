@@ -6,12 +6,16 @@ Both sides prove that they know the job's token before anything else is said; wh
     16 random bytes                     ->
                                         <-     16 random bytes, HMAC of both: the server knows the token
     HMAC of both, the step it needs     ->     the receiver knows it too
-                                        <-     header: JSON of names, shapes, dtypes, values; its HMAC
+                                        <-     header: JSON of names, shapes, dtypes, values, or why there
+                                               is nothing; its HMAC
                                         <-     for each run: its bytes; an HMAC over all there was so far
 
 The key of the later HMACs is made of the token and both random values. Of a run the HMAC covers the 64-bit
-sums of its words, 512 bytes at a time: it finds what is damaged or misplaced at several times the speed of a
-cryptographic hash of every byte. The bytes are not encrypted, as gradients are not.
+sums of its words, 512 bytes at a time: it finds damage at several times the speed of a cryptographic hash of
+every byte. It does not find what somebody who sits on the line and knows this changes so that the sums stay;
+nor are the bytes encrypted. Gradients are not protected from them either.
+
+A copy has one time-out, from its first byte to its last: a peer that trickles holds nobody longer.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +46,7 @@ _CHUNK_BYTES = 4 << 20
 _SUMMED_BYTES = 512
 _LARGEST_HEADER = 1 << 28
 _GREETING_S = 5.0
+_PAUSE_S = 0.1
 _MAC_BYTES = 32
 _HOST = torch.device("cpu")
 
@@ -121,13 +127,51 @@ class Staging:
                 yield copied[0]
 
 
+class _Line:
+    """A connection on which everything must have been said by one moment."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection = connection
+        self.allow(seconds)
+
+    def allow(self, seconds: float) -> None:
+        """Let what follows take this long, all of it together."""
+        self._deadline = time.monotonic() + seconds
+
+    def send(self, data: bytes | memoryview) -> None:
+        """Send all of ``data``."""
+        self._set_timeout()
+        self._connection.sendall(data)
+
+    def read(self, nbytes: int) -> bytes:
+        """That many bytes."""
+        data = bytearray(nbytes)
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def read_into(self, target: memoryview) -> None:
+        """As many bytes as ``target`` has."""
+        while len(target):
+            self._set_timeout()
+            count = self._connection.recv_into(target)
+            if not count:
+                raise ConnectionError("the peer ended the connection")
+            target = target[count:]
+
+    def _set_timeout(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(left)
+
+
 class StateServer:
     """Sends what this rank offers to those who know the token, on threads of its own.
 
     Args:
         token: of the job, see :func:`job_token`.
         host: the name under which peers reach this rank.
-        timeout_s: how long a peer may take to read, or the state it asks for to be offered.
+        timeout_s: how long a copy may take, and how long a peer waits for the state it asks for.
         device: where the state lies, apart from what is on the host.
     """
 
@@ -135,19 +179,23 @@ class StateServer:
         self._token, self._host, self._timeout_s = token, host, timeout_s
         self._staging = Staging(device) if device.type != "cpu" else None
         self._changed = threading.Condition()
-        self._offer: tuple[int, Offer] | None = None
-        self._sending: set[socket.socket] = set()
+        self._offer: tuple[int, Offer | str] | None = None
+        """Of which step; a text says why there is none."""
+        self._copies = 0
+        """Under way: who reads the state."""
+        self._closed = False
         self._listener = socket.create_server(("", 0), family=socket.AF_INET)
+        self._port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, name="replica state", daemon=True).start()
 
     @property
     def address(self) -> str:
         """Where peers find it."""
-        return f"{self._host}:{self._listener.getsockname()[1]}"
+        return f"{self._host}:{self._port}"
 
-    def offer(self, step: int, state: Offer) -> None:
-        """Let peers copy ``state``, that of ``step``, until :meth:`withdraw`."""
-        devices = {run.device.type for run in state.runs} - {"cpu"}
+    def offer(self, step: int, state: Offer | str) -> None:
+        """Let peers copy ``state``, that of ``step``, until :meth:`withdraw`; a text says why they cannot."""
+        devices = {run.device.type for run in state.runs} - {"cpu"} if isinstance(state, Offer) else set()
         if devices and self._staging is None:
             raise ValueError(f"offer: the state is on {devices.pop()}; the server was made for the host.")
         with self._changed:
@@ -157,55 +205,55 @@ class StateServer:
     def withdraw(self) -> None:
         """Offer nothing any more, and return when nobody reads the state: from then on it may change.
 
-        Copies under way are finished; one that takes longer than the time-out is cut.
+        Copies under way are finished, or cut when their time is over.
         """
-        deadline = time.monotonic() + self._timeout_s
         with self._changed:
             self._offer = None
-            while self._sending and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(left)
-            for connection in self._sending:
-                connection.shutdown(socket.SHUT_RDWR)
-            while self._sending:  # the thread may still read until its send has failed
+            while self._copies:
                 self._changed.wait()
 
     def close(self) -> None:
         """Take no more connections."""
+        with self._changed:
+            self._offer, self._closed = None, True
+            self._changed.notify_all()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else the thread would wait there, and the port listen
         self._listener.close()
 
     def _accept(self) -> None:
-        while True:
+        while not self._closed:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            except (OSError, RuntimeError):  # too many files or threads, or closed
+                time.sleep(_PAUSE_S)
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection:
+        # whoever it was is gone, or was none of us; the receiver says why on its side
+        with connection, suppress(OSError):
+            line = _Line(connection, _GREETING_S)
+            key, step = _greet_receiver(line, self._token)
+            state = self._begin(step)
+            line.allow(self._timeout_s)
+            if isinstance(state, str):
+                _send_header(line, hmac.new(key, digestmod="sha256"), {"refused": state})
+                return
             try:
-                connection.settimeout(_GREETING_S)
-                key, step = _greet_receiver(connection, self._token)
-                connection.settimeout(self._timeout_s)
-                if (state := self._begin(connection, step)) is not None:
-                    self._send(connection, key, state)
-            except (OSError, ConnectionError):
-                pass  # whoever it was is gone, or was none of us; the receiver says why on its side
+                self._send(line, key, state)
             finally:
                 with self._changed:
-                    self._sending.discard(connection)
+                    self._copies -= 1
                     self._changed.notify_all()
 
-    def _send(self, connection: socket.socket, key: bytes, state: Offer) -> None:
+    def _send(self, line: _Line, key: bytes, state: Offer) -> None:
         mac = hmac.new(key, digestmod="sha256")
-        header = json.dumps(state.header).encode()
-        mac.update(header)
-        connection.sendall(struct.pack(">q", len(header)) + header + mac.digest())
+        _send_header(line, mac, state.header)
         for run in state.runs:
             for chunk in self._host_chunks(run, state.ready):
-                connection.sendall(chunk.numpy().data)
+                line.send(chunk.numpy().data)
                 mac.update(_sums(chunk))
-            connection.sendall(mac.digest())
+            line.send(mac.digest())
 
     def _host_chunks(self, run: Tensor, ready: Any) -> Iterator[Tensor]:
         if run.device.type == "cpu":
@@ -214,18 +262,23 @@ class StateServer:
             assert self._staging is not None
             yield from self._staging.chunks(run, ready)
 
-    def _begin(self, connection: socket.socket, step: int) -> Offer | None:
+    def _begin(self, step: int) -> Offer | str:
         """The state of ``step``; this rank may hear of the new quorum later than the one that asks."""
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             while self._offer is None or self._offer[0] < step:
-                if (left := deadline - time.monotonic()) <= 0:
-                    return None
+                left = deadline - time.monotonic()
+                if left <= 0 or self._closed:
+                    return (
+                        "it has left" if self._closed else f"it did not offer it within {self._timeout_s:g} s"
+                    )
                 self._changed.wait(left)
-            if self._offer[0] != step:
-                return None
-            self._sending.add(connection)  # in the same breath: `withdraw` must wait for it
-            return self._offer[1]
+            offered, state = self._offer
+            if offered != step:
+                return f"it is at step {offered}"
+            if isinstance(state, Offer):
+                self._copies += 1  # in the same breath: `withdraw` must wait for it
+            return state
 
 
 def receive(
@@ -237,7 +290,7 @@ def receive(
     *,
     pin_memory: bool = False,
 ) -> Received:
-    """Copy the state of ``step`` from the server at ``address`` into memory of its own.
+    """Copy the state of ``step`` from the server at ``address`` into memory of its own, within ``timeout_s``.
 
     ``check`` raises ValueError if the announced state does not fit; it then is not asked for.
     """
@@ -245,14 +298,15 @@ def receive(
     try:
         host, _, port = address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=timeout_s) as connection:
-            key = _greet_server(connection, token, step)
+            line = _Line(connection, began + timeout_s - time.monotonic())
+            key = _greet_server(line, token, step)
             mac = hmac.new(key, digestmod="sha256")
-            header = _receive_header(connection, mac)
+            header = _receive_header(line, mac)
             staged = [
-                _receive_run(connection, mac, pieces[0].name, sum(p.nbytes for p in pieces), pin_memory)
+                _receive_run(line, mac, pieces[0].name, sum(p.nbytes for p in pieces), pin_memory)
                 for pieces in check(header)
             ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # memory for it, too, may be missing: nobody may wait for this rank then
         raise HealingError(f"the state of step {step} did not come from {address}: {error}") from error
     nbytes = sum(run.numel() for run in staged)
     return Received(header, staged, nbytes, time.monotonic() - began)
@@ -261,66 +315,58 @@ def receive(
 # -- the protocol --------------------------------------------------------------------------------------
 
 
-def _greet_receiver(connection: socket.socket, token: bytes) -> tuple[bytes, int]:
-    theirs = _read(connection, 16)
+def _greet_receiver(line: _Line, token: bytes) -> tuple[bytes, int]:
+    theirs = line.read(16)
     ours = secrets.token_bytes(16)
-    connection.sendall(ours + _mac(token, b"server", theirs, ours))
-    answer = _read(connection, _MAC_BYTES + 8)
+    line.send(ours + _mac(token, b"server", theirs, ours))
+    answer = line.read(_MAC_BYTES + 8)
     asked = answer[_MAC_BYTES:]
     if not hmac.compare_digest(answer[:_MAC_BYTES], _mac(token, b"receiver", theirs, ours, asked)):
         raise ConnectionError("it does not know the token of the job")
     return _mac(token, b"key", theirs, ours), struct.unpack(">q", asked)[0]
 
 
-def _greet_server(connection: socket.socket, token: bytes, step: int) -> bytes:
+def _greet_server(line: _Line, token: bytes, step: int) -> bytes:
     ours = secrets.token_bytes(16)
-    connection.sendall(ours)
-    answer = _read(connection, 16 + _MAC_BYTES)
+    line.send(ours)
+    answer = line.read(16 + _MAC_BYTES)
     theirs, asked = answer[:16], struct.pack(">q", step)
     if not hmac.compare_digest(answer[16:], _mac(token, b"server", ours, theirs)):
         raise ConnectionError("the peer does not know the token of the job")
-    connection.sendall(_mac(token, b"receiver", ours, theirs, asked) + asked)
+    line.send(_mac(token, b"receiver", ours, theirs, asked) + asked)
     return _mac(token, b"key", ours, theirs)
 
 
-def _receive_header(connection: socket.socket, mac: hmac.HMAC) -> dict[str, Any]:
-    (nbytes,) = struct.unpack(">q", _read(connection, 8))
+def _send_header(line: _Line, mac: hmac.HMAC, header: dict[str, Any]) -> None:
+    text = json.dumps(header).encode()
+    mac.update(text)
+    line.send(struct.pack(">q", len(text)) + text + mac.digest())
+
+
+def _receive_header(line: _Line, mac: hmac.HMAC) -> dict[str, Any]:
+    (nbytes,) = struct.unpack(">q", line.read(8))
     if not 0 < nbytes <= _LARGEST_HEADER:
         raise ValueError(f"a header of {nbytes} bytes")
-    text = _read(connection, nbytes)
+    text = line.read(nbytes)
     mac.update(text)
-    _compare(connection, mac, "the header")
+    _compare(line, mac, "the header")
     header = json.loads(text)
     if not isinstance(header, dict):
         raise ValueError(f"the header must be an object, got {type(header).__name__}")
+    if "refused" in header:
+        raise ValueError(f"the peer says: {header['refused']}")
     return header
 
 
-def _receive_run(
-    connection: socket.socket, mac: hmac.HMAC, name: str, nbytes: int, pin_memory: bool
-) -> Tensor:
+def _receive_run(line: _Line, mac: hmac.HMAC, name: str, nbytes: int, pin_memory: bool) -> Tensor:
     run = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin_memory)
     for chunk in run.split(_CHUNK_BYTES) if nbytes else ():
-        _read_into(connection, chunk.numpy().data)
+        line.read_into(chunk.numpy().data)
         mac.update(_sums(chunk))
-    _compare(connection, mac, f"the run that begins with {name}")
+    _compare(line, mac, f"the run that begins with {name}")
     return run
 
 
-def _compare(connection: socket.socket, mac: hmac.HMAC, what: str) -> None:
-    if not hmac.compare_digest(_read(connection, _MAC_BYTES), mac.digest()):
+def _compare(line: _Line, mac: hmac.HMAC, what: str) -> None:
+    if not hmac.compare_digest(line.read(_MAC_BYTES), mac.digest()):
         raise ValueError(f"{what} was changed on its way")
-
-
-def _read(connection: socket.socket, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    _read_into(connection, memoryview(data))
-    return bytes(data)
-
-
-def _read_into(connection: socket.socket, target: memoryview) -> None:
-    while len(target):
-        count = connection.recv_into(target)
-        if not count:
-            raise ConnectionError("the peer ended the connection")
-        target = target[count:]

@@ -25,6 +25,7 @@ from typing import Any
 
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.ranks import LAUNCHER_STORE
+from ragged_fsdp.trainer.stop import insists
 
 __all__ = ["RankFailure", "launch"]
 
@@ -48,6 +49,7 @@ class _Rank:
     process: BaseProcess
     pipe: Connection
     result: Any = None
+    is_done: bool = False
     trace: str | None = None
     refusal: str | None = None
     failed_at: float | None = None
@@ -59,7 +61,7 @@ def launch(target: str, argument: Any, processes: int) -> Any:
 
     Raises :class:`RankFailure` within seconds of a rank's death, after ending the others, or the
     :class:`ConfigError` with which a rank refused to start. Ctrl-C and SIGTERM ask all ranks
-    to stop; a second one kills them.
+    to stop; a Ctrl-C after that kills them.
     """
     import torch.distributed as dist
 
@@ -171,12 +173,13 @@ def _collect(rank: _Rank) -> None:
             elif kind == "failed":
                 rank.trace, rank.failed_at = value, time.monotonic()
             else:
-                rank.result = value
+                rank.result, rank.is_done = value, True
     except (EOFError, OSError):
         rank.process.join(5)  # its end of the pipe is closed: it is ending
     if rank.process.exitcode is not None:
         rank.ended = True
-        if rank.process.exitcode != 0 and rank.failed_at is None:
+        done = rank.is_done and rank.process.exitcode == 0  # something may end a process with status 0
+        if not done and rank.failed_at is None:
             rank.failed_at = time.monotonic()
 
 
@@ -220,14 +223,19 @@ def _story(failed: list[_Rank], processes: int, oom_kills_before: int | None) ->
 
 @contextmanager
 def _stop_on_signals(ranks: list[_Rank]) -> Iterator[threading.Event]:
-    """A first signal asks every rank to stop, a second kills them; yields whether one has come."""
+    """A first signal asks every rank to stop, a Ctrl-C after it kills them; yields whether one has come."""
     asked = threading.Event()
+    asked_s = 0.0
 
     def on_signal(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_s
         if asked.is_set():
+            if not insists(number, asked_s):
+                return
             for rank in ranks:
                 rank.process.kill()
             raise KeyboardInterrupt
+        asked_s = time.monotonic()
         asked.set()
         print("\nstopping after this step; press Ctrl-C again to stop at once", file=sys.stderr, flush=True)
         _ask_to_stop(ranks)

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -152,11 +153,9 @@ def _tasks_here(env: Mapping[str, str]) -> int:
 
 
 def _first_host(nodelist: str) -> str:
-    """The first host of a SLURM list: ``gpu[07-09,12],login1`` is ``gpu07``."""
-    head, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in head:
-        return head.partition(",")[0]
-    return head + rest.partition("]")[0].partition(",")[0].partition("-")[0]
+    """The first host of a SLURM list: ``gpu[07-09,12]-ib,login1`` is ``gpu07-ib``."""
+    first = re.match(r"([^,\[]|\[[^\]]*\])*", nodelist)
+    return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first.group() if first else "")
 
 
 def join(config: ShardingConfig) -> Ranks:

@@ -14,12 +14,21 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-__all__ = ["StopRequest", "end_with_parent"]
+__all__ = ["StopRequest", "end_with_parent", "insists"]
 
 _GO_ON, _TIME_IS_UP, _INTERRUPTED = 0, 1, 2
 _PARENT = os.getppid()  # read at import: an agent that dies while torch loads is noticed too
 _LOOK_S = 0.5
 _ONE_REQUEST_S = 0.5  # a terminal and a launcher may both pass on one Ctrl-C
+
+
+def insists(number: int, asked_s: float) -> bool:
+    """Whether a signal means "at once" to a run that was asked to stop at ``asked_s``: a person's Ctrl-C.
+
+    Schedulers repeat theirs: SLURM sends SIGTERM to the job and to its steps, and after a SIGUSR1. Those must
+    not end a save; what must end at once gets SIGKILL.
+    """
+    return number == signal.SIGINT and time.monotonic() - asked_s > _ONE_REQUEST_S
 
 
 class StopRequest:
@@ -31,11 +40,7 @@ class StopRequest:
         self._asked_s = 0.0
 
     def listen_to(self, *signals: int) -> None:
-        """Stop at the first of these signals; a Ctrl-C after it ends at once.
-
-        Schedulers repeat theirs: SLURM sends SIGTERM to the job and to its steps, and after a SIGUSR1. Those
-        must not end a save; what must end at once gets SIGKILL.
-        """
+        """Stop at the first of these signals; a Ctrl-C after it ends at once."""
         for number in signals:
             signal.signal(number, self._on_signal)
 
@@ -58,7 +63,7 @@ class StopRequest:
         if not self._asked.is_set():
             self._asked_s = time.monotonic()
             self._asked.set()
-        elif number == signal.SIGINT and time.monotonic() - self._asked_s > _ONE_REQUEST_S:
+        elif insists(number, self._asked_s):
             os._exit(128 + number)
 
     def _follow(self, channel: Connection) -> None:
