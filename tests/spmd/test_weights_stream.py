@@ -1,12 +1,14 @@
 """Weights out of sharded models: bits, order, memory, ends of passes, codes and deltas."""
 
 import gc
+import re
 import threading
 import time
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ragged_fsdp import MixedPrecisionPolicy, Rows, fully_shard, weights
@@ -123,6 +125,15 @@ def test_one_rank_gets_the_weights_and_the_others_hold_no_bucket(rank):
         weights.stream(model, to=rank.rank)
     with pytest.raises(ValueError, match="to and delta cannot"):
         weights.stream(model, to=0, delta=True)
+
+
+@spmd(3)
+def test_a_rank_that_has_no_part_of_the_model_cannot_get_it(rank):
+    meshes = [DeviceMesh(rank.device, ranks) for ranks in ([0, 1], [2])]
+    model, _ = build(meshes[rank.rank // 2])
+    wrong, holders = (2, "[0, 1]") if rank.rank < 2 else (0, "[2]")
+    with pytest.raises(ValueError, match=rf"a rank of the model, one of {re.escape(holders)}, .*got {wrong}"):
+        weights.stream(model, to=wrong)
 
 
 @spmd(4)

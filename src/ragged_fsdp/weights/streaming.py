@@ -112,6 +112,10 @@ class Stream:
         self._naming: Naming = lambda name, tensor: naming(adapters.plain(name) or name, tensor)
         self._is_coded = coded(codes)
         targets = targets_of(model)
+        placed = [target.tensor.device_mesh for target in targets if isinstance(target.tensor, DTensor)]
+        holders = sorted({rank for mesh in placed for rank in mesh.mesh.flatten().tolist()})
+        if to is not None and holders and to not in holders:  # nobody would send to it
+            raise ValueError(f"stream: to must be a rank of the model, one of {holders}, or None, got {to}.")
         without = [target.name for target in targets if target.tensor.is_meta]
         if without:
             raise ValueError(f"stream: {without[0]!r} is on the meta device and has no weights")
