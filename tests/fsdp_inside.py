@@ -263,18 +263,15 @@ class Watch:
     """The watch over collectives that do not finish, with launches that a test makes up."""
 
     def __init__(self, remembered: int) -> None:
-        self._watch = watch.CollectiveWatch(torch.device("cpu"))
-        self._remembered = remembered
+        self._watch = watch.CollectiveWatch(torch.device("cpu"), remembered)
 
     def launch(
         self, phase: str, group: str, pg: dist.ProcessGroup, device: torch.device, stream: Any
     ) -> None:
         """A collective of ``group`` was launched on ``stream`` just now."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(watch, "_REMEMBERED", self._remembered)
-            self._watch._device = device
-            begun = self._watch.begin(phase, SimpleNamespace(label=group), pg)
-            self._watch.record(begun, stream)
+        self._watch._device = device
+        begun = self._watch.begin(phase, SimpleNamespace(label=group), pg)
+        self._watch.record(begun, stream)
 
     def begin(self, phase: str, group: str, pg: dist.ProcessGroup, *, returns: bool) -> None:
         """The host goes into a collective; ``returns``: and comes back, once all ranks are there."""
@@ -286,9 +283,9 @@ class Watch:
         """Let the ranks of this process write what they launched into ``folder``."""
         watch.keep_records(folder)
 
-    def shift_newest(self, phase: str, seconds: float) -> None:
-        """Let the newest launch of a phase have been made so much later."""
-        self._watch._launched[phase][-1].started_s += seconds
+    def shift_newest(self, seconds: float) -> None:
+        """Let the newest launch have been made so much later."""
+        self._watch._in_order()[-1].started_s += seconds
 
     def report(self, now_s: float) -> None:
         """Look, as the thread does, and log what is late."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.dbuffer.storage import stream_getter
-from ragged_fsdp.fsdp.watch import Begun, CollectiveWatch
+from ragged_fsdp.fsdp.watch import CollectiveWatch, Launch
 from ragged_fsdp.torch_internals import has_expandable_segments, peek_interpreter_stack
 
 __all__ = [
@@ -104,7 +104,7 @@ class CommContext:
         target.wait_event(self._so_far)
         return target if stream is None else self.device_module.stream(stream)
 
-    def record(self, begun: Begun | None = None) -> Any:
+    def record(self, begun: Launch | None = None) -> Any:
         """An event behind the current stream's work; None without streams.
 
         If that ends with a collective that ``watch.begin`` has noted, it is watched from now on.
