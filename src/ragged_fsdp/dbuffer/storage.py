@@ -109,11 +109,22 @@ class FlatStorage:
             return
         if self.debug:
             self.poison()
-        now = self._current_stream()
-        if now != self.stream:  # the allocator orders reuse behind the stream of the allocation only
-            self.stream.wait_stream(now)
+        if self.stream is not None:
+            self.leave()
         self.untyped.resize_(0)
         self.is_materialized = False
+
+    def enter(self) -> None:
+        """Let the current stream use the memory, behind all that have left it."""
+        now = self._current_stream()
+        if now != self.stream:
+            now.wait_stream(self.stream)
+
+    def leave(self) -> None:
+        """The current stream has used the memory, whose reuse is ordered behind that of the allocation."""
+        now = self._current_stream()
+        if now != self.stream:
+            self.stream.wait_stream(now)
 
     def poison(self) -> None:
         """Fill with NaN bytes: a read of memory that was released or never written becomes visible."""

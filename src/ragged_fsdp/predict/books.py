@@ -195,9 +195,6 @@ class BookContext(CommContext):
     def wait(self, event: Any) -> None:
         self.timeline.wait("compute", event)
 
-    def fill_arena(self) -> None:
-        """The books of memory are those of segments that can grow: a buffer comes with its first gradient."""
-
 
 class BookGroup:
     """Does what :class:`~ragged_fsdp.fsdp.runtime.group.ParamGroup` does to streams and memory."""

@@ -22,8 +22,9 @@ everything but ``scatter`` runs on the compute stream:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Shard
@@ -37,31 +38,6 @@ from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
 __all__ = ["GradTransport", "ReduceScatter", "make_buffer", "scattered"]
 
 _ALONE_NUMEL = 1 << 18
-
-
-class GradTransport(Protocol):
-    """What every transport of gradients offers; the module's docstring says when each is called."""
-
-    companion: bool
-    """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
-    place in the arena."""
-
-    buffers: bool
-    """Whether it takes memory when the first gradient comes; else when they are reduced. Before that the
-    reductions that have such memory are waited for."""
-
-    @property
-    def sum_dtype(self) -> torch.dtype:
-        """In which the sum is taken."""
-
-    def nbytes(self, layout: GradLayout) -> int: ...
-    def begin(self, layout: GradLayout, dtype: torch.dtype) -> None: ...
-    def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None: ...
-    def ready(self, missing: set[int]) -> None: ...
-    def target(self, main: DBuffer) -> DBuffer: ...
-    def scatter(self, reduced: DBuffer, how: Scaling) -> None: ...
-    def hand_over(self) -> Callable[[], None]: ...
-    def discard(self) -> None: ...
 
 
 def scattered(members: Members) -> tuple[Placement, ...]:
@@ -81,7 +57,50 @@ def make_buffer(
     return DBuffer(layout.layout, layout.shapes, members.mesh.mesh, placements, dtype=dtype, **options)
 
 
-class ReduceScatter:
+class GradTransport(ABC):
+    """What every transport of gradients is; the module's docstring says when each method is called."""
+
+    buffers: bool
+    """Whether it takes memory when the first gradient comes; else when they are reduced. Before that the
+    reductions that have such memory are waited for."""
+
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self.companion = False
+        """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
+        place in the arena."""
+        self._layout: GradLayout = None  # type: ignore[assignment]  # from ``begin`` on
+        self._leased: FlatStorage | None = None
+        """What the arena has lent for this reduction, if it has."""
+        self._partial = (Partial(),) * members.mesh.mesh.ndim
+        self._scattered = scattered(members)
+
+    def discard(self) -> None:
+        """Drop what was collected."""
+        self.hand_over()()
+
+    @property
+    @abstractmethod
+    def sum_dtype(self) -> torch.dtype:
+        """In which the sum is taken."""
+
+    @abstractmethod
+    def nbytes(self, layout: GradLayout) -> int: ...
+    @abstractmethod
+    def begin(self, layout: GradLayout, dtype: torch.dtype) -> None: ...
+    @abstractmethod
+    def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None: ...
+    @abstractmethod
+    def ready(self, missing: set[int]) -> None: ...
+    @abstractmethod
+    def target(self, main: DBuffer) -> DBuffer: ...
+    @abstractmethod
+    def scatter(self, reduced: DBuffer, how: Scaling) -> None: ...
+    @abstractmethod
+    def hand_over(self) -> Callable[[], None]: ...
+
+
+class ReduceScatter(GradTransport):
     """One buffer of the whole group in the reduction dtype, filled as gradients come, reduced in one
     collective.
 
@@ -92,17 +111,11 @@ class ReduceScatter:
     buffers = True
 
     def __init__(self, members: Members) -> None:
-        self.members = members
-        self.companion = False
-        self.full: DBuffer | None = None
-        """From the first gradient until a reduction takes it over."""
-        self._layout: GradLayout | None = None
-        self._leased: FlatStorage | None = None
-        """Where ``full`` lies, if not in storage of its own."""
+        super().__init__(members)
+        self.full: Any = None
+        """A DBuffer, from the first gradient until a reduction takes it over."""
         self._fulls: dict[FlatStorage | None, DBuffer] = {}
         """The buffer in each storage it has been in: its views are made once."""
-        self._partial = (Partial(),) * members.mesh.mesh.ndim
-        self._scattered = scattered(members)
 
     def nbytes(self, layout: GradLayout) -> int:
         """Bytes of the buffer."""
@@ -120,7 +133,10 @@ class ReduceScatter:
             return
         # without sync the gradients of every group stay, and memory of the user's communication is not ours
         lends = members.settings.reduce_grads and comm.common_memory and not self.companion
-        self._leased = members.context.lease(numel * dtype.itemsize) if lends else None
+        context = members.context
+        self._leased = (
+            context.arena.lease(numel * dtype.itemsize, context.max_grad_buffers) if lends else None
+        )
         full = self._fulls.get(self._leased)
         if full is None or full.dtype != dtype or full.layout is not layout.layout:
             options = {"allocate": False, "storage": self._leased}
@@ -133,7 +149,6 @@ class ReduceScatter:
     def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
         """Cast gradients into their slots, or add them there."""
         full, layout, members = self.full, self._layout, self.members
-        assert full is not None and layout is not None
         if members.reduce_dtype is None:
             for index, grad in (*fresh.items(), *again.items()):
                 if grad.dtype != full.dtype:
@@ -149,18 +164,15 @@ class ReduceScatter:
     def ready(self, missing: set[int]) -> None:
         """Write zeros into the slots without a gradient: what lay in the memory would be reduced."""
         if missing:
-            assert self._layout is not None and self.full is not None
             torch._foreach_zero_([self.full.tensors[r.index] for i in missing for r in self._layout.runs[i]])
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype of the buffer."""
-        assert self.full is not None
         return self.full.dtype
 
     def target(self, main: DBuffer) -> DBuffer:
         """Straight into ``main``, if dtypes agree and any memory will do; else the slot of the buffer."""
-        assert self.full is not None
         if main.dtype == self.full.dtype and self.members.settings.reduce_comm.common_memory:
             return main
         if self.members.mesh.replicate_group is None:
@@ -171,7 +183,6 @@ class ReduceScatter:
     def scatter(self, reduced: DBuffer, how: Scaling) -> None:
         """Reduce-scatter the buffer."""
         members, full = self.members, self.full
-        assert full is not None
         if how.before not in (None, 1.0):
             full.flat.div_(how.before)
         settings, group = members.settings, members.mesh.shard_group
@@ -193,7 +204,6 @@ class ReduceScatter:
         """The buffer goes back to the arena, or to the allocator."""
         full, leased, arena = self.full, self._leased, self.members.context.arena
         self.full = self._leased = None
-        assert full is not None
 
         def release() -> None:
             full.release() if leased is None else arena.give_back(leased)
@@ -203,7 +213,7 @@ class ReduceScatter:
     def discard(self) -> None:
         """Free the buffer."""
         if self.full is not None:
-            self.hand_over()()
+            super().discard()
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -250,7 +250,7 @@ class Schedule:
                 elif group.residence is not Residence.SHARDED and turn.under is None and group.is_old:
                     group.to_sharded()  # gathered by an evaluation or by hand, before an optimizer step
         if fills_arena and torch.is_grad_enabled():
-            self.comm.fill_arena()
+            self.comm.arena.fill(self.comm.max_grad_buffers)
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None and self.comm.streams:
             self.comm.streams["gather"].wait_event(event)
@@ -544,7 +544,7 @@ class Schedule:
         if self.comm is None:
             return
         self.comm.finish_all()
-        self.comm.empty_arena()
+        self.comm.arena.end_backward()
         for turn in self.turns:
             for group in turn.groups:
                 group.finish_backward()
