@@ -246,7 +246,6 @@ class Codes(InPlace):
                 encode(shard.view(out[0].shape), layout.codes[index], out)
 
     def _decode(self, message: Tensor) -> None:
-        assert self.weight is not None
         if self._decoder is None and (kernels := code_kernels(self.members.device.type)):
             self._decoder = kernels.Decoder(self.message_layout, self.members.device)
         # through the whole buffer: autograd would see a write to a parameter's own view

@@ -48,7 +48,7 @@ class Tiled(InPlace):
     def __init__(self, members: Members) -> None:
         super().__init__(members)
         self.layout = members.plan.layout.recut(members.plan.layout.ranks)
-        self._tiles: DBuffer | None = None
+        self._tiles: DBuffer = None  # type: ignore[assignment]  # from ``prepare`` on
         """The gathered tiles in the compute dtype; memory from the allocation until they are untiled."""
 
     def prepare(self) -> None:
@@ -76,7 +76,6 @@ class Tiled(InPlace):
         if self.is_parked:  # what is kept was untiled before and is gathered as it is
             super().allocate()
             return
-        assert tiles is not None
         if self._is_alone:
             return
         if comm.allocates and members.mesh.shard_size > 1:
@@ -96,9 +95,7 @@ class Tiled(InPlace):
         if not self.is_parked:
             super().allocate()
             if self._is_alone:
-                main = self.members.main.buffer  # type: ignore[union-attr]
-                assert main is not None and self.weight is not None
-                untile_group(main, self.weight)
+                untile_group(self.members.main.buffer, self.weight)  # type: ignore
         super().finish()
 
     def _unstage(self, weight: DBuffer, staged: DBuffer) -> None:

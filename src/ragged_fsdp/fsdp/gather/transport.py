@@ -81,7 +81,7 @@ class InPlace:
         self.layout = members.plan.layout
         """Where the gathered parameters lie."""
         self.parking: Parking | None = None
-        self.weight: DBuffer | None = None
+        self.weight: DBuffer = None  # type: ignore[assignment]  # from ``prepare`` on
         """Gathered weights in the compute dtypes; its storage comes and goes."""
         self._staged: DBuffer | None = None
         """What the collective writes instead, if it writes only memory of its own."""
@@ -125,7 +125,6 @@ class InPlace:
     def allocate(self) -> None:
         """Bring the buffer's memory back, on the compute stream."""
         members, weight, settings = self.members, self.weight, self.members.settings
-        assert weight is not None
         if not (settings.keep_storage and weight.is_materialized):
             pool, comm = members.context.gather_pool, settings.gather_comm
             if not comm.common_memory:
@@ -144,7 +143,6 @@ class InPlace:
 
     def make_unsharded(self) -> None:
         """Make the parameters that the computation sees, once for each gathered buffer."""
-        assert self.weight is not None
         for param, view in zip(self.members.params, self.weight.tensors):
             param.make_unsharded(view)
 
@@ -159,7 +157,6 @@ class InPlace:
         members, group = self.members, self.members.mesh.shard_group
         main: Any = members.main
         out = self.weight if self._staged is None else self._staged
-        assert out is not None
         if self.parking is not None and self.parking.kept is not None:
             source, out, group = self.parking.kept, self.parking.seen(out), self.parking.group
         elif main.buffer is None or self.fills_slot:
@@ -181,7 +178,6 @@ class InPlace:
     def finish(self) -> None:
         """Wait for a work that is not on the stream; copy out of memory that is not the buffer's."""
         weight, members = self.weight, self.members
-        assert weight is not None
         out, self._out = self._out, None
         if out is not None and out.pending is not None:
             with explain_failure("all-gather", members.label, members.mesh.shard_group):
@@ -199,14 +195,13 @@ class InPlace:
 
     def release(self) -> None:
         """Free the buffer's memory, unless it must keep its address."""
-        assert self.weight is not None
         if not self.members.settings.keep_storage:
             self.weight.release()
 
     @on_parameters
     def park(self) -> None:
         """Keep a larger slice of the gathered buffer, register its pieces as parameters, free the rest."""
-        assert self.parking is not None and self.weight is not None
+        assert self.parking is not None
         kept = self.parking.keep(self.weight)
         for index, param in enumerate(self.members.params):
             if param.inner_spec is not None:
