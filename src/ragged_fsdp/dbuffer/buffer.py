@@ -40,7 +40,6 @@ from ragged_fsdp.dbuffer.checks import (
     check_tensors,
     check_transition,
     checked_placements,
-    common_dtype,
     coordinate_of,
     device_of,
     expect,
@@ -113,9 +112,10 @@ class DBuffer:
         self.shapes = tuple(torch.Size(shape) for shape in shapes)
         self.mesh = mesh
         self.dtypes = (dtype,) * len(self.shapes) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        self.dtype = dtype if isinstance(dtype, torch.dtype) else common_dtype(self.dtypes)
-        self.is_uniform = len(set(self.dtypes)) <= 1
-        """Whether all tensors have one dtype, so that the flat tensor holds numbers."""
+        kinds = {*self.dtypes, *([dtype] if isinstance(dtype, torch.dtype) else [])}
+        self.is_uniform = len(kinds) <= 1
+        """Whether all tensors have one dtype, so that the flat tensor holds numbers, and not bytes."""
+        self.dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
         self.cell_bytes = cell_bytes or self.dtype.itemsize
         self.levels = levels_of(mesh, layout.ranks)
         self.placements = checked_placements(self.mesh, placements, self.levels)

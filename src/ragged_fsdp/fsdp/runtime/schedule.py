@@ -376,6 +376,7 @@ class Schedule:
             # gathers copy from the host's memory; no backward will wait, and the user may write the weights
             self.comm.streams["gather"].synchronize()
 
+    @outside_compile
     def abort_forward(self, turn: Turn) -> None:
         """The forward of ``turn`` raised: be ready for the next one, which must gather anew what it gathered.
 
@@ -548,9 +549,13 @@ class Schedule:
         for turn in self.turns:
             for group in turn.groups:
                 group.finish_backward()
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        self._ended.clear()
+        for turn in self.turns:
             turn.positions.clear()
             turn.following = None
-        self._ended.clear()
 
     @property
     def is_in_backward(self) -> bool:
@@ -573,11 +578,9 @@ class Schedule:
         if self.comm is None:
             return
         self.comm.join()
-        self._ended.clear()
+        self._forget_order()
         for turn in self.turns:
             turn.still_to_run.clear()
-            turn.positions.clear()
-            turn.following = None
             self._enter(turn, Phase.IDLE)
             for group in turn.groups:
                 group.reset_iteration()

@@ -176,11 +176,6 @@ class ModuleState(Turn):
         return self._cast_output(output)
 
     @outside_compile
-    def abort_forward(self) -> None:
-        """The forward raised: be ready for the next one."""
-        self.schedule.abort_forward(self)
-
-    @outside_compile
     def _list_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if not self.still_to_run:
             self.still_to_run.update(self.modules)
@@ -236,7 +231,7 @@ class ModuleState(Turn):
                     self._warn_view()
                 tensor.register_hook(self.pre_backward)
             elif functorch and (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
-                return BeforeBackward.apply(self.pre_backward, tensor)
+                return BeforeBackward.apply(self.pre_backward, tensor)[0]
             return tensor
 
         return map_tensors(hook, output)
@@ -253,7 +248,7 @@ class ModuleState(Turn):
         )
 
     @outside_compile
-    def pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+    def pre_backward(self, grad: Any) -> Any:
         """A gradient of an output is there: gather for backward and prefetch what comes next."""
         self.schedule.pre_backward(self)
         return grad
