@@ -39,6 +39,8 @@ from ragged_fsdp.torch_internals import reaches_host
 
 __all__ = ["Conditional", "Conditionals"]
 
+_HOST = torch.device("cpu")
+
 
 class Conditional:
     """One such module, with all that is sharded below it."""
@@ -132,15 +134,18 @@ class Conditional:
 
 
 class Conditionals:
-    """All of them below one root, and the votes of a forward."""
+    """All of them below one root, often none, and the votes of a forward."""
 
     def __init__(
-        self, found: Sequence[Conditional], groups: Sequence[dist.ProcessGroup | None], device: torch.device
+        self,
+        found: Sequence[Conditional] = (),
+        groups: Sequence[dist.ProcessGroup | None] = (),
+        device: torch.device = _HOST,
     ) -> None:
         self.all = list(found)
         self._pgs = [pg for pg in groups if pg is not None and pg.size() > 1]
         # over the host where it can be: the answer of the device would come behind all it has still to do
-        self._device = torch.device("cpu") if all(map(reaches_host, self._pgs)) else device
+        self._device = _HOST if all(map(reaches_host, self._pgs)) else device
         self._root: Any = None
         self._undecided: list[Conditional] = []
         self._held: list[Conditional] = []

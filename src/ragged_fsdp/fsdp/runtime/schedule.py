@@ -132,15 +132,15 @@ class Schedule:
     def __init__(self, turn: Turn) -> None:
         self.turns = [turn]
         """All turns below the root, once it is known."""
-        self.comm: CommContext | None = None
-        """Made once, when the root is known or a module is first gathered by hand."""
+        self.comm: CommContext = None  # type: ignore[assignment]
+        """Made once, when the root is known or a module is first gathered by hand; None before."""
         self.forward_root: Turn | None = None
         """Where the forward that is running started; not always the root (an encoder alone, for example)."""
         self.is_last_backward = True
         self.manual_finalization = False
         self.post_optim_event: Any = None
         """Which the user recorded after the optimizer step, for the next gathers to wait for."""
-        self.conditionals: Conditionals | None = None
+        self.conditionals = Conditionals()
         """Votes on modules that not every rank runs, if there are such below the root."""
         self._orders: dict[Turn, ForwardOrder] = {}
         self._order = ForwardOrder()
@@ -167,7 +167,6 @@ class Schedule:
         """The communication context of the groups, made at the first call."""
         if self.comm is None:
             self.use_comm(CommContext(device))
-        assert self.comm is not None
         return self.comm
 
     def use_comm(self, comm: CommContext) -> None:
@@ -229,13 +228,11 @@ class Schedule:
 
     def begin_forward(self, root: Turn) -> None:
         """A forward starts at ``root``."""
-        assert self.comm is not None
         self.forward_root = root
         self._gathered.clear()
         self._order = self._orders.setdefault(root, ForwardOrder())
         self._order.begin()
-        if self.conditionals is not None:
-            self.conditionals.begin(root)
+        self.conditionals.begin(root)
         if not torch.is_grad_enabled():
             self.comm.arena.release()
         if in_backward():
@@ -261,7 +258,7 @@ class Schedule:
         Whether it begins now: a list may run in parts.
         """
         begins = turn.phase is not Phase.FORWARD
-        if self.conditionals is not None:
+        if self.conditionals.all:
             if self._is_conditional(turn):
                 self._start_conditional(turn)
                 return begins
@@ -288,19 +285,18 @@ class Schedule:
         """Whether this rank may be alone in running ``turn``; not if the forward began inside its module."""
         return turn.under is not None and self.forward_root is not None and self.forward_root.under is None
 
-    def _start_conditional(self, turn: Turn) -> None:
+    def _start_conditional(self, turn: Any) -> None:
         """Gather for the forward of ``turn`` with all ranks, or use what was gathered for it; no order is
         recorded, since other ranks would not follow it."""
-        assert self.conditionals is not None and turn.under is not None
         if not in_backward():
             self.conditionals.run(turn.under)
         self._enter(turn, Phase.FORWARD)
-        self._use_gathered(turn, turn.under)
+        self._use_gathered(turn)
 
     @staticmethod
-    def _use_gathered(turn: Turn, under: Conditional) -> None:
+    def _use_gathered(turn: Any) -> None:
         for group in turn.groups:
-            under.check_gathered(group)
+            turn.under.check_gathered(group)
             if group.residence is Residence.UNSHARDED:
                 group.settle()
             group.wait_for_unshard()
@@ -322,7 +318,7 @@ class Schedule:
     def recompute(self, turn: Turn) -> None:
         """Gather for a forward that a backward computes again; nothing is recorded."""
         if turn.under is not None and turn.under.by_vote:
-            self._use_gathered(turn, turn.under)
+            self._use_gathered(turn)
             return
         for group in turn.groups:
             group.unshard()
@@ -330,7 +326,7 @@ class Schedule:
 
     def end(self, turn: Turn) -> None:
         """The forward of ``turn`` is over: reshard, or keep what backward needs first."""
-        conditional = self.conditionals is not None and self._is_conditional(turn)
+        conditional = self.conditionals.all and self._is_conditional(turn)
         if not conditional and not in_backward():  # a checkpoint around this module recomputes in backward
             trains = torch.is_grad_enabled()
             may_keep = trains and turn.auto_reshard and not turn.is_root
@@ -362,17 +358,15 @@ class Schedule:
     @property
     def parts_graphs(self) -> bool:
         """Whether what the forward returns may need gradients on some ranks only; not one computed again."""
-        return self.conditionals is not None and self.conditionals.part_graphs and not in_backward()
+        return self.conditionals.part_graphs and not in_backward()
 
     def end_forward(self) -> None:
         """The forward that is running ends: the next one may follow its order."""
-        if self.conditionals is not None:
-            self.conditionals.end_forward()
+        self.conditionals.end_forward()
         self._order.end()
         self._choose_kept()
         self._leave_forward()
         if not torch.is_grad_enabled() and any(g.pin_memory for turn in self.turns for g in turn.groups):
-            assert self.comm is not None
             # gathers copy from the host's memory; no backward will wait, and the user may write the weights
             self.comm.streams["gather"].synchronize()
 
@@ -395,7 +389,7 @@ class Schedule:
                 if group in self._gathered and not stopped:
                     group.to_sharded()
         if is_last:
-            if self.conditionals is not None and not stopped:
+            if not stopped:
                 self.conditionals.abort_forward()
             self._leave_forward()
 
@@ -433,7 +427,7 @@ class Schedule:
         begins = turn.phase is not Phase.BACKWARD
         self._enter(turn, Phase.BACKWARD)
         if turn.under is not None and turn.under.by_vote:
-            self._use_gathered(turn, turn.under)
+            self._use_gathered(turn)
             return
         if begins:
             for group in turn.groups:
@@ -521,7 +515,7 @@ class Schedule:
                     group.hand_over()  # autograd lets this stream wait for those of the backward
                     group.post_backward()
             self._enter(turn, Phase.IDLE)
-        self._end_conditionals()
+        self.conditionals.end_backward(is_last=self.is_last_backward)
         if self.is_last_backward and not self.manual_finalization:
             self.finish_reductions()
         self._backward = None
@@ -533,12 +527,7 @@ class Schedule:
             for group in reversed(turn.groups) if not with_all_ranks else ():
                 group.post_backward()
             self._enter(turn, Phase.IDLE)
-        self._end_conditionals()
-
-    def _end_conditionals(self) -> None:
-        """Reduce modules that not every rank ran: all ranks are here."""
-        if self.conditionals is not None:
-            self.conditionals.end_backward(is_last=self.is_last_backward)
+        self.conditionals.end_backward(is_last=self.is_last_backward)
 
     def finish_reductions(self) -> None:
         """Let the current stream see every reduced gradient; forget the order of the forward."""
@@ -584,7 +573,7 @@ class Schedule:
             self._enter(turn, Phase.IDLE)
             for group in turn.groups:
                 group.reset_iteration()
-        for conditional in self.conditionals.all if self.conditionals is not None else ():
+        for conditional in self.conditionals.all:
             conditional.forget()
         self.forward_root = None
         self._backward = None

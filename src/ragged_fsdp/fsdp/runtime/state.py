@@ -100,8 +100,8 @@ class ModuleState(Turn):
         for state in states:
             state.schedule, state._lists = self.schedule, lists
 
-    def _find_conditionals(self, states: Sequence[ModuleState]) -> Conditionals | None:
-        """The outermost modules below the root that not every rank runs; None without any."""
+    def _find_conditionals(self, states: Sequence[ModuleState]) -> Conditionals:
+        """The outermost modules below the root that not every rank runs."""
         names = {module: name for name, module in self.modules[0].named_modules()}
         found = []
         for state in states:
@@ -121,7 +121,7 @@ class ModuleState(Turn):
             for other in below:
                 other.under = conditional
             found.append(conditional)
-        return Conditionals(found, self.call[1].key(), self.device) if found else None
+        return Conditionals(found, self.call[1].key(), self.device)
 
     def prepare_by_hand(self) -> None:
         """Before a gather that the user asks for: the root may not be known yet."""
