@@ -52,7 +52,7 @@ from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
-from ragged_fsdp.fsdp.reduce.transport import GradTransport, make_buffer
+from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.layout import align_up
 from ragged_fsdp.routes import Shared, shared_boxes
 from ragged_fsdp.tiling import tiled
@@ -332,11 +332,7 @@ class Exchange(GradTransport):
         if memory is not None and memory.plan is plan:
             return memory
         storage = leased or FlatStorage(nbytes, self.members.device)
-        packed = (
-            make_buffer(self.members, plan.layout, wire, self._partial, storage=storage)
-            if plan.sends is None
-            else None
-        )
+        packed = self.make_buffer(plan.layout, wire, storage=storage) if plan.sends is None else None
         slots = self.members.mesh.shard_size if plan.sends is None and plan.sums[0] else 0
         memory = _Memory(
             plan,
@@ -396,7 +392,7 @@ class Exchange(GradTransport):
         if main.dtype == dtype:
             return main
         if kind is None or kind.dtype != dtype or kind.layout is not main.layout:
-            kind = make_buffer(self.members, self._layout, dtype, self._scattered, allocate=False)
+            kind = self.make_buffer(self._layout, dtype, is_reduced=True, allocate=False)
             self._sum_kind = kind
         return kind.empty_like()
 

@@ -20,7 +20,7 @@ from ragged_fsdp.dtensor.saving import claim
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.plan import rank_major
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling, grad_layout, scaling
-from ragged_fsdp.fsdp.reduce.transport import GradTransport, make_buffer, scattered
+from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.fsdp.streams import PendingReduction
 from ragged_fsdp.torch_internals import AsyncCollectiveTensor, local_of, post_accumulate_grad_hooks_of
 
@@ -198,8 +198,8 @@ class GradReducer:
     def _make_main(self, dtype: torch.dtype) -> DBuffer:
         """A new buffer for the reduced shard: the user may keep the gradients, so it is never reused."""
         if self._main_kind is None or self._main_kind.dtype != dtype:
-            placements = scattered(self.members)
-            self._main_kind = make_buffer(self.members, self._layout, dtype, placements, allocate=False)
+            make = self.transport.make_buffer
+            self._main_kind = make(self._layout, dtype, is_reduced=True, allocate=False)
             self._empty_grads = {}
         main = self._main_kind.empty_like()
         if self._claims:  # else a copy of a gradient that is not ragged would take the whole shard along

@@ -28,33 +28,15 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.collectives import OverGroup
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
 
-__all__ = ["GradTransport", "ReduceScatter", "make_buffer", "scattered"]
+__all__ = ["GradTransport", "ReduceScatter"]
 
 _ALONE_NUMEL = 1 << 18
-
-
-def scattered(members: Members) -> tuple[Placement, ...]:
-    """Placements after the reduction over the shards and before the one over the replicas."""
-    return (*[Partial()] * (members.mesh.mesh.ndim - 1), Shard(0))
-
-
-def make_buffer(
-    members: Members,
-    layout: GradLayout,
-    dtype: torch.dtype,
-    placements: tuple[Placement, ...],
-    **options: Any,
-) -> DBuffer:
-    """A buffer of the group's gradients, on the group's device unless ``options`` say otherwise."""
-    options.setdefault("device", members.device)
-    return DBuffer(layout.layout, layout.shapes, members.mesh.mesh, placements, dtype=dtype, **options)
 
 
 class GradTransport(ABC):
@@ -73,7 +55,16 @@ class GradTransport(ABC):
         self._leased: FlatStorage | None = None
         """What the arena has lent for this reduction, if it has."""
         self._partial = (Partial(),) * members.mesh.mesh.ndim
-        self._scattered = scattered(members)
+        self._scattered = (*self._partial[1:], Shard(0))
+        """Placements after the reduction over the shards and before the one over the replicas."""
+
+    def make_buffer(
+        self, layout: GradLayout, dtype: torch.dtype, *, is_reduced: bool = False, **options: Any
+    ) -> DBuffer:
+        """A buffer of the group's gradients, before or after they are reduced over the shards."""
+        placements = self._scattered if is_reduced else self._partial
+        mesh, device = self.members.mesh.mesh, self.members.device
+        return DBuffer(layout.layout, layout.shapes, mesh, placements, dtype=dtype, device=device, **options)
 
     def discard(self) -> None:
         """Drop what was collected."""
@@ -129,7 +120,7 @@ class ReduceScatter(GradTransport):
             given = comm.allocate((numel,), dtype=dtype, device=members.device)
             self._leased = None
             storage = FlatStorage.over(given)
-            self.full = make_buffer(members, layout, dtype, self._partial, storage=storage)
+            self.full = self.make_buffer(layout, dtype, storage=storage)
             return
         # without sync the gradients of every group stay, and memory of the user's communication is not ours
         lends = members.settings.reduce_grads and comm.common_memory and not self.companion
@@ -139,8 +130,8 @@ class ReduceScatter(GradTransport):
         )
         full = self._fulls.get(self._leased)
         if full is None or full.dtype != dtype or full.layout is not layout.layout:
-            options = {"allocate": False, "storage": self._leased}
-            full = self._fulls[self._leased] = make_buffer(members, layout, dtype, self._partial, **options)
+            full = self.make_buffer(layout, dtype, allocate=False, storage=self._leased)
+            self._fulls[self._leased] = full
         if self._leased is None:
             with comm.memory(members.device):
                 full.materialize()
