@@ -208,7 +208,8 @@ class BookGroup:
         """Bytes of a reduction that no kept storage has."""
         self.context: Any = None
         self.residence = Residence.SHARDED
-        self.transport = SimpleNamespace(nbytes=cost.gathered_bytes, parking=cost.parked_bytes or None)
+        self.transport = SimpleNamespace(nbytes=cost.gathered_bytes)
+        self.parking = cost.parked_bytes or None
         self.settings = SimpleNamespace(
             reshard_after_forward=True,
             unshard_in_backward=True,

@@ -507,7 +507,8 @@ class GroupBuilder:
             )
             group.settings.reshard_after_forward = False
         elif isinstance(value, int) and value != group.mesh.shard_size:
-            group.transport.parking = Parking(parking_mesh(group.mesh.shard_group, value, group.device))
+            mesh = parking_mesh(group.mesh.shard_group, value, group.device)
+            group.parking = Parking(group.transport, mesh)  # type: ignore[arg-type]  # packed ones raised
 
 
 def _attach(choice: _Choice, plan: GroupPlan, index: int, piece: torch.Tensor) -> None:

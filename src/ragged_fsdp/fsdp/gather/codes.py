@@ -211,18 +211,12 @@ class Codes(InPlace):
 
     def allocate(self) -> None:
         """Take the memory of the message of codes; that of the gathered buffer when they are decoded."""
-        if self.is_parked:  # what is kept was decoded before and is gathered as it is
-            super().allocate()
-        else:
-            self._message.allocate(self.message_layout.part_bytes)
+        self._message.allocate(self.message_layout.part_bytes)
 
     def begin(self, async_op: bool) -> None:
         """Encode the shard and gather the codes."""
-        if self._message.rows is None:
-            super().begin(async_op)
-        else:
-            self._encode(self._message.rows)
-            self._message.send(async_op)
+        self._encode(self._message.rows)
+        self._message.send(async_op)
 
     @cached_property
     def _own_runs(self) -> tuple[RankRun, ...]:
@@ -256,11 +250,9 @@ class Codes(InPlace):
 
     def finish(self) -> None:
         """Wait for the codes and decode them into the gathered buffer, on the compute stream."""
-        super().finish()
         message = self._message.take()
-        if message is not None:
-            super().allocate()
-            self._decode(message)
+        super().allocate()
+        self._decode(message)
 
 
 @cache

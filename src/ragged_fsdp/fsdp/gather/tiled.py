@@ -73,9 +73,6 @@ class Tiled(InPlace):
     def allocate(self) -> None:
         """Take the memory of the gathered tiles; that of the parameters when they are untiled."""
         members, comm, tiles = self.members, self.members.settings.gather_comm, self._tiles
-        if self.is_parked:  # what is kept was untiled before and is gathered as it is
-            super().allocate()
-            return
         if self._is_alone:
             return
         if comm.allocates and members.mesh.shard_size > 1:
@@ -87,21 +84,17 @@ class Tiled(InPlace):
 
     def begin(self, async_op: bool) -> None:
         """Cast the shard into its slot of the gathered tiles and gather."""
-        if self.is_parked or not self._is_alone:
+        if not self._is_alone:
             super().begin(async_op)
 
     def finish(self) -> None:
         """Wait for the tiles and write them to the parameters, on the compute stream."""
-        if not self.is_parked:
-            super().allocate()
-            if self._is_alone:
-                untile_group(self.members.main.buffer, self.weight)  # type: ignore
+        super().allocate()
+        if self._is_alone:
+            untile_group(self.members.main.buffer, self.weight)  # type: ignore
         super().finish()
 
     def _unstage(self, weight: DBuffer, staged: DBuffer) -> None:
-        if staged.layout is self.layout:  # parked rows
-            super()._unstage(weight, staged)
-            return
         untile_group(staged, weight)
         if staged is self._tiles:
             staged.release()

@@ -184,7 +184,7 @@ class FSDPModule(TorchFSDPModule):
             state.auto_reshard = False
             self._set(state.groups, reshard_after_forward=reshard_after_forward)
             for group in state.groups:
-                group.transport.parking = None
+                group.parking = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the unsharded parameters; keeping them saves the next forward's gather."""

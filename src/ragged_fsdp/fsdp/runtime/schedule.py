@@ -308,12 +308,11 @@ class Schedule:
         if ahead is None:
             ahead = () if following is None else (following,)
         for other in ahead:
-            for group in other.groups:  # all of them first: one gather may bring the others along
-                if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
-                    self._prefetched.add(group)
-            for group in other.groups:
-                if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
-                    group.unshard()
+            away = (Residence.SHARDED, Residence.PARKED)
+            gathered = [group for group in other.groups if group.residence in away]
+            self._prefetched.update(gathered)  # all of them first: one gather may bring the others along
+            for group in gathered:
+                group.unshard()
 
     def recompute(self, turn: Turn) -> None:
         """Gather for a forward that a backward computes again; nothing is recorded."""
@@ -348,7 +347,7 @@ class Schedule:
     def _reshard_after_forward(self, group: ParamGroup, keep: bool) -> None:
         if not group.settings.reshard_after_forward:
             return
-        if group.residence is Residence.UNSHARDED and group.transport.parking is not None:
+        if group.residence is Residence.UNSHARDED and group.parking is not None:
             group.park()
         elif group.residence is Residence.UNSHARDED and keep:
             group.keep()
