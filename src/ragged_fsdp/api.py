@@ -40,7 +40,7 @@ from ragged_fsdp.fsdp.runtime.module import (
     swap_class,
 )
 from ragged_fsdp.fsdp.runtime.schedule import outside
-from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
+from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of, states_below
 from ragged_fsdp.policy import BlockCodes, Granularity
 from ragged_fsdp.torch_internals import REGISTRY_KEY, get_root_modules
 
@@ -250,7 +250,7 @@ def adopt_parameters(module: nn.Module) -> list[str]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"adopt_parameters: module must be an nn.Module, got {module!r}.")
-    states = list(dict.fromkeys(s for child in module.modules() if (s := state_of(child)) is not None))
+    states = states_below(module)
     if not states:
         raise ValueError(f"adopt_parameters: no module below {type(module).__name__} is sharded.")
     names = {param: name for name, param in unmanaged(module, *outside(states))}

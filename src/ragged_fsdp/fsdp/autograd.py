@@ -35,6 +35,7 @@ __all__ = [
     "need_gradient",
     "on_parameters",
     "outside_compile",
+    "tensors_in",
 ]
 
 
@@ -93,6 +94,18 @@ def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         else:
             object.__setattr__(made, name, new)
     return made
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``, as often as it is there."""
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
+    return found
 
 
 def cast_floating(dtype: torch.dtype, value: Any) -> Any:
@@ -219,14 +232,7 @@ def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, A
     """A module's inputs; those that need gradients behind a node whose backward calls ``hooks.after``."""
     if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:  # most layers
         return (_behind_node(hooks, args) if args[0].requires_grad else args), kwargs
-    found: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(collect, (args, kwargs))
+    found = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not found:
         return args, kwargs
     replaced = dict(zip(map(id, found), _behind_node(hooks, found)))
@@ -259,14 +265,7 @@ class _Ends(torch.autograd.Function):
 
 def need_gradient(value: Any) -> Any:
     """``value``, of which the first floating-point tensor needs a gradient now, unless one of them does."""
-    found: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if torch.is_floating_point(tensor):
-            found.append(tensor)
-        return tensor
-
-    map_tensors(collect, value)
+    found = [tensor for tensor in tensors_in(value) if torch.is_floating_point(tensor)]
     if not found or any(tensor.requires_grad for tensor in found) or are_functorch_transforms_active():
         return value
     made = _Ends.apply(torch.empty(0, requires_grad=True), found[0])

@@ -147,7 +147,7 @@ class MessageLayout:
         """Codes (ranks, bands, rows, tiles, columns) and scales (ranks, bands, tiles) of a run."""
         part = message.narrow(0, run.first_rank, run.ranks)
         codes = part.narrow(1, run.shard_start, run.numel).view(code_dtype(self.codes[index]))
-        rows, tiles, width = self.band_shape(index)
+        rows, tiles, width = band_shape(self.codes[index], self.plan.shapes[index][-1])
         count = run.numel // (rows * width)
         scales = part.narrow(1, self.scale_start(run), count * _SCALE_BYTES).view(torch.float32)
         return codes.view(run.ranks, -1, rows, tiles, width), scales.view(run.ranks, -1, tiles)
@@ -178,10 +178,6 @@ class MessageLayout:
     def scale_start(self, run: RankRun) -> int:
         """Bytes before a run's scales, in the part of each of its ranks."""
         return self.scale_offset + run.scale_start * _SCALE_BYTES
-
-    def band_shape(self, index: int) -> tuple[int, int, int]:
-        """Of a parameter: rows, tiles and columns of a tile in a band."""
-        return band_shape(self.codes[index], self.plan.shapes[index][-1])
 
 
 class Codes(InPlace):

@@ -267,9 +267,7 @@ class Extensions(_Packed):
         for offset, output in zip(state.offsets, state.outputs):
             rows = output.view(self.members.mesh.shard_size, -1).view(torch.uint8)
             rows.copy_(parts.narrow(1, offset, rows.shape[1]))
-        self._make(self.members.params[index], state)
-
-    def _make(self, param: ManagedParam, state: Gathered) -> None:
+        param = self.members.params[index]
         local: Any = local_of(param.sharded)
         outputs = tuple(
             output.view(-1, *shape[1:]) if len(shape) else output

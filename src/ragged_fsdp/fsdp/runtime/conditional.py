@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from ragged_fsdp.agreement import largest
 from ragged_fsdp.collectives import explain_failure
-from ragged_fsdp.fsdp.autograd import in_backward, map_tensors
+from ragged_fsdp.fsdp.autograd import in_backward, tensors_in
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.torch_internals import reaches_host
 
@@ -91,13 +91,8 @@ class Conditional:
 
     def note_run(self, output: Any) -> None:
         """A forward of it ended on this rank: see whether a backward can come."""
-
-        def look(tensor: torch.Tensor) -> torch.Tensor:
-            self._needed |= tensor.requires_grad
-            return tensor
-
-        self._needed |= not torch.is_grad_enabled()  # a checkpoint may compute it again
-        map_tensors(look, output)
+        computed_again = not torch.is_grad_enabled()  # perhaps, by a checkpoint
+        self._needed |= computed_again or any(tensor.requires_grad for tensor in tensors_in(output))
 
     def end_forward(self, trains: bool) -> None:
         """Release the weights unless a backward may need them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +23,7 @@ from ragged_fsdp.fsdp.autograd import leave_frame
 from ragged_fsdp.fsdp.reduce.transport import ReduceScatter
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import Schedule
-from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
+from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of, states_below
 from ragged_fsdp.topology import subgroup
 from ragged_fsdp.torch_internals import STATE_KEY
 
@@ -291,7 +291,7 @@ class FSDPModule(TorchFSDPModule):
         If it has an ``allocate(size, *, dtype, device)`` gradients are collected in a tensor from there.
         """
         _check_callable("set_custom_reduce_scatter: comm", comm)
-        groups = list(self._groups_of_one_mesh("set_custom_reduce_scatter"))
+        groups = self._groups_of_one_mesh("set_custom_reduce_scatter")
         for group in groups:
             if comm is not None and not isinstance(group.reducer.transport, ReduceScatter):
                 raise ValueError(
@@ -305,7 +305,7 @@ class FSDPModule(TorchFSDPModule):
 
         Over NCCL that is memory from ``ncclMemAlloc``. Where the backend has no allocator nothing changes.
         """
-        groups = list(self._groups(recurse=False))
+        groups = self._groups(recurse=False)
         for group in groups:
             comms = {"all_gather": group.settings.gather_comm, "reduce_scatter": group.settings.reduce_comm}
             for kind, comm in comms.items():
@@ -328,18 +328,11 @@ class FSDPModule(TorchFSDPModule):
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _states(self, recurse: bool) -> Iterator[ModuleState]:
-        modules: Iterable[Any] = self.modules() if recurse else [self]
-        seen: set[ModuleState] = set()
-        for module in modules:
-            state = state_of(module)
-            if state is not None and state not in seen:
-                seen.add(state)
-                yield state
+    def _states(self, recurse: bool) -> list[ModuleState]:
+        return states_below(self) if recurse else [self._get_fsdp_state()]  # type: ignore[arg-type]
 
-    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
-        for state in self._states(recurse):
-            yield from state.groups
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        return [group for state in self._states(recurse) for group in state.groups]
 
     @staticmethod
     def _set(groups: Iterable[ParamGroup], **settings: Any) -> None:

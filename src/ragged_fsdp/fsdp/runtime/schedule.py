@@ -507,13 +507,7 @@ class Schedule:
         self.forward_root = None
         for turn in self.turns:
             turn.still_to_run.clear()
-            with_all_ranks = turn.under is not None and turn.under.owed
-            for group in reversed(turn.groups) if not with_all_ranks else ():
-                # gathered again after it: a module that runs twice, checkpointed with use_reentrant
-                if turn.phase is not Phase.DONE or group.residence is Residence.UNSHARDED:
-                    group.hand_over()  # autograd lets this stream wait for those of the backward
-                    group.post_backward()
-            self._enter(turn, Phase.IDLE)
+            self._end_turn(turn, all_groups=turn.phase is not Phase.DONE)
         self.conditionals.end_backward(is_last=self.is_last_backward)
         if self.is_last_backward and not self.manual_finalization:
             self.finish_reductions()
@@ -522,11 +516,20 @@ class Schedule:
     def finalize(self) -> None:
         """Launch what is left to reduce: gradients that were collected while sync was off."""
         for turn in reversed(self.turns):
-            with_all_ranks = turn.under is not None and turn.under.owed
-            for group in reversed(turn.groups) if not with_all_ranks else ():
-                group.post_backward()
-            self._enter(turn, Phase.IDLE)
+            self._end_turn(turn, all_groups=True)
         self.conditionals.end_backward(is_last=self.is_last_backward)
+
+    def _end_turn(self, turn: Turn, *, all_groups: bool) -> None:
+        """Reduce what ``turn`` has left; modules that not every rank ran wait until all ranks reduce them."""
+        with_all_ranks = turn.under is not None and turn.under.owed
+        for group in reversed(turn.groups) if not with_all_ranks else ():
+            # gathered again after its own: a module that runs twice, checkpointed with use_reentrant
+            is_gathered = group.residence is Residence.UNSHARDED
+            if is_gathered:
+                group.hand_over()  # autograd lets this stream wait for those of the backward
+            if is_gathered or all_groups:
+                group.post_backward()
+        self._enter(turn, Phase.IDLE)
 
     def finish_reductions(self) -> None:
         """Let the current stream see every reduced gradient; forget the order of the forward."""

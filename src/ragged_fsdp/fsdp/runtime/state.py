@@ -28,7 +28,7 @@ from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.fsdp.runtime.schedule import IN_BACKWARD, Schedule, Turn
 from ragged_fsdp.torch_internals import REGISTRY_KEY, are_functorch_transforms_active, base_of, to_kwargs
 
-__all__ = ["ModuleState", "state_of"]
+__all__ = ["ModuleState", "state_of", "states_below"]
 
 _STATE_ATTRIBUTE = "_ragged_fsdp_state"
 
@@ -36,6 +36,12 @@ _STATE_ATTRIBUTE = "_ragged_fsdp_state"
 def state_of(module: nn.Module) -> ModuleState | None:
     """The state of ``module`` if it was sharded, else None."""
     return module.__dict__.get(_STATE_ATTRIBUTE)
+
+
+def states_below(module: nn.Module) -> list[ModuleState]:
+    """The states of ``module`` and of the modules below it, each once."""
+    found = (state_of(child) for child in module.modules())
+    return list(dict.fromkeys(state for state in found if state is not None))
 
 
 class ModuleState(Turn):
