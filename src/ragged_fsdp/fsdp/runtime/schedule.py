@@ -232,7 +232,8 @@ class Schedule:
         self._gathered.clear()
         self._order = self._orders.setdefault(root, ForwardOrder())
         self._order.begin()
-        self.conditionals.begin(root)
+        if self.conditionals.all:
+            self.conditionals.begin(root)
         if not torch.is_grad_enabled():
             self.comm.arena.release()
         if in_backward():
@@ -357,11 +358,12 @@ class Schedule:
     @property
     def parts_graphs(self) -> bool:
         """Whether what the forward returns may need gradients on some ranks only; not one computed again."""
-        return self.conditionals.part_graphs and not in_backward()
+        return bool(self.conditionals.all) and self.conditionals.part_graphs and not in_backward()
 
     def end_forward(self) -> None:
         """The forward that is running ends: the next one may follow its order."""
-        self.conditionals.end_forward()
+        if self.conditionals.all:
+            self.conditionals.end_forward()
         self._order.end()
         self._choose_kept()
         self._leave_forward()
@@ -508,7 +510,7 @@ class Schedule:
         for turn in self.turns:
             turn.still_to_run.clear()
             self._end_turn(turn, all_groups=turn.phase is not Phase.DONE)
-        self.conditionals.end_backward(is_last=self.is_last_backward)
+        self._end_conditionals()
         if self.is_last_backward and not self.manual_finalization:
             self.finish_reductions()
         self._backward = None
@@ -517,7 +519,12 @@ class Schedule:
         """Launch what is left to reduce: gradients that were collected while sync was off."""
         for turn in reversed(self.turns):
             self._end_turn(turn, all_groups=True)
-        self.conditionals.end_backward(is_last=self.is_last_backward)
+        self._end_conditionals()
+
+    def _end_conditionals(self) -> None:
+        """Reduce modules that not every rank ran: all ranks are here."""
+        if self.conditionals.all:
+            self.conditionals.end_backward(is_last=self.is_last_backward)
 
     def _end_turn(self, turn: Turn, *, all_groups: bool) -> None:
         """Reduce what ``turn`` has left; modules that not every rank ran wait until all ranks reduce them."""
