@@ -7,7 +7,6 @@ It validates, groups, plans, cuts, compares with the other ranks and attaches, w
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -225,8 +224,10 @@ def _make_groups(
     builder = GroupBuilder(options, managed, agreement.mesh, agreement.device)
     drafts = builder.draft()
     agreement.reach(builder.statements(drafts), managed.params[0].name if managed.params else "")
-    pick = functools.partial(builder.pick, drafts)
-    picked = agreement.together(pick) if options.asks_the_network else pick()
+    with Agreement(agreement.mesh, agreement.device) as again:  # ranks of one of several meshes may fail here
+        picked = builder.pick(drafts)
+        if options.asks_the_network:
+            again.reach([(agreement.mesh, "")], "")
     replace_buffers(moved)
     warn_half_precision((param.name, param.sharded) for param in managed.params)
     groups = builder.build(tuple(modules), drafts, picked)

@@ -62,7 +62,7 @@ class ParamGroup(Members):
     def __init__(
         self,
         *parts: Any,
-        gather: Callable[[Members], Transport] = InPlace,
+        gather: Callable[[Members], Transport],
         reduce: Callable[[Members], GradTransport],
     ) -> None:
         super().__init__(*parts)
