@@ -173,7 +173,8 @@ class CommContext:
 
     def _finish(self, entry: PendingReduction) -> None:
         self.wait(entry.event)  # before the release: the reduce stream may still read the buffers
-        if entry.stream is not None and entry.stream != self.current_stream():
+        elsewhere = entry.stream is not None and entry.stream != self.current_stream()
+        if elsewhere and not self.arena.is_captured:  # by when a stream that waited would be joined no more
             entry.stream.wait_event(entry.event)  # of a root that shares this: its gradients are read there
         entry.release()
 
@@ -240,12 +241,13 @@ class Arena:
         return self._device.type != "cuda" or not has_expandable_segments()
 
     @property
-    def _is_captured(self) -> bool:
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def lease(self, nbytes: int, limit: int) -> FlatStorage | None:
         """A storage of at least ``nbytes``; None if it is too large for the arena or ``limit`` are lent."""
-        if nbytes > self.nbytes or self._lent >= limit or (self._has_streams and self._is_captured):
+        if nbytes > self.nbytes or self._lent >= limit or (self._has_streams and self.is_captured):
             return None
         while self._free and self._free[-1].nbytes != self.nbytes:  # the arena was resized
             self._free.pop().release()
@@ -265,7 +267,7 @@ class Arena:
 
         Not inside a transform of ``torch.func``, whose tensors have no storage.
         """
-        if not self.nbytes or not self._stays or self._is_captured or peek_interpreter_stack() is not None:
+        if not self.nbytes or not self._stays or self.is_captured or peek_interpreter_stack() is not None:
             return
         needed = max(0, limit - self._lent)
         fitting = [storage for storage in self._free if storage.nbytes == self.nbytes][:needed]
