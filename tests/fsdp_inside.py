@@ -56,6 +56,7 @@ __all__ = [
     "gradient_storages",
     "group_names",
     "intercept_streams",
+    "look_for_late_collectives",
     "no_memory_for_shards",
     "on_sum_of_exchange",
     "pending_reductions",
@@ -260,6 +261,12 @@ def stream_is(root: nn.Module, name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_context(root).owners, "_current_stream", lambda: name)
         yield
+
+
+def look_for_late_collectives(root: nn.Module, later_s: float) -> None:
+    """Look as the watch's thread does, now and again so much later, and log what is late."""
+    for seconds in (0.0, later_s):
+        _context(root).watch.report(time.monotonic() + seconds)
 
 
 class _Stream:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 import fsdp_inside
-from fsdp_cases import Transformer, build, logged, ragged_only, shard_blocks, tokens
+from fsdp_cases import Stack, Transformer, build, logged, ragged_only, rows, shard_blocks, tokens
 from ragged_fsdp import DBuffer, fully_shard
 from rank_pool import Rank, spmd
 
@@ -210,6 +210,24 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
     (line,) = said
     assert f"rank {rank.rank}: all-gather of group 'layers.1' (rank {rank.rank} of 2" in line
     assert "launched 60 s ago" in line and "gives up after 100 s" in line
+
+
+@spmd(2)
+def test_a_collective_that_raised_is_not_waited_for(rank: Rank) -> None:
+    """It is over: the watch must not say of a process that goes on, or is looked at, that it hangs."""
+
+    def gather(**_: object) -> None:
+        raise ValueError("no network")
+
+    model, _ = build(lambda: Stack(layers=2), rank.device)
+    shard_blocks(model)
+    model(rows(rank, 0))
+    model.layers[0].set_custom_all_gather(gather)
+    with logged() as said:
+        with pytest.raises(ValueError, match="no network"):
+            model(rows(rank, 0))
+        fsdp_inside.look_for_late_collectives(model, 1e9)
+    assert not said
 
 
 @spmd(3)
