@@ -8,6 +8,8 @@ this file, and no test. Only unit tests of pure functions import those functions
 
 from __future__ import annotations
 
+import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -22,8 +24,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ragged_fsdp import collectives, topology
-from ragged_fsdp.dbuffer import redistribute
-from ragged_fsdp.fsdp import watch
+from ragged_fsdp.dbuffer import redistribute, storage
+from ragged_fsdp.fsdp import streams, watch
 from ragged_fsdp.fsdp.construct import builder, call, network
 from ragged_fsdp.fsdp.parts import left_out
 from ragged_fsdp.fsdp.reduce import exchange
@@ -37,6 +39,7 @@ __all__ = [
     "PHASE_MOVES",
     "RESIDENCES",
     "RESIDENCE_MOVES",
+    "SharedContext",
     "Watch",
     "break_streams",
     "comm_contexts_of",
@@ -53,6 +56,7 @@ __all__ = [
     "gradient_storages",
     "group_names",
     "intercept_streams",
+    "look_for_late_collectives",
     "no_memory_for_shards",
     "on_sum_of_exchange",
     "pending_reductions",
@@ -259,22 +263,90 @@ def stream_is(root: nn.Module, name: str) -> Iterator[None]:
         yield
 
 
+def look_for_late_collectives(root: nn.Module, later_s: float) -> None:
+    """Look as the watch's thread does, now and again so much later, and log what is late."""
+    for seconds in (0.0, later_s):
+        _context(root).watch.report(time.monotonic() + seconds)
+
+
+class _Stream:
+    """Notes which streams it waits for."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waited_for: list[str] = []
+
+    def wait_event(self, event: Any) -> None:
+        self.waited_for.append(event.stream.name)
+
+    def wait_stream(self, stream: _Stream) -> None:
+        self.waited_for.append(stream.name)
+
+
+class _Event:
+    """Is behind the work of the stream that recorded it last."""
+
+    def __init__(self, *_: Any) -> None:
+        self.stream: Any = None
+
+    def record(self, stream: _Stream) -> None:
+        self.stream = stream
+
+
+class SharedContext:
+    """What roots share that compute on streams of their own, by name, and what these streams wait for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._streams = {name: _Stream(name) for name in ("first", "second", "gather", "reduce")}
+        self._local = threading.local()
+        patch.setattr(torch, "Event", _Event)
+        patch.setattr(streams, "stream_getter", lambda device: lambda: self._local.now)
+        patch.setattr(storage, "stream_getter", lambda device: lambda: self._local.now)
+        self.computes_on("first")
+        self._context = CommContext(torch.device("cpu"))
+        self._context.device_module = torch.cpu
+        self._context.streams = {name: self._streams[name] for name in ("gather", "reduce")}
+        self._context._so_far = streams._SoFar(torch.device("cpu"))
+        self._context.arena._has_streams, self._context.arena.nbytes = True, 16
+
+    def computes_on(self, name: str) -> None:
+        """Let this thread compute on a stream."""
+        self._local.now = self._streams[name]
+
+    def waited_for(self, name: str) -> list[str]:
+        """What a stream has waited for."""
+        return self._streams[name].waited_for
+
+    def on_gather_stream(self) -> None:
+        """Launch something there."""
+        self._context.on_stream("gather")
+
+    def reduce(self) -> None:
+        """Reduce a gradient buffer that lies in the memory that roots share."""
+        leased, done = self._context.arena.lease(16, 1), _Event()
+        done.record(self._streams["reduce"])
+        release = functools.partial(self._context.arena.give_back, leased)
+        stream = self._context.current_stream()
+        self._context.pending.append(PendingReduction(done, release, None, False, None, stream))
+
+    def finish(self) -> None:
+        """Wait for all reductions."""
+        self._context.finish_all()
+
+
 class Watch:
     """The watch over collectives that do not finish, with launches that a test makes up."""
 
     def __init__(self, remembered: int) -> None:
-        self._watch = watch.CollectiveWatch(torch.device("cpu"))
-        self._remembered = remembered
+        self._watch = watch.CollectiveWatch(torch.device("cpu"), remembered)
 
     def launch(
         self, phase: str, group: str, pg: dist.ProcessGroup, device: torch.device, stream: Any
     ) -> None:
         """A collective of ``group`` was launched on ``stream`` just now."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(watch, "_REMEMBERED", self._remembered)
-            self._watch._device = device
-            begun = self._watch.begin(phase, SimpleNamespace(label=group), pg)
-            self._watch.record(begun, stream)
+        self._watch._device = device
+        begun = self._watch.begin(phase, SimpleNamespace(label=group), pg)
+        self._watch.record(begun, stream)
 
     def begin(self, phase: str, group: str, pg: dist.ProcessGroup, *, returns: bool) -> None:
         """The host goes into a collective; ``returns``: and comes back, once all ranks are there."""
@@ -286,9 +358,9 @@ class Watch:
         """Let the ranks of this process write what they launched into ``folder``."""
         watch.keep_records(folder)
 
-    def shift_newest(self, phase: str, seconds: float) -> None:
-        """Let the newest launch of a phase have been made so much later."""
-        self._watch._launched[phase][-1].started_s += seconds
+    def shift_newest(self, seconds: float) -> None:
+        """Let the newest launch have been made so much later."""
+        self._watch._in_order()[-1].started_s += seconds
 
     def report(self, now_s: float) -> None:
         """Look, as the thread does, and log what is late."""

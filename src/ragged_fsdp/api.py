@@ -7,7 +7,6 @@ It validates, groups, plans, cuts, compares with the other ranks and attaches, w
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
@@ -40,7 +39,7 @@ from ragged_fsdp.fsdp.runtime.module import (
     swap_class,
 )
 from ragged_fsdp.fsdp.runtime.schedule import outside
-from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
+from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of, states_below
 from ragged_fsdp.policy import BlockCodes, Granularity
 from ragged_fsdp.torch_internals import REGISTRY_KEY, get_root_modules
 
@@ -225,8 +224,10 @@ def _make_groups(
     builder = GroupBuilder(options, managed, agreement.mesh, agreement.device)
     drafts = builder.draft()
     agreement.reach(builder.statements(drafts), managed.params[0].name if managed.params else "")
-    pick = functools.partial(builder.pick, drafts)
-    picked = agreement.together(pick) if options.asks_the_network else pick()
+    with Agreement(agreement.mesh, agreement.device) as again:  # ranks of one of several meshes may fail here
+        picked = builder.pick(drafts)
+        if options.asks_the_network:
+            again.reach([(agreement.mesh, "")], "")
     replace_buffers(moved)
     warn_half_precision((param.name, param.sharded) for param in managed.params)
     groups = builder.build(tuple(modules), drafts, picked)
@@ -250,7 +251,7 @@ def adopt_parameters(module: nn.Module) -> list[str]:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"adopt_parameters: module must be an nn.Module, got {module!r}.")
-    states = list(dict.fromkeys(s for child in module.modules() if (s := state_of(child)) is not None))
+    states = states_below(module)
     if not states:
         raise ValueError(f"adopt_parameters: no module below {type(module).__name__} is sharded.")
     names = {param: name for name, param in unmanaged(module, *outside(states))}

@@ -138,6 +138,8 @@ class Comm:
     """Whether any memory of the device will do: buffers may then be pooled, lent and kept by others."""
     allocates = False
     """Whether collectives work only on tensors from :meth:`allocate`; gathers are then copied out of them."""
+    gathered_dtypes = _WIRE_DTYPES
+    """What is gathered as it is; other dtypes travel as bytes."""
 
     def memory(self, device: torch.device) -> AbstractContextManager:
         """Within it this thread's allocations on ``device`` are fit for :meth:`gather` and :meth:`reduce`."""
@@ -152,7 +154,7 @@ class Comm:
         self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
     ) -> dist.Work | None:
         """Fill ``full`` with the slots of all ranks; ``slot`` is this rank's part of it."""
-        if full.dtype not in _WIRE_DTYPES:
+        if full.dtype not in self.gathered_dtypes:
             full, slot = full.view(torch.uint8), slot.view(torch.uint8)
         return getattr(dist, _GATHER)(full, slot, group=group, async_op=async_op)
 
@@ -172,11 +174,7 @@ class Comm:
 class BytesComm(Comm):
     """Gathers that may be launched with others: over gloo tensors of one launch are taken for one dtype."""
 
-    def gather(
-        self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather the bytes of the slots."""
-        return super().gather(full.view(torch.uint8), slot.view(torch.uint8), group, async_op=async_op)
+    gathered_dtypes = frozenset()
 
 
 class UserComm(Comm):

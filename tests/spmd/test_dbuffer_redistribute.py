@@ -337,7 +337,7 @@ def test_sums_are_not_mixed_with_their_parts_and_memory_in_use_is_not_freed(rank
     sharded = DBuffer.distribute(tensors(rank.device), mesh, granularity=BLOCKS)
     whole, partial = sharded.redistribute([Replicate()]), full_buffer(rank, mesh, (Partial(),), 1.0)
     for operation in (partial.add_, partial.copy_):
-        with pytest.raises(ValueError, match=r"\(Replicate\(\),\) do not match \(Partial"):
+        with pytest.raises(ValueError, match=r"other has placements \(Replicate\(\),\), expected \(Partial"):
             operation(whole)
     gathered = sharded.redistribute([Replicate()], async_op=True)
     gathered.release()  # waits: the collective would write freed memory

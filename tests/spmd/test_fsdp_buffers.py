@@ -192,6 +192,17 @@ def test_a_layer_does_not_lower_the_number_of_buffers_of_the_root(rank: Rank, la
 
 
 @spmd(2)
+def test_memory_of_buffers_that_nobody_asks_for_any_more_is_freed(rank: Rank) -> None:
+    model = shard_blocks(build(lambda: Stack(layers=6), rank.device)[0])
+    kept = []
+    for most in (3, 1, 2):
+        model.set_reduce_scatter_max_input_buffers(most)
+        model(rows(rank, 0)).sum().backward()
+        kept.append(len([storage for storage in fsdp_inside.gradient_storages(model) if storage.nbytes()]))
+    assert kept == [3, 1, 2]
+
+
+@spmd(2)
 @pytest.mark.parametrize("early", [True, False])
 def test_roots_that_share_have_as_many_buffers_as_any_was_given(rank: Rank, early: bool) -> None:
     """Also where they begin to share after the first forward, when each has counted for itself."""

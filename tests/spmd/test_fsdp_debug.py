@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 
 import fsdp_inside
-from fsdp_cases import Transformer, build, logged, ragged_only, shard_blocks, tokens
+from fsdp_cases import Stack, Transformer, build, logged, ragged_only, rows, shard_blocks, tokens
 from ragged_fsdp import DBuffer, fully_shard
 from rank_pool import Rank, spmd
 
@@ -186,7 +186,7 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
         def record(self, stream: bool) -> None:
             self.query = lambda: stream
 
-    pg, watch = rank.mesh().get_group(), fsdp_inside.Watch(remembered=3)
+    pg, watch = rank.mesh().get_group(), fsdp_inside.Watch(remembered=4)
     cpu, done, stuck = torch.device("cpu"), True, False
     timeout_s = 100  # the pool's
     with pytest.MonkeyPatch.context() as patch, logged() as said:
@@ -202,15 +202,33 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
             watch.launch(phase, name, pg, cpu, stream)
         now = time.monotonic()
         watch.report(now + 0.4 * timeout_s)
-        watch.shift_newest("all-gather", 0.3 * timeout_s)  # the host still launches: no event may be asked
+        watch.shift_newest(0.3 * timeout_s)  # the host still launches: no event may be asked
         watch.report(now + 0.6 * timeout_s)
-        watch.shift_newest("all-gather", -0.3 * timeout_s)
+        watch.shift_newest(-0.3 * timeout_s)
         assert not said
         for _ in range(2):
             watch.report(now + 0.6 * timeout_s)
     (line,) = said
     assert f"rank {rank.rank}: all-gather of group 'layers.1' (rank {rank.rank} of 2" in line
     assert "launched 60 s ago" in line and "gives up after 100 s" in line
+
+
+@spmd(2)
+def test_a_collective_that_raised_is_not_waited_for(rank: Rank) -> None:
+    """It is over: the watch must not say of a process that goes on, or is looked at, that it hangs."""
+
+    def gather(**_: object) -> None:
+        raise ValueError("no network")
+
+    model, _ = build(lambda: Stack(layers=2), rank.device)
+    shard_blocks(model)
+    model(rows(rank, 0))
+    model.layers[0].set_custom_all_gather(gather)
+    with logged() as said:
+        with pytest.raises(ValueError, match="no network"):
+            model(rows(rank, 0))
+        fsdp_inside.look_for_late_collectives(model, 1e9)
+    assert not said
 
 
 @spmd(3)

@@ -40,7 +40,6 @@ from ragged_fsdp.dbuffer.checks import (
     check_tensors,
     check_transition,
     checked_placements,
-    common_dtype,
     coordinate_of,
     device_of,
     expect,
@@ -48,7 +47,7 @@ from ragged_fsdp.dbuffer.checks import (
     levels_of,
 )
 from ragged_fsdp.dbuffer.redistribute import Move, plan_move
-from ragged_fsdp.dbuffer.storage import FlatStorage, debug_enabled
+from ragged_fsdp.dbuffer.storage import FlatStorage
 from ragged_fsdp.dtensor import ragged_spec, wrap_local
 from ragged_fsdp.layout import ALIGN_BYTES, GroupLayout
 from ragged_fsdp.placement import placement_from_layout
@@ -60,23 +59,7 @@ from ragged_fsdp.torch_internals import local_of, storage_id
 __all__ = ["DBuffer"]
 
 _MOVES_KEPT = 8
-_KIND = (
-    "layout",
-    "shapes",
-    "mesh",
-    "dtypes",
-    "dtype",
-    "cell_bytes",
-    "placements",
-    "device",
-    "levels",
-    "coordinate",
-    "rank",
-    "is_sharded",
-    "is_uniform",
-    "nbytes",
-    "pin_memory",
-)
+_OF_ONE = ("storage", "flat", "slot", "tensors", "slot_buffer")  # of a buffer itself; the rest is its kind
 # By the address of the storage object. A buffer keeps its storage alive, so an address in the table cannot be
 # reused while its buffer exists; no tensor is referenced, not even weakly (torch.utils.swap_tensors refuses
 # tensors that have weak references).
@@ -129,9 +112,10 @@ class DBuffer:
         self.shapes = tuple(torch.Size(shape) for shape in shapes)
         self.mesh = mesh
         self.dtypes = (dtype,) * len(self.shapes) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        self.dtype = dtype if isinstance(dtype, torch.dtype) else common_dtype(self.dtypes)
-        self.is_uniform = len(set(self.dtypes)) <= 1
-        """Whether all tensors have one dtype, so that the flat tensor holds numbers."""
+        kinds = {*self.dtypes, *([dtype] if isinstance(dtype, torch.dtype) else [])}
+        self.is_uniform = len(kinds) <= 1
+        """Whether all tensors have one dtype, so that the flat tensor holds numbers, and not bytes."""
+        self.dtype = kinds.pop() if len(kinds) == 1 else torch.uint8
         self.cell_bytes = cell_bytes or self.dtype.itemsize
         self.levels = levels_of(mesh, layout.ranks)
         self.placements = checked_placements(self.mesh, placements, self.levels)
@@ -196,17 +180,15 @@ class DBuffer:
 
     @cached_property
     def _kind(self) -> _Kind:
-        kind = _Kind(
-            {name: self.__dict__[name] for name in _KIND}, offset_bytes=0, pending=None, _is_fresh=True
-        )
-        kind["_moves"], kind["_kind"] = {}, kind
+        kind = _Kind({name: value for name, value in vars(self).items() if name not in _OF_ONE})
+        kind.update(offset_bytes=0, pending=None, _is_fresh=True, _moves={}, _kind=kind)
         return kind
 
     @cached_property
     def storage(self) -> FlatStorage:
         """The memory; of a buffer from :meth:`empty_like` it is described when it is first asked for."""
         self._is_fresh = False
-        return FlatStorage.of(self.flat, debug=debug_enabled())
+        return FlatStorage.of(self.flat)
 
     @staticmethod
     def of(tensor: torch.Tensor) -> tuple[DBuffer, int] | None:
@@ -341,14 +323,14 @@ class DBuffer:
     def add_(self, other: DBuffer, *, alpha: float = 1.0) -> DBuffer:
         """Add another buffer of the same layout and placements, in this buffer's dtype."""
         self.check_arithmetic("add_")
-        self._check_same_shape(other)
+        self._check_fits("other", other, self.placements)
         self._check_live("add_", other)
         self.flat.add_(other.flat, alpha=alpha)
         return self
 
     def copy_(self, other: DBuffer, *, non_blocking: bool = False) -> DBuffer:
         """Take the values of another buffer of the same layout and placements, cast to this dtype."""
-        self._check_same_shape(other)
+        self._check_fits("other", other, self.placements)
         self._check_live("copy_", other)
         if self.dtypes != other.dtypes and not (self.is_uniform and other.is_uniform):
             torch._foreach_copy_(list(self.tensors), list(other.tensors), non_blocking=non_blocking)
@@ -418,7 +400,7 @@ class DBuffer:
         target = checked_placements(self.mesh, placements, self.levels)
         check_transition(self.placements, target)
         if out is not None:
-            self._check_out(out, target)
+            self._check_fits("out", out, target)
         return target
 
     def wait(self) -> DBuffer:
@@ -497,20 +479,13 @@ class DBuffer:
             return self, index
         return None
 
-    def _check_same_shape(self, other: DBuffer) -> None:
-        expect(": other", other, DBuffer, "a DBuffer")
-        self._check_layout("other", other)
-        if other.placements != self.placements:  # a sum and its parts are different values
-            raise ValueError(f"DBuffer: placements {other.placements} do not match {self.placements}.")
-
-    def _check_out(self, out: DBuffer, target: tuple[Placement, ...]) -> None:
-        self._check_layout("out", out)
-        if out.placements != target:
-            raise ValueError(f"DBuffer: out has placements {out.placements}, expected {target}.")
-
-    def _check_layout(self, what: str, other: DBuffer) -> None:
+    def _check_fits(self, what: str, other: DBuffer, placements: tuple[Placement, ...]) -> None:
+        """Raise unless ``other`` has this layout and ``placements``: a sum and its parts differ in value."""
+        expect(f": {what}", other, DBuffer, "a DBuffer")
         if other.layout is not self.layout and other.layout.digest != self.layout.digest:
             raise ValueError(f"DBuffer: {what} has another layout; expected that of {self}, got {other}.")
+        if other.placements != placements:
+            raise ValueError(f"DBuffer: {what} has placements {other.placements}, expected {placements}.")
 
     def _check_live(self, what: str, *others: DBuffer) -> None:
         """Before ``what``: raise unless the bytes exist, and wait for a collective that still has them."""

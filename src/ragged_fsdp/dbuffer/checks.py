@@ -20,7 +20,6 @@ __all__ = [
     "check_tensors",
     "check_transition",
     "checked_placements",
-    "common_dtype",
     "coordinate_of",
     "device_of",
     "expect",
@@ -159,12 +158,6 @@ def check_tensors(
                 f"{spec.name}: shape {tuple(shape)} of {dtype} has {nbytes} bytes, "
                 f"its layout has {spec.numel} cells of {cell_bytes}."
             )
-
-
-def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
-    """The dtype of the flat tensor: that of all tensors, or bytes."""
-    kinds = set(dtypes)
-    return kinds.pop() if len(kinds) == 1 else torch.uint8
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

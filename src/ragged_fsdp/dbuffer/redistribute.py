@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -59,9 +59,7 @@ def plan_move(source: DBuffer, target: tuple[Placement, ...], out: DBuffer | Non
         if isinstance(have, Partial) and isinstance(want, Shard) and out.dtype == source.dtype:
             return _reduce_alone(group)
     order = _order(source, target, changes)
-    return lambda source, out, average, async_op, comm: _in_steps(
-        source, target, order, out, average, async_op, comm
-    )
+    return lambda source, out, *how: _in_steps(source, target, order, out, _How(*how))
 
 
 def _gather_alone(group: Any, source: DBuffer, out: DBuffer) -> Move:
@@ -94,14 +92,16 @@ def _reduce_alone(group: Any) -> Move:
     return reduce
 
 
+class _How(NamedTuple):
+    """What all collectives of one move have in common."""
+
+    average: bool
+    async_op: bool
+    comm: Comm
+
+
 def _in_steps(
-    source: DBuffer,
-    target: tuple[Placement, ...],
-    order: Sequence[int],
-    out: DBuffer | None,
-    average: bool,
-    async_op: bool,
-    comm: Comm,
+    source: DBuffer, target: tuple[Placement, ...], order: Sequence[int], out: DBuffer | None, how: _How
 ) -> tuple[DBuffer, Any]:
     """Change one mesh dim after the other; only the last collectives are still under way afterwards."""
     result: DBuffer = source
@@ -112,13 +112,13 @@ def _in_steps(
         placements = (*result.placements[:dim], want, *result.placements[dim + 1 :])
         into = out if placements == target else None
         if isinstance(have, Shard):
-            result, works = _gather_level(result, dim, placements, into, async_op, comm)
+            result, works = _gather_level(result, dim, placements, into, how)
         elif isinstance(have, Replicate):
             result, works = _slice_level(result, dim, placements), []
         elif isinstance(want, Shard):
-            result, works = _reduce_level(result, dim, placements, into, average, async_op, comm)
+            result, works = _reduce_level(result, dim, placements, into, how)
         else:
-            result, works = _all_reduce(result, dim, placements, average, async_op)
+            result, works = _all_reduce(result, dim, placements, how)
     if out is not None and result is not out:
         wait_all(works)
         return out.copy_(result), None
@@ -144,12 +144,7 @@ def _runs(buffer: DBuffer, dim: int) -> int:
 
 
 def _gather_level(
-    source: DBuffer,
-    dim: int,
-    placements: tuple[Placement, ...],
-    out: DBuffer | None,
-    async_op: bool,
-    comm: Comm,
+    source: DBuffer, dim: int, placements: tuple[Placement, ...], out: DBuffer | None, how: _How
 ) -> tuple[DBuffer, list[Any]]:
     full = out if out is not None else source.with_placements(placements)
     ranks, mine, group = full.mesh.size(dim), full.coordinate[dim], full.mesh.get_group(dim)
@@ -162,31 +157,23 @@ def _gather_level(
         slot = whole[mine]
         slot.copy_(part)
         if ranks > 1:
-            works.append(comm.gather(whole.view(-1), slot, group, async_op=async_op))
+            works.append(how.comm.gather(whole.view(-1), slot, group, async_op=how.async_op))
     return full, works
 
 
 def _reduce_level(
-    source: DBuffer,
-    dim: int,
-    placements: tuple[Placement, ...],
-    out: DBuffer | None,
-    average: bool,
-    async_op: bool,
-    comm: Comm,
+    source: DBuffer, dim: int, placements: tuple[Placement, ...], out: DBuffer | None, how: _How
 ) -> tuple[DBuffer, list[Any]]:
     ranks, mine, group = source.mesh.size(dim), source.coordinate[dim], source.mesh.get_group(dim)
-    runs = _runs(source, dim)
-    fits = out is not None and out.dtype == source.dtype
-    if out is not None and fits:
+    runs, op = _runs(source, dim), reduce_op(how.average)
+    if out is not None and out.dtype == source.dtype:
         shard = out
     else:
         shard = source.part_as(dim, placements) if runs == 1 else source.with_placements(placements)
     works = []
     for whole, part in zip(source.flat.view(runs, ranks, -1), shard.flat.view(runs, -1)):
         if ranks > 1:
-            op = reduce_op(average)
-            works.append(comm.reduce(part, whole.view(-1), group, op=op, async_op=async_op))
+            works.append(how.comm.reduce(part, whole.view(-1), group, op=op, async_op=how.async_op))
         elif part.data_ptr() != whole[mine].data_ptr():
             part.copy_(whole[mine])
     return shard, works
@@ -203,10 +190,10 @@ def _slice_level(source: DBuffer, dim: int, placements: tuple[Placement, ...]) -
 
 
 def _all_reduce(
-    source: DBuffer, dim: int, placements: tuple[Placement, ...], average: bool, async_op: bool
+    source: DBuffer, dim: int, placements: tuple[Placement, ...], how: _How
 ) -> tuple[DBuffer, list[Any]]:
     works = []
     if source.mesh.size(dim) > 1:
         group = source.mesh.get_group(dim)
-        works.append(all_reduce_(source.flat, group, op=reduce_op(average), async_op=async_op))
+        works.append(all_reduce_(source.flat, group, op=reduce_op(how.average), async_op=how.async_op))
     return source.now_has(placements), works

@@ -55,28 +55,23 @@ class FlatStorage:
     """
 
     def __init__(
-        self,
-        nbytes: int,
-        device: torch.device,
-        *,
-        pin_memory: bool = False,
-        allocate: bool = True,
-        debug: bool | None = None,
+        self, nbytes: int, device: torch.device, *, pin_memory: bool = False, allocate: bool = True
     ) -> None:
+        numel = nbytes if allocate or device.type == "meta" else 0
+        self._describe(torch.empty(numel, dtype=torch.uint8, device=device, pin_memory=pin_memory))
         self.nbytes = nbytes
-        self.device = device
-        self.debug = debug_enabled() if debug is None else debug
-        if allocate or device.type == "meta":
-            buffer = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pin_memory)
-        else:
-            buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self.untyped = buffer.untyped_storage()
-        claim(self.untyped)
         self.is_materialized = self.untyped.nbytes() == nbytes
+        claim(self.untyped)
+
+    def _describe(self, tensor: torch.Tensor) -> None:
+        """Be the memory of a tensor at the start of its storage, allocated on the current stream."""
+        self.untyped, self.nbytes, self.device = tensor.untyped_storage(), tensor.nbytes, tensor.device
+        self.is_materialized = True
         """Whether the bytes exist; noted, not asked for: it is read several times per layer."""
-        self._current_stream = stream_getter(device)
-        self.stream = self._current_stream()
         self.is_borrowed = False
+        self.debug = debug_enabled()
+        self._current_stream = stream_getter(tensor.device)
+        self.stream = self._current_stream()
 
     @classmethod
     def over(cls, tensor: torch.Tensor) -> FlatStorage:
@@ -86,20 +81,16 @@ class FlatStorage:
                 "expected a contiguous tensor at the start of its storage, "
                 f"got strides {tensor.stride()} at offset {tensor.storage_offset()}."
             )
-        made = cls(0, tensor.device, allocate=False)
-        made.untyped, made.is_borrowed, made.is_materialized = tensor.untyped_storage(), True, True
-        made.nbytes = tensor.numel() * tensor.element_size()
+        made = cls.of(tensor)
+        made.is_borrowed = True
         claim(made.untyped)
         return made
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, *, debug: bool) -> FlatStorage:
+    def of(cls, tensor: torch.Tensor) -> FlatStorage:
         """The memory of a tensor that fills its storage and was just allocated on the current stream."""
         made = object.__new__(cls)
-        made.is_materialized = True
-        made.untyped, made.nbytes, made.device = tensor.untyped_storage(), tensor.nbytes, tensor.device
-        made._current_stream = stream_getter(tensor.device)
-        made.debug, made.is_borrowed, made.stream = debug, False, made._current_stream()
+        made._describe(tensor)
         return made
 
     def materialize(self) -> None:
@@ -118,11 +109,22 @@ class FlatStorage:
             return
         if self.debug:
             self.poison()
-        now = self._current_stream()
-        if now != self.stream:  # the allocator orders reuse behind the stream of the allocation only
-            self.stream.wait_stream(now)
+        if self.stream is not None:
+            self.leave()
         self.untyped.resize_(0)
         self.is_materialized = False
+
+    def enter(self) -> None:
+        """Let the current stream use the memory, behind all that have left it."""
+        now = self._current_stream()
+        if now != self.stream:
+            now.wait_stream(self.stream)
+
+    def leave(self) -> None:
+        """The current stream has used the memory, whose reuse is ordered behind that of the allocation."""
+        now = self._current_stream()
+        if now != self.stream:
+            self.stream.wait_stream(now)
 
     def poison(self) -> None:
         """Fill with NaN bytes: a read of memory that was released or never written becomes visible."""

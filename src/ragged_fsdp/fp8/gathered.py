@@ -74,14 +74,12 @@ class KeptCodes(InPlace):
     def allocate(self) -> None:
         """Bring the memory of the codes back and take that of the scales under way."""
         super().allocate()
-        if not self.is_parked:
-            self._parts.allocate(self._part_numel, torch.float32)
+        self._parts.allocate(self._part_numel, torch.float32)
 
     def own_part(self, out: DBuffer) -> DBuffer:
         """This rank's codes, encoded into their slot; their scales are on their way afterwards."""
-        members, parts, start = self.members, self._parts.rows, 0
-        assert parts is not None
-        own = parts[members.mesh.shard_rank]
+        members, start = self.members, 0
+        own = self._parts.rows[members.mesh.shard_rank]
         encode = (code_kernels(members.device.type) or block_codes).encode
         for piece, slot, bands in zip(members.main.pieces, out.slot_buffer.tensors, self._own_bands):
             if not piece.numel():
@@ -100,12 +98,10 @@ class KeptCodes(InPlace):
     def finish(self) -> None:
         """Wait for codes and scales; put the scales in the order of the tiles."""
         super().finish()
-        parts = self._parts.take()
-        if parts is not None:
-            assert self._scales is not None
-            # a tensor of its own: autograd would see a write to the scales that it holds
-            whole = self._scales.tensor(0, self._order.shape, torch.float32)
-            torch.index_select(parts.view(-1), 0, self._order, out=whole)
+        assert self._scales is not None
+        # a tensor of its own: autograd would see a write to the scales that it holds
+        whole = self._scales.tensor(0, self._order.shape, torch.float32)
+        torch.index_select(self._parts.take().view(-1), 0, self._order, out=whole)
 
     def make_unsharded(self) -> None:
         """Parameters without values, which carry their codes and scales."""

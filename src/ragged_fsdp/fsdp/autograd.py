@@ -35,6 +35,7 @@ __all__ = [
     "need_gradient",
     "on_parameters",
     "outside_compile",
+    "tensors_in",
 ]
 
 
@@ -93,6 +94,18 @@ def _map_dataclass(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         else:
             object.__setattr__(made, name, new)
     return made
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value``, as often as it is there."""
+    found: list[torch.Tensor] = []
+
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
+    return found
 
 
 def cast_floating(dtype: torch.dtype, value: Any) -> Any:
@@ -165,7 +178,7 @@ class BackwardHooks(NamedTuple):
 
     after: Callable[[], None]
     """When the gradients of its inputs are there."""
-    before: Callable[[torch.Tensor], torch.Tensor]
+    before: Callable[[Any], Any]
     """When a gradient arrives: at its outputs, or, in a second backward, at the gradients of its inputs."""
 
     def at_inputs(self, grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...] | None:
@@ -174,46 +187,52 @@ class BackwardHooks(NamedTuple):
         if not torch.is_grad_enabled():
             return None
         # create_graph: a second backward starts here and needs the weights
-        return tuple(g if g is None else BeforeBackward.apply(self.before, g) for g in grads)
+        return tuple(g if g is None else BeforeBackward.apply(self.before, g)[0] for g in grads)
 
 
 class AfterBackward(torch.autograd.Function):
-    """Identity on the inputs of a module; its backward runs when the module's own is done.
+    """Identity whose backward calls back with the gradients, and takes those that it returns, if any.
 
-    In the form that functorch transforms need.
+    On the inputs of a module it runs when the module's own backward is done. In the form that functorch
+    transforms need.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hooks: BackwardHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return inputs
+    def forward(callback: Callable[[Any], Any], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tensors
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.hooks = inputs[0]
+        ctx.callback = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        return (None, *(ctx.hooks.at_inputs(grads) or grads))
+        return (None, *(ctx.callback(grads) or grads))
 
     @staticmethod
-    def jvp(ctx: Any, hooks_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
+    def jvp(ctx: Any, callback_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
         return tangents
+
+
+class BeforeBackward(AfterBackward):
+    """The same on outputs, where the module's backward begins: also that of tangents.
+
+    It stands where a tensor hook would not do: on outputs under functorch, whose outer graph hooks do not
+    reach, and on gradients that will be differentiated again.
+    """
+
+    @staticmethod
+    def jvp(ctx: Any, callback_tangent: Any, *tangents: Any) -> tuple[Any, ...]:
+        return tuple(t if t is None else BeforeBackward.apply(ctx.callback, t)[0] for t in tangents)
 
 
 def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """A module's inputs; those that need gradients behind a node whose backward calls ``hooks.after``."""
     if not kwargs and len(args) == 1 and type(args[0]) is torch.Tensor:  # most layers
         return (_behind_node(hooks, args) if args[0].requires_grad else args), kwargs
-    found: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.requires_grad:
-            found.append(tensor)
-        return tensor
-
-    map_tensors(collect, (args, kwargs))
+    found = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
     if not found:
         return args, kwargs
     replaced = dict(zip(map(id, found), _behind_node(hooks, found)))
@@ -222,7 +241,7 @@ def after_backward(hooks: BackwardHooks, args: Any, kwargs: Any) -> tuple[Any, A
 
 def _behind_node(hooks: BackwardHooks, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     if len(inputs) > 1 or type(inputs[0]) is not torch.Tensor or are_functorch_transforms_active():
-        return AfterBackward.apply(hooks, *inputs)
+        return AfterBackward.apply(hooks.at_inputs, *inputs)
     # a single tensor needs no node of ours: torch's own with a hook takes a third of the time
     alias = inputs[0].view_as(inputs[0])
     # as an output of a Function: torch forbids the change in place that would lose the hook
@@ -246,41 +265,8 @@ class _Ends(torch.autograd.Function):
 
 def need_gradient(value: Any) -> Any:
     """``value``, of which the first floating-point tensor needs a gradient now, unless one of them does."""
-    found: list[torch.Tensor] = []
-
-    def collect(tensor: torch.Tensor) -> torch.Tensor:
-        if torch.is_floating_point(tensor):
-            found.append(tensor)
-        return tensor
-
-    map_tensors(collect, value)
+    found = [tensor for tensor in tensors_in(value) if torch.is_floating_point(tensor)]
     if not found or any(tensor.requires_grad for tensor in found) or are_functorch_transforms_active():
         return value
     made = _Ends.apply(torch.empty(0, requires_grad=True), found[0])
     return map_tensors(lambda tensor: made if tensor is found[0] else tensor, value)
-
-
-class BeforeBackward(torch.autograd.Function):
-    """Identity whose backward calls back before the gradient goes on.
-
-    It stands where a tensor hook would not do: on outputs under functorch, whose outer graph hooks do not
-    reach, and on gradients that will be differentiated again.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(callback: Callable[[torch.Tensor], torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        return output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.callback = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, ctx.callback(grad)
-
-    @staticmethod
-    def jvp(ctx: Any, callback_tangent: Any, tangent: Any) -> Any:
-        return None if tangent is None else BeforeBackward.apply(ctx.callback, tangent)

@@ -15,6 +15,7 @@ weights that are used on a stream that did not wait for them: :class:`OrderCheck
 from __future__ import annotations
 
 import hashlib
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ import torch.distributed as dist
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.dbuffer.storage import stream_getter
-from ragged_fsdp.fsdp.watch import Begun, CollectiveWatch
+from ragged_fsdp.fsdp.watch import CollectiveWatch, Launch
 from ragged_fsdp.torch_internals import has_expandable_segments, peek_interpreter_stack
 
 __all__ = [
@@ -61,6 +62,18 @@ class PendingReduction:
     """Whether it is one of the small groups of a module, which are counted by themselves."""
     held: Any = None
     """Memory that must not go back to the compute stream's pool before ``event``."""
+    stream: Any = None
+    """The compute stream that launched it; None without streams."""
+
+
+class _SoFar(threading.local):
+    """An event for what a stream waits for at once, recorded again each time.
+
+    One per thread: another thread could record it anew, on its own stream, before the wait.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.Event(device)
 
 
 class CommContext:
@@ -71,13 +84,11 @@ class CommContext:
         self.device_module: Any = None
         """None on a device without streams (CPU), where everything runs in order."""
         self.streams: dict[str, Any] = {}
-        self._so_far: Any = None
-        """An event for what a stream waits for at once, recorded again each time."""
         if device.type not in ("cpu", "meta"):
             self.device_module = torch.get_device_module(device)
             if device.index is None:
                 self.device = torch.device(device.type, self.device_module.current_device())
-            self._so_far = torch.Event(self.device)
+            self._so_far = _SoFar(self.device)
             for name in ("gather", "reduce", "all_reduce"):
                 self.streams[name] = self.device_module.Stream(device=self.device, priority=-1)
         self.current_stream: Callable[[], Any] = stream_getter(self.device)
@@ -86,7 +97,7 @@ class CommContext:
         self.max_grad_buffers = 1
         """Gradient buffers alive at once; see :meth:`ask_grad_buffers`."""
         self._asked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.arena = Arena()
+        self.arena = Arena(self.device)
         self.gather_pool = GatherPool()
         self.watch = CollectiveWatch(self.device)
         self.order_check = OrderCheck(self.device) if debug_enabled() else None
@@ -100,11 +111,12 @@ class CommContext:
         if self.device_module is None:
             return torch.cpu.stream(target)  # no real stream, but the user's hook asks which is current
         # without it the stream would write memory that kernels launched before still use
-        self._so_far.record(self.current_stream())
-        target.wait_event(self._so_far)
+        so_far = self._so_far.event
+        so_far.record(self.current_stream())
+        target.wait_event(so_far)
         return target if stream is None else self.device_module.stream(stream)
 
-    def record(self, begun: Begun | None = None) -> Any:
+    def record(self, begun: Launch | None = None) -> Any:
         """An event behind the current stream's work; None without streams.
 
         If that ends with a collective that ``watch.begin`` has noted, it is watched from now on.
@@ -119,42 +131,6 @@ class CommContext:
         """Let the current stream wait for ``event``."""
         if event is not None and self.device_module is not None:
             self.current_stream().wait_event(event)
-
-    # -- memory of gradient buffers --------------------------------------------------------------
-
-    def lease(self, nbytes: int) -> FlatStorage | None:
-        """Storage for a gradient buffer that stays allocated between steps; None if none is that large.
-
-        A CUDA graph that is being captured gets none: a later forward without gradients would free it.
-        """
-        if self.device_module is torch.cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        return self.arena.lease(nbytes, self.device, self.max_grad_buffers)
-
-    @cached_property
-    def _keeps_arena(self) -> bool:
-        """Whether gradient buffers are allocated before a step and stay: else they would divide memory.
-
-        Segments that can grow are not divided: there a buffer lives from its first gradient to the end of the
-        backward, and the peak before it is without it.
-        """
-        return self.device.type != "cuda" or not has_expandable_segments()
-
-    def empty_arena(self) -> None:
-        """The backward is over: free what :meth:`lease` has lent, unless it stays for the next step."""
-        if not self._keeps_arena:
-            self.arena.release()
-
-    def fill_arena(self) -> None:
-        """Allocate what :meth:`lease` will lend, before the step's other memory, if it stays between steps.
-
-        Not inside a transform of ``torch.func``, whose tensors have no storage.
-        """
-        if not self._keeps_arena:
-            return
-        capturing = self.device_module is torch.cuda and torch.cuda.is_current_stream_capturing()
-        if not capturing and peek_interpreter_stack() is None:
-            self.arena.fill(self.device, self.max_grad_buffers)
 
     def ask_grad_buffers(self, schedule: Any, count: int) -> None:
         """Let ``count`` gradient buffers live at once; of roots that share them the largest count holds."""
@@ -197,6 +173,9 @@ class CommContext:
 
     def _finish(self, entry: PendingReduction) -> None:
         self.wait(entry.event)  # before the release: the reduce stream may still read the buffers
+        elsewhere = entry.stream is not None and entry.stream != self.current_stream()
+        if elsewhere and not self.arena.is_captured:  # by when a stream that waited would be joined no more
+            entry.stream.wait_event(entry.event)  # of a root that shares this: its gradients are read there
         entry.release()
 
 
@@ -243,31 +222,59 @@ class Arena:
 
     It is filled when a forward that will have a backward starts: a buffer that came between the gradients of
     the first backward would divide the memory in which later gradients must find room. A forward without
-    gradients (evaluation, generation) does not need it and frees it. Where memory is not divided it is filled
-    by the first lease of a backward and freed at its end.
+    gradients (evaluation, generation) does not need it and frees it. Segments that can grow are not divided:
+    there a storage lives from its first lease to the end of the backward, and the peak before is without it.
+
+    A CUDA graph that is being captured gets none of it: a later forward without gradients would free it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.nbytes = 0
+        self._device = device
+        self._has_streams = device.type not in ("cpu", "meta")
         self._free: list[FlatStorage] = []
         self._lent = 0
 
-    def lease(self, nbytes: int, device: torch.device, limit: int) -> FlatStorage | None:
-        """A storage of at least ``nbytes``; None if it is too large for the arena or ``limit`` are lent."""
-        if nbytes > self.nbytes or self._lent >= limit:
-            return None
-        if not self._free or self._free[-1].untyped.nbytes() != self.nbytes:
-            self.fill(device, self._lent + 1)
-        self._lent += 1
-        return self._free.pop()
+    @cached_property
+    def _stays(self) -> bool:
+        """Whether it is filled before a step and stays between steps."""
+        return self._device.type != "cuda" or not has_expandable_segments()
 
-    def fill(self, device: torch.device, limit: int) -> None:
-        """Allocate what is missing of ``limit`` storages."""
-        for storage in [s for s in self._free if s.nbytes != self.nbytes]:  # the arena was resized
-            storage.release()
-            self._free.remove(storage)
-        missing = limit - self._lent - len(self._free)
-        self._free += [FlatStorage(self.nbytes, device, allocate=False) for _ in range(missing)]
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured on the current stream."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def lease(self, nbytes: int, limit: int) -> FlatStorage | None:
+        """A storage of at least ``nbytes``; None if it is too large for the arena or ``limit`` are lent."""
+        if nbytes > self.nbytes or self._lent >= limit or (self._has_streams and self.is_captured):
+            return None
+        while self._free and self._free[-1].nbytes != self.nbytes:  # the arena was resized
+            self._free.pop().release()
+        storage = self._free.pop() if self._free else self._new_storage()
+        if not storage.is_materialized:
+            storage.materialize()
+        elif self._has_streams:
+            storage.enter()  # the last to use it may have been a root with another compute stream
+        self._lent += 1
+        return storage
+
+    def _new_storage(self) -> FlatStorage:
+        return FlatStorage(self.nbytes, self._device, allocate=False)
+
+    def fill(self, limit: int) -> None:
+        """Before a step's other memory: allocate what ``limit`` leases need, free the rest.
+
+        Not inside a transform of ``torch.func``, whose tensors have no storage.
+        """
+        if not self.nbytes or not self._stays or self.is_captured or peek_interpreter_stack() is not None:
+            return
+        needed = max(0, limit - self._lent)
+        fitting = [storage for storage in self._free if storage.nbytes == self.nbytes][:needed]
+        for storage in self._free:
+            if storage not in fitting:  # the arena was resized, or fewer are asked for than before
+                storage.release()
+        self._free = fitting + [self._new_storage() for _ in range(needed - len(fitting))]
         for storage in self._free:
             storage.materialize()
 
@@ -275,8 +282,15 @@ class Arena:
         """The buffer that was lent is not used by any stream any more."""
         if storage.debug:
             storage.poison()
+        if self._has_streams:
+            storage.leave()
         self._lent -= 1
         self._free.append(storage)
+
+    def end_backward(self) -> None:
+        """Free what was lent, unless it stays for the next step."""
+        if not self._stays:
+            self.release()
 
     def release(self) -> None:
         """Free what is not lent."""

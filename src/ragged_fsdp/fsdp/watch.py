@@ -22,7 +22,7 @@ import os
 import threading
 import time
 import weakref
-from collections import defaultdict, deque
+from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,14 +33,11 @@ import torch.distributed as dist
 
 from ragged_fsdp.torch_internals import timeout_of
 
-__all__ = ["Begun", "CollectiveWatch", "Launch", "keep_records"]
-
-Begun = tuple[str, str, dist.ProcessGroup, int]
-"""A collective that is launched: its phase, the label of its group, the process group, its number there."""
+__all__ = ["CollectiveWatch", "Launch", "keep_records"]
 
 logger = logging.getLogger("ragged_fsdp")
 
-_REMEMBERED = 512  # more than the host can launch ahead of the device
+_REMEMBERED = 1024  # more than the host can launch ahead of the device
 _LOOKS_PER_TIMEOUT = 8
 _LONGEST_PAUSE_S = 30.0
 _NAME_BY = 0.8  # of the timeout: then the ranks that did not arrive are named, whoever has written by then
@@ -71,39 +68,36 @@ def keep_records(folder: Path | None) -> None:
 
 @dataclass(eq=False, slots=True)
 class Launch:
-    """One collective on its way."""
+    """One collective, remembered from before its launch until many more have been launched."""
 
-    phase: str
-    group_name: str
-    pg: dist.ProcessGroup
-    event: Any
-    """Behind it on its stream; has ``query()``. A later launch will use it again."""
-    started_s: float
-    number: int
-    """The how many-th of its process group."""
+    phase: str = ""
+    group_name: str = ""
+    pg: Any = None
+    number: int = 0
+    """The how many-th of its process group; 0 before the first."""
+    event: Any = None
+    """Behind it on its stream; has ``query()``."""
+    started_s: float = math.nan
+    """When the host had launched it; while it is in the launch, since when it was seen there, or nan."""
 
 
 class CollectiveWatch:
-    """The launches below one root, by phase: those of a phase finish in order."""
+    """The last launches below one root."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._launched: dict[str, deque[Launch]] = {}
+    def __init__(self, device: torch.device, remembered: int = _REMEMBERED) -> None:
+        self._device, self._remembered = device, remembered
         self._timeouts_s: dict[dist.ProcessGroup, float] = {}
         self._names: dict[dist.ProcessGroup, str] = {}
         self._last_reported: tuple[Launch, float] | None = None
         self._rank = 0
         self._pause_s = math.inf
-        self.inside: Begun | None = None
+        self.inside: Launch | None = None
         """A collective that the host is in: over gloo it returns when all ranks have come."""
-        self._last: list[Begun | None] = [None] * _REMEMBERED
-        """The last launches, each noted before it is made."""
+        self._last = [Launch() for _ in range(remembered)]
         self._begun = 0
-        self._seen: tuple[Any, Launch | None] = (None, None)
-        """What the host was in at the last look, since when."""
         _launches.watches.add(self)
 
-    def begin(self, phase: str, group: Any, pg: dist.ProcessGroup) -> Begun:
+    def begin(self, phase: str, group: Any, pg: dist.ProcessGroup) -> Launch:
         """Note a collective of ``group``, which has a label, that is about to be launched: for ``record``.
 
         Each layer comes here three times: what takes a call is left to the thread that looks.
@@ -111,29 +105,22 @@ class CollectiveWatch:
         if pg not in self._timeouts_s:
             self._know(pg)
         name = self._names[pg]
-        number = _launches.counts[name] = _launches.counts[name] + 1
-        # not the group: it would be held in a cycle, and a dropped model would stay until the collector runs
-        self.inside = self._last[self._begun % _REMEMBERED] = begun = (phase, group.label, pg, number)
+        launch = self._last[self._begun % self._remembered]
         self._begun += 1
-        return begun
+        launch.started_s = math.nan  # first: else the thread would take it for as old as the last one here
+        launch.number = _launches.counts[name] = _launches.counts[name] + 1
+        # not the group: it would be held in a cycle, and a dropped model would stay until the collector runs
+        launch.phase, launch.group_name, launch.pg = phase, group.label, pg
+        self.inside = launch
+        return launch
 
-    def record(self, begun: Begun, stream: Any) -> Any:
-        """An event behind a collective that was launched on ``stream`` just now.
-
-        It is remembered until many more have been launched.
-        """
-        self.inside, (phase, group_name, pg, number) = None, begun
-        launched = self._launched.get(phase)
-        if launched is None:
-            launched = self._launched[phase] = deque()
-        if len(launched) < _REMEMBERED:
-            launch = Launch(phase, group_name, pg, torch.Event(self._device), time.monotonic(), number)
-        else:
-            launch = launched.popleft()
-            launch.group_name, launch.pg, launch.number = group_name, pg, number
-            launch.started_s = time.monotonic()  # before the event, see ``late``
+    def record(self, launch: Launch, stream: Any) -> Any:
+        """An event behind a collective that was launched on ``stream`` just now."""
+        self.inside = None
+        if launch.event is None:
+            launch.event = torch.Event(self._device)
+        launch.started_s = time.monotonic()  # before the event, see ``late``
         launch.event.record(stream)
-        launched.append(launch)
         return launch.event
 
     def _know(self, pg: dist.ProcessGroup) -> None:
@@ -155,27 +142,20 @@ class CollectiveWatch:
         A host behind a collective that does not finish waits soon. While it still launches no event is
         asked: a thread that asks one ends the capture of a CUDA graph on another.
         """
-        inside = self._seen_inside(now_s)
-        if inside is not None and self._is_old(inside, now_s):
-            return inside
-        phases = [list(launched) for launched in list(self._launched.values()) if launched]
-        if not all(self._is_old(launched[-1], now_s) for launched in phases):
-            return None
-        found = []
-        for launched in phases:
-            if _runs(launched[-1]):
-                found += [launch for launch in launched if self._is_old(launch, now_s) and _runs(launch)][:1]
-        # again: an event that runs may have been taken for a new launch since
-        old = [launch for launch in found if self._is_old(launch, now_s)]
-        return min(old, key=lambda launch: launch.started_s, default=None)
-
-    def _seen_inside(self, now_s: float) -> Launch | None:
-        """The collective that the host is in, as old as the first look that found it there."""
         inside = self.inside
-        if inside is not self._seen[0]:
-            launch = None if inside is None else Launch(*inside[:3], None, now_s, inside[3])
-            self._seen = inside, launch
-        return self._seen[1]
+        if inside is not None:
+            if math.isnan(inside.started_s):
+                inside.started_s = now_s
+            if self._is_old(inside, now_s):
+                return inside
+        launched = [each for each in self._in_order() if each.event is not None and each is not inside]
+        if launched and not self._is_old(launched[-1], now_s):
+            return None
+        for launch in launched:
+            # asked twice: an event that runs may have been taken for a new launch since
+            if self._is_old(launch, now_s) and _runs(launch) and self._is_old(launch, now_s):
+                return launch
+        return None
 
     def _is_old(self, launch: Launch, now_s: float) -> bool:
         return now_s - launch.started_s > self._timeouts_s[launch.pg] / 2
@@ -255,25 +235,22 @@ class CollectiveWatch:
             )
 
     def _record(self, late: Launch | None) -> dict[str, Any]:
-        waits = None
-        if late is not None:
-            waits = {"phase": late.phase, "group": late.group_name, "process_group": late.pg.group_name}
         last = [
-            {"phase": phase, "group": label, "process_group": pg.group_name, "number": number}
+            {**_named(launch), "number": launch.number}
             for watch in _launches.watches
-            for phase, label, pg, number in watch._in_order()
+            for launch in watch._in_order()
         ]
         return {
             "rank": self._rank,
-            "waits_in": waits,
+            "waits_in": None if late is None else _named(late),
             "launches": dict(_launches.counts),
             "last_launches": last,
         }
 
-    def _in_order(self) -> list[Begun]:
+    def _in_order(self) -> list[Launch]:
         """The last launches, the oldest first."""
-        turn = self._begun % _REMEMBERED
-        return [launch for launch in self._last[turn:] + self._last[:turn] if launch is not None]
+        turn = self._begun % self._remembered
+        return [launch for launch in self._last[turn:] + self._last[:turn] if launch.number]
 
     def _others(self, folder: Path, pg: dist.ProcessGroup) -> dict[int, tuple[int, dict[int, str]] | None]:
         """How many collectives of ``pg`` each other rank has launched, and the last; None: no word of it."""
@@ -294,6 +271,10 @@ def _by_number(record: dict[str, Any], group_name: str) -> dict[int, str]:
     own = [begun for begun in record["last_launches"] if begun["process_group"] == group_name]
     own.sort(key=lambda begun: begun["number"])  # those of several roots
     return {begun["number"]: f"{begun['phase']} of '{begun['group']}'" for begun in own}
+
+
+def _named(launch: Launch) -> dict[str, Any]:
+    return {"phase": launch.phase, "group": launch.group_name, "process_group": launch.pg.group_name}
 
 
 def _write(path: Path, record: dict[str, Any]) -> None:

@@ -195,9 +195,6 @@ class BookContext(CommContext):
     def wait(self, event: Any) -> None:
         self.timeline.wait("compute", event)
 
-    def fill_arena(self) -> None:
-        """The books of memory are those of segments that can grow: a buffer comes with its first gradient."""
-
 
 class BookGroup:
     """Does what :class:`~ragged_fsdp.fsdp.runtime.group.ParamGroup` does to streams and memory."""
@@ -211,7 +208,8 @@ class BookGroup:
         """Bytes of a reduction that no kept storage has."""
         self.context: Any = None
         self.residence = Residence.SHARDED
-        self.transport = SimpleNamespace(nbytes=cost.gathered_bytes, parking=cost.parked_bytes or None)
+        self.transport = SimpleNamespace(nbytes=cost.gathered_bytes)
+        self.parking = cost.parked_bytes or None
         self.settings = SimpleNamespace(
             reshard_after_forward=True,
             unshard_in_backward=True,

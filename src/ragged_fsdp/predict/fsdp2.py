@@ -117,7 +117,7 @@ class Fsdp2Order:
         """Layers after which nothing is kept are freed, or leave a slice on the node."""
         for group in turn.groups:
             if group.settings.reshard_after_forward:
-                group.park() if group.transport.parking is not None else group.reshard()
+                group.park() if group.parking is not None else group.reshard()
 
     def end_forward(self) -> None:
         self._let_go()

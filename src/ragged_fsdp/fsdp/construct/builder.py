@@ -10,14 +10,14 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from ragged_fsdp.collectives import explain_failure
 from ragged_fsdp.dbuffer.checks import coordinate_of
 from ragged_fsdp.fsdp.construct.call import Managed, Options
-from ragged_fsdp.fsdp.construct.network import Network, Route
+from ragged_fsdp.fsdp.construct.network import Route, pick, route
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions, is_extended
 from ragged_fsdp.fsdp.gather.tiled import Tiled
@@ -42,6 +42,7 @@ from ragged_fsdp.fsdp.parts.plan import (
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.placement import block_numel, legal_granularity
 from ragged_fsdp.policy import BlockCodes, Elements, Granularity, Rows, Tiles, Whole
+from ragged_fsdp.topology import find_levels
 
 __all__ = ["Draft", "GroupBuilder"]
 
@@ -85,6 +86,11 @@ class Draft:
     plan: GroupPlan
     main: MainShard | RowPieces
 
+    @property
+    def mesh(self) -> ParallelMesh:
+        """That of its parameters."""
+        return self.choices[0].mesh
+
 
 @dataclass
 class GroupBuilder:
@@ -112,7 +118,8 @@ class GroupBuilder:
         self, modules: tuple[nn.Module, ...], drafts: Sequence[Draft], picked: Sequence[tuple[str, str]]
     ) -> list[ParamGroup]:
         """Register the shards and make the groups, with what was picked for each."""
-        routes = [self._network.route(draft.choices[0].mesh, *names) for draft, names in zip(drafts, picked)]
+        pgs = [draft.mesh.shard_group for draft in drafts]
+        routes = [route(*names, pg, self.device, self.options) for names, pg in zip(picked, pgs)]
         groups = [self._make_group(modules, draft, route) for draft, route in zip(drafts, routes)]
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
@@ -130,8 +137,7 @@ class GroupBuilder:
         own = [self.options.description, f"shard_placement_fn={'given' if may_leave else None}"]
         texts: dict[Any, tuple[ParallelMesh, list[str]]] = {self.mesh.key(): (self.mesh, own)}
         for draft in drafts:
-            mesh = draft.choices[0].mesh
-            lines = texts.setdefault(mesh.key(), (mesh, []))[1]
+            lines = texts.setdefault(draft.mesh.key(), (draft.mesh, []))[1]
             lines.append(draft.plan.description)
             lines += [f"{choice.param.name} {choice.codes}" for choice in draft.choices if choice.codes]
             lines += [f"{choice.param.name} frozen" for choice in draft.choices if not choice.param.trains]
@@ -185,12 +191,7 @@ class GroupBuilder:
             raise ValueError(
                 f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not {value}"
             )
-        ranks = dist.get_process_group_ranks(self.mesh.shard_group)
-        if ranks != sorted(ranks):  # the smaller groups would count theirs in ascending order
-            raise ValueError(
-                "fully_shard: reshard_after_forward as an int needs a process group that counts its ranks in "
-                f"the order of the world, got {ranks}; use a bool."
-            )
+        self.mesh.check_order("reshard_after_forward as an int", "a bool")
 
     def _check_packed(self, choice: _Choice) -> None:
         """Raise on what parameters that are cut by themselves cannot do."""
@@ -434,14 +435,16 @@ class GroupBuilder:
         """
         if not self.options.asks_the_network:
             return [(self.options.reduction, self.options.gather)] * len(drafts)
-        asked = [(d.choices[0].mesh, self._widens(choice.param for choice in d.choices)) for d in drafts]
-        for mesh, _ in asked:
-            self._network.find(mesh)
-        return [self._network.pick(mesh, widens=widens) for mesh, widens in asked]
-
-    @cached_property
-    def _network(self) -> Network:
-        return Network(self.options, self.device)
+        found = []
+        for pg in (draft.mesh.shard_group for draft in drafts):  # all, before any choice can raise
+            with explain_failure("search for nodes", "", pg):
+                found.append(find_levels(pg, self.device, self.options.node_size))
+        picked = []
+        for draft, levels in zip(drafts, found):
+            draft.mesh.check_order("a search for nodes", "reduction='reduce_scatter' and gather='flat'")
+            widens = self._widens(choice.param for choice in draft.choices)
+            picked.append(pick(self.options, levels, widens=widens))
+        return picked
 
     @property
     def gathers_first(self) -> bool:
@@ -504,7 +507,8 @@ class GroupBuilder:
             )
             group.settings.reshard_after_forward = False
         elif isinstance(value, int) and value != group.mesh.shard_size:
-            group.transport.parking = Parking(parking_mesh(group.mesh.shard_group, value, group.device))
+            mesh = parking_mesh(group.mesh.shard_group, value, group.device)
+            group.parking = Parking(group.transport, mesh)  # type: ignore[arg-type]  # packed ones raised
 
 
 def _attach(choice: _Choice, plan: GroupPlan, index: int, piece: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,6 @@ Reduction = Literal["reduce_scatter", "all_to_all", "two_level", "auto"]
 Gather = Literal["flat", "two_level", "auto"]
 
 logger = logging.getLogger("ragged_fsdp")
-T = TypeVar("T")
 _INTERNODE_DTYPES = (None, torch.bfloat16, torch.float32)
 _MOST_CHARACTERS = 2000  # of an error that is told; some print a whole module
 _PATIENCE_S = 5.0  # for the other ranks to hear of an error, before it is logged as well
@@ -290,21 +289,11 @@ class Agreement:
         if found is None:
             for mesh, text in others:
                 found = self._compare(mesh, name, text, known=found)
-        _raise(found)
-
-    def together(self, action: Callable[[], T]) -> T:
-        """What ``action`` returns, which ranks of the mesh may fail in alone: then all of them raise."""
-        result, failure = None, None
-        try:
-            result = action()
-        except ValueError as error:
-            failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        found = self._compare(self.mesh, "", "", failure=told)
-        if failure is not None:
-            raise failure
-        _raise(found)
-        return cast(T, result)
+        if found is not None and found.failures:
+            rank, failure = found.failures[0]
+            raise RuntimeError(f"fully_shard: nothing was changed, because rank {rank} raised {failure}")
+        if found is not None:
+            raise ValueError(f"fully_shard: the ranks disagree; {found.difference}.")
 
     def _compare(
         self,
@@ -318,13 +307,3 @@ class Agreement:
         groups = (mesh.shard_group, mesh.replicate_group)
         with explain_failure("comparison of the plans", name, mesh.shard_group):
             return compare(text, groups, self.device, failure=failure, known=known)
-
-
-def _raise(found: Disagreement | None) -> None:
-    """What every rank of the mesh raises of a difference or a failure, if there is one."""
-    if found is None:
-        return
-    if found.failures:
-        rank, failure = found.failures[0]
-        raise RuntimeError(f"fully_shard: nothing was changed, because rank {rank} raised {failure}")
-    raise ValueError(f"fully_shard: the ranks disagree; {found.difference}.")

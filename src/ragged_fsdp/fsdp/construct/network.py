@@ -22,17 +22,16 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from ragged_fsdp.collectives import Comm, LevelComm, explain_failure
 from ragged_fsdp.fsdp.construct.call import Options
 from ragged_fsdp.fsdp.parts.members import Members
-from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.reduce.exchange import Exchange
 from ragged_fsdp.fsdp.reduce.transport import GradTransport, ReduceScatter
 from ragged_fsdp.topology import Levels, find_levels, level_groups
 
-__all__ = ["Network", "Route", "pick_gather", "pick_reduction"]
+__all__ = ["Route", "pick", "pick_gather", "pick_reduction", "route"]
 
 logger = logging.getLogger("ragged_fsdp")
 _MANY_RANKS = 128  # from here on the steps of a ring cost more than two levels do
@@ -72,68 +71,42 @@ Route = tuple[Callable[[Members], GradTransport], Comm | None]
 """What reduces the gradients of a group, and what gathers its weights; None is what gathers everywhere."""
 
 
-class Network:
-    """The choices of one ``fully_shard`` call, in three steps, each for all its meshes before the next.
+def pick(options: Options, levels: Levels, *, widens: bool) -> tuple[str, str]:
+    """How gradients are reduced and weights are gathered on a network; the log has what ``auto`` is.
 
-    :meth:`find` and :meth:`route` are collectives of a mesh's ranks and fail together or not at all.
-    :meth:`pick` may raise, on the ranks of one mesh and not on those of another: between the two the call
-    compares what became of it.
+    Raises where what was asked for does not fit, on the ranks of one mesh and not on those of another: before
+    :func:`route` the call compares what became of it.
     """
-
-    def __init__(self, options: Options, device: torch.device) -> None:
-        self._options, self._device = options, device
-
-    def find(self, mesh: ParallelMesh) -> None:
-        """Let the ranks of ``mesh`` tell each other where they are."""
-        with explain_failure("search for nodes", "", mesh.shard_group):
-            self._levels(mesh)
-
-    def _levels(self, mesh: ParallelMesh) -> Levels:
-        return find_levels(mesh.shard_group, self._device, self._options.node_size)
-
-    def pick(self, mesh: ParallelMesh, *, widens: bool) -> tuple[str, str]:
-        """How gradients are reduced and weights are gathered on ``mesh``; the log has what ``auto`` is."""
-        _check_order(mesh)
-        levels, options = self._levels(mesh), self._options
-        reduction = pick_reduction(options.reduction, levels, widens=widens)
-        gather = pick_gather(options.gather, levels)
-        chosen = ("reduction", options.reduction, reduction), ("gather", options.gather, gather)
-        for name, asked, picked in chosen:
-            if asked != picked or (asked == "two_level" and not levels.has_two):
-                what = picked if levels.has_two or picked != "two_level" else "one level"
-                _say_once(logging.INFO, f"fully_shard: {name}={asked!r} is {what!r} here: {levels}")
-        if reduction == "all_to_all" and levels.spans_nodes and levels.largest_node > 1:
-            _say_once(
-                logging.WARNING,
-                f"fully_shard: reduction='all_to_all' over {levels}: every rank sends its whole gradients "
-                f"over its own link to other nodes, up to {levels.largest_node} times what two levels send. "
-                "Use reduction='two_level' or 'auto'.",
-            )
-        return reduction, gather
-
-    def route(self, mesh: ParallelMesh, reduction: str, gather: str) -> Route:
-        """What was picked, with the process groups it needs."""
-        if reduction == "reduce_scatter" and gather == "flat":
-            return ReduceScatter, None
-        levels, over = self._levels(mesh), None
-        if levels.has_two and "two_level" in (reduction, gather):
-            with explain_failure("making of groups for nodes", "", mesh.shard_group):
-                over = level_groups(mesh.shard_group, levels, self._device)
-        comm = LevelComm(over) if over is not None and gather == "two_level" else None
-        if reduction == "reduce_scatter":
-            return ReduceScatter, comm
-        over = over if reduction == "two_level" else None
-        return partial(Exchange, levels=over, between=self._options.internode_dtype), comm
-
-
-def _check_order(mesh: ParallelMesh) -> None:
-    """Raise on a group whose parts, which count in ascending order, would not be where its ranks think."""
-    ranks = dist.get_process_group_ranks(mesh.shard_group)
-    if ranks != sorted(ranks):
-        raise ValueError(
-            "fully_shard: a process group that counts its ranks in another order than the world has no nodes "
-            f"to find, got {ranks}; use reduction='reduce_scatter' and gather='flat'."
+    reduction = pick_reduction(options.reduction, levels, widens=widens)
+    gather = pick_gather(options.gather, levels)
+    chosen = ("reduction", options.reduction, reduction), ("gather", options.gather, gather)
+    for name, asked, picked in chosen:
+        if asked != picked or (asked == "two_level" and not levels.has_two):
+            what = picked if levels.has_two or picked != "two_level" else "one level"
+            _say_once(logging.INFO, f"fully_shard: {name}={asked!r} is {what!r} here: {levels}")
+    if reduction == "all_to_all" and levels.spans_nodes and levels.largest_node > 1:
+        _say_once(
+            logging.WARNING,
+            f"fully_shard: reduction='all_to_all' over {levels}: every rank sends its whole gradients "
+            f"over its own link to other nodes, up to {levels.largest_node} times what two levels send. "
+            "Use reduction='two_level' or 'auto'.",
         )
+    return reduction, gather
+
+
+def route(reduction: str, gather: str, pg: ProcessGroup, device: torch.device, options: Options) -> Route:
+    """What was picked, with the process groups it needs: a collective of the ranks of ``pg``."""
+    if reduction == "reduce_scatter" and gather == "flat":
+        return ReduceScatter, None
+    levels, over = find_levels(pg, device, options.node_size), None
+    if levels.has_two and "two_level" in (reduction, gather):
+        with explain_failure("making of groups for nodes", "", pg):
+            over = level_groups(pg, levels, device)
+    comm = LevelComm(over) if over is not None and gather == "two_level" else None
+    if reduction == "reduce_scatter":
+        return ReduceScatter, comm
+    over = over if reduction == "two_level" else None
+    return partial(Exchange, levels=over, between=options.internode_dtype), comm
 
 
 def _say_once(level: int, text: str) -> None:

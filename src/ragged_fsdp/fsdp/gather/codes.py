@@ -147,7 +147,7 @@ class MessageLayout:
         """Codes (ranks, bands, rows, tiles, columns) and scales (ranks, bands, tiles) of a run."""
         part = message.narrow(0, run.first_rank, run.ranks)
         codes = part.narrow(1, run.shard_start, run.numel).view(code_dtype(self.codes[index]))
-        rows, tiles, width = self.band_shape(index)
+        rows, tiles, width = band_shape(self.codes[index], self.plan.shapes[index][-1])
         count = run.numel // (rows * width)
         scales = part.narrow(1, self.scale_start(run), count * _SCALE_BYTES).view(torch.float32)
         return codes.view(run.ranks, -1, rows, tiles, width), scales.view(run.ranks, -1, tiles)
@@ -179,10 +179,6 @@ class MessageLayout:
         """Bytes before a run's scales, in the part of each of its ranks."""
         return self.scale_offset + run.scale_start * _SCALE_BYTES
 
-    def band_shape(self, index: int) -> tuple[int, int, int]:
-        """Of a parameter: rows, tiles and columns of a tile in a band."""
-        return band_shape(self.codes[index], self.plan.shapes[index][-1])
-
 
 class Codes(InPlace):
     """Gathers codes and decodes them into the buffer that the parameters view; see the module's docstring."""
@@ -211,18 +207,12 @@ class Codes(InPlace):
 
     def allocate(self) -> None:
         """Take the memory of the message of codes; that of the gathered buffer when they are decoded."""
-        if self.is_parked:  # what is kept was decoded before and is gathered as it is
-            super().allocate()
-        else:
-            self._message.allocate(self.message_layout.part_bytes)
+        self._message.allocate(self.message_layout.part_bytes)
 
     def begin(self, async_op: bool) -> None:
         """Encode the shard and gather the codes."""
-        if self._message.rows is None:
-            super().begin(async_op)
-        else:
-            self._encode(self._message.rows)
-            self._message.send(async_op)
+        self._encode(self._message.rows)
+        self._message.send(async_op)
 
     @cached_property
     def _own_runs(self) -> tuple[RankRun, ...]:
@@ -246,7 +236,6 @@ class Codes(InPlace):
                 encode(shard.view(out[0].shape), layout.codes[index], out)
 
     def _decode(self, message: Tensor) -> None:
-        assert self.weight is not None
         if self._decoder is None and (kernels := code_kernels(self.members.device.type)):
             self._decoder = kernels.Decoder(self.message_layout, self.members.device)
         # through the whole buffer: autograd would see a write to a parameter's own view
@@ -257,11 +246,9 @@ class Codes(InPlace):
 
     def finish(self) -> None:
         """Wait for the codes and decode them into the gathered buffer, on the compute stream."""
-        super().finish()
         message = self._message.take()
-        if message is not None:
-            super().allocate()
-            self._decode(message)
+        super().allocate()
+        self._decode(message)
 
 
 @cache

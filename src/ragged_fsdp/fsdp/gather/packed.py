@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.geometry import contiguous_stride
-from ragged_fsdp.fsdp.gather.transport import InPlace, Message, Parking, note_shards
+from ragged_fsdp.fsdp.gather.transport import InPlace, Message, note_shards
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.parts.plan import ChunkPlan, rank_major
 from ragged_fsdp.layout import ALIGN_BYTES, align_up
@@ -78,7 +78,6 @@ class _Packed:
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        self.parking: Parking | None = None
         self.gathered = [Gathered() for _ in members.params]
         self._message = Message(members)
 
@@ -109,10 +108,8 @@ class _Packed:
         self._message.send(async_op)
 
     def finish(self) -> None:
-        """Make the parameters from the message; data that the forward kept needs none."""
+        """Make the parameters from the message."""
         parts = self._message.take()
-        if parts is None:
-            return
         for index, state in enumerate(self.gathered):
             state.materialize()
             with unsafe_preserve_version_counter(tuple(state.outputs)):
@@ -270,9 +267,7 @@ class Extensions(_Packed):
         for offset, output in zip(state.offsets, state.outputs):
             rows = output.view(self.members.mesh.shard_size, -1).view(torch.uint8)
             rows.copy_(parts.narrow(1, offset, rows.shape[1]))
-        self._make(self.members.params[index], state)
-
-    def _make(self, param: ManagedParam, state: Gathered) -> None:
+        param = self.members.params[index]
         local: Any = local_of(param.sharded)
         outputs = tuple(
             output.view(-1, *shape[1:]) if len(shape) else output

@@ -48,7 +48,7 @@ class Tiled(InPlace):
     def __init__(self, members: Members) -> None:
         super().__init__(members)
         self.layout = members.plan.layout.recut(members.plan.layout.ranks)
-        self._tiles: DBuffer | None = None
+        self._tiles: DBuffer = None  # type: ignore[assignment]  # from ``prepare`` on
         """The gathered tiles in the compute dtype; memory from the allocation until they are untiled."""
 
     def prepare(self) -> None:
@@ -73,10 +73,6 @@ class Tiled(InPlace):
     def allocate(self) -> None:
         """Take the memory of the gathered tiles; that of the parameters when they are untiled."""
         members, comm, tiles = self.members, self.members.settings.gather_comm, self._tiles
-        if self.is_parked:  # what is kept was untiled before and is gathered as it is
-            super().allocate()
-            return
-        assert tiles is not None
         if self._is_alone:
             return
         if comm.allocates and members.mesh.shard_size > 1:
@@ -88,23 +84,17 @@ class Tiled(InPlace):
 
     def begin(self, async_op: bool) -> None:
         """Cast the shard into its slot of the gathered tiles and gather."""
-        if self.is_parked or not self._is_alone:
+        if not self._is_alone:
             super().begin(async_op)
 
     def finish(self) -> None:
         """Wait for the tiles and write them to the parameters, on the compute stream."""
-        if not self.is_parked:
-            super().allocate()
-            if self._is_alone:
-                main = self.members.main.buffer  # type: ignore[union-attr]
-                assert main is not None and self.weight is not None
-                untile_group(main, self.weight)
+        super().allocate()
+        if self._is_alone:
+            untile_group(self.members.main.buffer, self.weight)  # type: ignore
         super().finish()
 
     def _unstage(self, weight: DBuffer, staged: DBuffer) -> None:
-        if staged.layout is self.layout:  # parked rows
-            super()._unstage(weight, staged)
-            return
         untile_group(staged, weight)
         if staged is self._tiles:
             staged.release()

@@ -46,9 +46,6 @@ __all__ = ["InPlace", "Message", "Parking", "Transport", "note_shards", "parking
 class Transport(Protocol):
     """What every transport offers; the module's docstring says when each is called, and on which stream."""
 
-    parking: Parking | None
-    """What is kept between forward and backward, with ``reshard_after_forward`` an int."""
-
     @property
     def nbytes(self) -> int:
         """Bytes of the gathered parameters."""
@@ -74,14 +71,13 @@ class InPlace:
     fills_slot = False
     """Whether what it sends is never the main shard as it lies."""
     gathers_weight = True
-    """Whether the buffer that the parameters view is what is gathered; a parked one always is."""
+    """Whether the buffer that the parameters view is what is gathered."""
 
     def __init__(self, members: Members) -> None:
         self.members = members
         self.layout = members.plan.layout
         """Where the gathered parameters lie."""
-        self.parking: Parking | None = None
-        self.weight: DBuffer | None = None
+        self.weight: DBuffer = None  # type: ignore[assignment]  # from ``prepare`` on
         """Gathered weights in the compute dtypes; its storage comes and goes."""
         self._staged: DBuffer | None = None
         """What the collective writes instead, if it writes only memory of its own."""
@@ -117,15 +113,9 @@ class InPlace:
         whole = (Replicate(),) * mesh.ndim
         return DBuffer(layout, shapes, mesh, whole, device=self.members.device, allocate=False, **options)
 
-    @property
-    def is_parked(self) -> bool:
-        """Whether the next gather brings back what was kept after forward."""
-        return self.parking is not None and self.parking.kept is not None
-
     def allocate(self) -> None:
         """Bring the buffer's memory back, on the compute stream."""
         members, weight, settings = self.members, self.weight, self.members.settings
-        assert weight is not None
         if not (settings.keep_storage and weight.is_materialized):
             pool, comm = members.context.gather_pool, settings.gather_comm
             if not comm.common_memory:
@@ -136,15 +126,13 @@ class InPlace:
                     weight.materialize()
             else:
                 weight.materialize()
-        stages = settings.gather_comm.allocates and members.mesh.shard_size > 1
-        if stages and (self.gathers_weight or self.is_parked):
+        if self.gathers_weight and settings.gather_comm.allocates and members.mesh.shard_size > 1:
             self.stage(weight)
         if members.params[0].unsharded is None:
             self.make_unsharded()
 
     def make_unsharded(self) -> None:
         """Make the parameters that the computation sees, once for each gathered buffer."""
-        assert self.weight is not None
         for param, view in zip(self.members.params, self.weight.tensors):
             param.make_unsharded(view)
 
@@ -159,13 +147,7 @@ class InPlace:
         members, group = self.members, self.members.mesh.shard_group
         main: Any = members.main
         out = self.weight if self._staged is None else self._staged
-        assert out is not None
-        if self.parking is not None and self.parking.kept is not None:
-            source, out, group = self.parking.kept, self.parking.seen(out), self.parking.group
-        elif main.buffer is None or self.fills_slot:
-            source = self.own_part(out)
-        else:
-            source = main.buffer
+        source = self.own_part(out) if main.buffer is None or self.fills_slot else main.buffer
         comm, self._out = members.settings.gather_comm, out
         members.launch(
             "all-gather", group, source.redistribute, out.placements, out=out, async_op=async_op, comm=comm
@@ -181,41 +163,21 @@ class InPlace:
     def finish(self) -> None:
         """Wait for a work that is not on the stream; copy out of memory that is not the buffer's."""
         weight, members = self.weight, self.members
-        assert weight is not None
         out, self._out = self._out, None
         if out is not None and out.pending is not None:
             with explain_failure("all-gather", members.label, members.mesh.shard_group):
                 out.wait()
         if self._staged is not None:
             self._unstage(weight, self._staged)
-            if self.parking is not None:
-                self.parking.forget(self._staged)  # else it would stay allocated until the next forward
             self._staged = None
-        if self.parking is not None:
-            self.parking.kept = None
 
     def _unstage(self, weight: DBuffer, staged: DBuffer) -> None:
         weight.flat.copy_(staged.flat)
 
     def release(self) -> None:
         """Free the buffer's memory, unless it must keep its address."""
-        assert self.weight is not None
         if not self.members.settings.keep_storage:
             self.weight.release()
-
-    @on_parameters
-    def park(self) -> None:
-        """Keep a larger slice of the gathered buffer, register its pieces as parameters, free the rest."""
-        assert self.parking is not None and self.weight is not None
-        kept = self.parking.keep(self.weight)
-        for index, param in enumerate(self.members.params):
-            if param.inner_spec is not None:
-                raise NotImplementedError(
-                    f"Resharding to smaller mesh is not supported for DTensor parameters yet: {param.fqn}"
-                )
-            trains = param.sharded.requires_grad
-            param.register(nn.Parameter(kept.dtensor(index), requires_grad=trains))
-        self.release()
 
     def adopt_shards(self) -> None:
         """Copy shards that were replaced, cast or moved into a new main shard, if any was."""
@@ -248,7 +210,7 @@ class Message:
 
     def __init__(self, members: Members) -> None:
         self._members = members
-        self.rows: torch.Tensor | None = None
+        self.rows: Any = None
         self._work: Any = None
 
     def allocate(self, width: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
@@ -262,14 +224,13 @@ class Message:
         """Gather the rows, of which this rank's is filled."""
         members, group, rows = self._members, self._members.mesh.shard_group, self.rows
         if group.size() > 1:
-            assert rows is not None
             gather, own = members.settings.gather_comm.gather, rows[group.rank()]
             self._work = members.launch(
                 "all-gather", group, gather, rows.view(-1), own, group, async_op=async_op
             )
 
-    def take(self) -> torch.Tensor | None:
-        """Wait for a work that is not on the stream; the rows, if a gather of them is under way."""
+    def take(self) -> Any:
+        """Wait for a work that is not on the stream; the rows, which are the caller's now."""
         rows, work, self.rows, self._work = self.rows, self._work, None, None
         if work is not None:
             with explain_failure("all-gather", self._members.label, self._members.mesh.shard_group):
@@ -296,41 +257,60 @@ def parking_mesh(shard_group: ProcessGroup, size: int, device: torch.device) -> 
     return known[size]
 
 
-class Parking:
-    """The part of a gathered buffer that this rank keeps from forward to backward, which gathers in a
-    smaller group.
+class Parking(InPlace):
+    """Gathers what the ranks of a smaller group have kept of the gathered buffer, from forward to backward.
 
     With ``reshard_after_forward=k`` consecutive ranks form groups of k. Each keeps the k-th part of the
-    buffer that is its own::
+    buffer that is its own, as the transport of the group left it: decoded, untiled::
 
         gathered   0 1 2 3 4 5 6 7      8 ranks, k = 4
         rank 5 keeps   2 3              its group is ranks 4 to 7, it is the second of them
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
-        self.group = mesh.get_group()
-        self.kept: DBuffer | None = None
+    def __init__(self, transport: InPlace, mesh: DeviceMesh) -> None:
+        super().__init__(transport.members)
+        self._transport, self._mesh, self._group = transport, mesh, mesh.get_group()
+        self.kept: Any = None
+        """A DBuffer, from forward until it has been gathered."""
         self._seen: DBuffer | None = None
         """The memory that was gathered into last, over the smaller groups."""
 
-    def keep(self, weight: DBuffer) -> DBuffer:
-        """Copy the slice to keep."""
-        own = self.seen(weight).slot_buffer
+    @on_parameters
+    def park(self) -> None:
+        """Keep a slice of what was gathered, register its pieces as parameters, free the rest."""
+        self.weight = self._transport.weight
+        own = self._seen_over(self.weight).slot_buffer
         self.kept = own.empty_like().copy_(own)
-        return self.kept
+        for index, param in enumerate(self.members.params):
+            if param.inner_spec is not None:
+                raise NotImplementedError(
+                    f"Resharding to smaller mesh is not supported for DTensor parameters yet: {param.fqn}"
+                )
+            trains = param.sharded.requires_grad
+            param.register(nn.Parameter(self.kept.dtensor(index), requires_grad=trains))
+        self._transport.release()
 
-    def forget(self, weight: DBuffer) -> None:
-        """Let go of memory that was gathered into and is not used again."""
-        if self._seen is not None and self._seen.storage is weight.storage:
-            self._seen = None
+    def begin(self, async_op: bool) -> None:
+        """Gather the slices of the smaller group, on the stream of gathers."""
+        out = self._out = self._seen_over(self.weight if self._staged is None else self._staged)
+        gather, comm = self.kept.redistribute, self.members.settings.gather_comm
+        self.members.launch(
+            "all-gather", self._group, gather, out.placements, out=out, async_op=async_op, comm=comm
+        )
 
-    def seen(self, weight: DBuffer) -> DBuffer:
+    def finish(self) -> None:
+        """Wait as for any gather; the slice is not needed any more."""
+        if self._staged is not None:
+            self._seen = None  # else what it is in would stay allocated until the next forward
+        super().finish()
+        self.kept = None
+
+    def _seen_over(self, weight: DBuffer) -> DBuffer:
         """The memory of ``weight`` as a buffer over the smaller groups, whose borders may cut blocks."""
         found = self._seen
         if found is None or found.storage is not weight.storage or found.dtypes != weight.dtypes:
             found = self._seen = DBuffer(
-                weight.layout.recut(self.group.size()),
+                weight.layout.recut(self._group.size()),
                 weight.shapes,
                 self._mesh,
                 (Replicate(),),

@@ -40,6 +40,13 @@ MANAGED_ATTRIBUTE = "_ragged_fsdp_managed"
 _REPLACED_ATTRIBUTE = "_ragged_fsdp_replaced"
 _GATHERED_ATTRIBUTE = "_ragged_fsdp_gathered"
 _STEP_ATTRIBUTE = "_ragged_fsdp_step"
+_MISTAKES = {
+    _REPLACED_ATTRIBUTE: "parameters that the model does not use any more: {}. Make the optimizer after "
+    "fully_shard, and again after replacing parameters.",
+    _GATHERED_ATTRIBUTE: "the gathered form of {}: it was made while the module was gathered, as the root is "
+    "after a forward. Call model.reshard(), then make it.",
+}
+"""By the attribute of a parameter that an optimizer must not hold: what is wrong, and what to do."""
 _NAMED = 8  # parameters that an error names; an adapter has hundreds
 _CHECKED: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 """Optimizers that have made a step since a parameter was last replaced, and how many they held then."""
@@ -108,20 +115,10 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if _CHECKED.get(optimizer) == count:
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    stale = [getattr(param, _REPLACED_ATTRIBUTE) for param in params if hasattr(param, _REPLACED_ATTRIBUTE)]
-    if stale:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} holds parameters that the model does not use any more: "
-            f"{_listed(stale)}. Make the optimizer after fully_shard, and again after replacing parameters."
-        )
-    gathered = [
-        getattr(param, _GATHERED_ATTRIBUTE) for param in params if hasattr(param, _GATHERED_ATTRIBUTE)
-    ]
-    if gathered:
-        raise RuntimeError(
-            f"{type(optimizer).__name__} holds the gathered form of {_listed(gathered)}: it was made while "
-            "the module was gathered, as the root is after a forward. Call model.reshard(), then make it."
-        )
+    for attribute, mistake in _MISTAKES.items():
+        names = [getattr(param, attribute) for param in params if hasattr(param, attribute)]
+        if names:
+            raise RuntimeError(f"{type(optimizer).__name__} holds {mistake.format(_listed(names))}")
     _CHECKED[optimizer] = count
 
 

@@ -88,6 +88,18 @@ class ParallelMesh:
         """The sharding dim alone, as all-gather extensions receive it."""
         return self.mesh if self.mesh.ndim == 1 else self.mesh[(self.mesh.mesh_dim_names or ())[-1]]
 
+    def check_order(self, wish: str, instead: str) -> None:
+        """Raise if the shard group counts its ranks in another order than the world.
+
+        Groups of some of its ranks count in ascending order: they would not be where the ranks think.
+        """
+        ranks = dist.get_process_group_ranks(self.shard_group)
+        if ranks != sorted(ranks):
+            raise ValueError(
+                f"fully_shard: {wish} needs a process group that counts its ranks in the order of the world, "
+                f"got {ranks}; use {instead}."
+            )
+
     def key(self) -> tuple[Any, Any]:
         """Parameters with equal keys can share a buffer."""
         return self.shard_group, self.replicate_group

@@ -47,13 +47,12 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import Partial
 
 from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
-from ragged_fsdp.fsdp.reduce.transport import make_buffer, scattered
+from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.layout import align_up
 from ragged_fsdp.routes import Shared, shared_boxes
 from ragged_fsdp.tiling import tiled
@@ -211,7 +210,7 @@ class _Memory(NamedTuple):
     """One row per node: what its ranks have for this rank."""
 
 
-class Exchange:
+class Exchange(GradTransport):
     """Keeps autograd's gradients as they are and exchanges them; see the module's docstring.
 
     Args:
@@ -226,24 +225,19 @@ class Exchange:
     def __init__(
         self, members: Members, levels: LevelGroups | None = None, between: torch.dtype | None = None
     ) -> None:
-        self.members = members
-        self.companion = False
-        mesh = members.mesh
-        group = mesh.shard_group
-        self._over = levels or LevelGroups(Levels.flat(mesh.shard_size), group, group, None)
+        super().__init__(members)
+        group = members.mesh.shard_group
+        self._over = levels or LevelGroups(Levels.flat(group.size()), group, group, None)
         self._asked_between = between
-        self._layout: GradLayout | None = None
         self._grads: dict[int, torch.Tensor] = {}
         self._sends: list[list[torch.Tensor]] = []
         """Per round, what each rank is sent; nothing if everything is packed."""
         self._memory: _Memory | None = None
         """Where the exchange lies that is being launched."""
-        self._leased: FlatStorage | None = None
         self._plan: _Plan | None = None
         """How gradients in the layout are exchanged; made when it is first used."""
         self._memories: dict[FlatStorage, _Memory] = {}
         self._sum_kind: DBuffer | None = None
-        self._partial = (Partial(),) * mesh.mesh.ndim
 
     @cached_property
     def _by_place(self) -> torch.Tensor:
@@ -329,19 +323,16 @@ class Exchange:
 
     def _find_memory(self) -> _Memory:
         """Memory for this exchange: in the arena, where it was laid out before, or new."""
-        assert self._layout is not None
         plan = self._plan_for(self._layout)
         wire, between, starts, nbytes = plan.wire, plan.between, plan.places, plan.places[-1]
-        leased = self._leased = None if self.companion else self.members.context.lease(nbytes)
+        context = self.members.context
+        leased = None if self.companion else context.arena.lease(nbytes, context.max_grad_buffers)
+        self._leased = leased
         memory = None if leased is None else self._memories.get(leased)
         if memory is not None and memory.plan is plan:
             return memory
         storage = leased or FlatStorage(nbytes, self.members.device)
-        packed = (
-            make_buffer(self.members, plan.layout, wire, self._partial, storage=storage)
-            if plan.sends is None
-            else None
-        )
+        packed = self.make_buffer(plan.layout, wire, storage=storage) if plan.sends is None else None
         slots = self.members.mesh.shard_size if plan.sends is None and plan.sums[0] else 0
         memory = _Memory(
             plan,
@@ -358,7 +349,6 @@ class Exchange:
     def _pack_all(self, packed: DBuffer, missing: set[int]) -> None:
         """All shards as rows of one tensor, in one pass; the gradients are not needed after it."""
         layout = self._layout
-        assert layout is not None
         if missing:
             torch._foreach_zero_([packed.tensors[run.index] for i in missing for run in layout.runs[i]])
         targets, sources = layout.pairs(packed.tensors, self._grads)
@@ -371,7 +361,6 @@ class Exchange:
     ) -> list[Sequence[torch.Tensor]]:
         """What each rank is sent, round by round: views, or a row into which is packed what its shard has of
         several tensors; padding is zero."""
-        assert self._layout is not None
         shape, ranks = (len(plan.packed), self._layout.layout.shard_numel), self.members.mesh.shard_size
         rows = torch.zeros(shape, dtype=self.members.wire_dtype, device=self.members.device)
         shares = {rank: pieces[at][first : first + plan.rounds] for rank, (at, first) in plan.views.items()}
@@ -393,7 +382,6 @@ class Exchange:
         if grad is None:
             flat = torch.zeros(sum(sizes), dtype=self.members.wire_dtype, device=self.members.device)
         else:
-            assert self._layout is not None
             tile = self._layout.tiles[index] if self._layout.tiles else None
             flat = tiled(grad.to(self.members.wire_dtype), tile).contiguous()
         return torch.split_with_sizes(flat, sizes)
@@ -404,8 +392,7 @@ class Exchange:
         if main.dtype == dtype:
             return main
         if kind is None or kind.dtype != dtype or kind.layout is not main.layout:
-            assert self._layout is not None
-            kind = make_buffer(self.members, self._layout, dtype, scattered(self.members), allocate=False)
+            kind = self.make_buffer(self._layout, dtype, is_reduced=True, allocate=False)
             self._sum_kind = kind
         return kind.empty_like()
 
@@ -506,10 +493,6 @@ class Exchange:
                 arena.give_back(leased)
 
         return release
-
-    def discard(self) -> None:
-        """Drop the gradients."""
-        self.hand_over()()
 
 
 class _Rail:

@@ -20,11 +20,13 @@ from ragged_fsdp.dtensor.saving import claim
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.parts.plan import rank_major
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling, grad_layout, scaling
-from ragged_fsdp.fsdp.reduce.transport import GradTransport, make_buffer, scattered
+from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.fsdp.streams import PendingReduction
 from ragged_fsdp.torch_internals import AsyncCollectiveTensor, local_of, post_accumulate_grad_hooks_of
 
 __all__ = ["GradReducer"]
+
+_NONE: set[int] = set()
 
 
 class GradReducer:
@@ -43,7 +45,7 @@ class GradReducer:
         :meth:`discard`, before which the streams are waited for."""
         self._offload_event: Any = None
         self._layouts: dict[tuple[bool, ...], GradLayout] = {}
-        self._layout: GradLayout | None = None
+        self._layout: GradLayout = None  # type: ignore[assignment]  # from the first gradient on
         self._places: list[tuple[torch.Size, tuple[int, ...], int] | None] = []
         """Shape, strides and start of each parameter's part of the reduced shard; None if it has none."""
         self._main_kind: DBuffer | None = None
@@ -73,7 +75,6 @@ class GradReducer:
         if not written:
             self._begin(grads[0][1].dtype)
         layout = self._layout
-        assert layout is not None
         fresh: dict[int, torch.Tensor] = {}
         again: dict[int, torch.Tensor] = {}
         for index, grad in grads:
@@ -95,7 +96,6 @@ class GradReducer:
     def _check_place(self, index: int) -> None:
         """Raise on a parameter that was frozen when the gradients were laid out: it has no place there."""
         param = self.members.params[index]
-        assert self._layout is not None
         if not self._layout.runs[index] and param.inner_shape.numel():
             self._raise_changed(param.fqn)
 
@@ -152,7 +152,7 @@ class GradReducer:
         context, settings, mesh = members.context, members.settings, members.mesh
         if not transport.buffers:
             context.make_room(transport.companion)
-        transport.ready(self._missing() if len(self.written) < len(members.params) else set())
+        transport.ready(self._missing() if len(self.written) < len(members.params) else _NONE)
         if without:
             self.written |= without
         if context.order_check is not None and self._process_group is not None:
@@ -181,8 +181,8 @@ class GradReducer:
                     done = context.record(begun)
         # ``main`` and what was added to are held until the compute stream has waited: a gradient dropped
         # during backward must not give its memory to that stream while the reduction still writes it
-        held = (main, reduced, added_to)
-        entry = PendingReduction(done, transport.hand_over(), self, transport.companion, held)
+        held, stream = (main, reduced, added_to), context.current_stream() if context.streams else None
+        entry = PendingReduction(done, transport.hand_over(), self, transport.companion, held, stream)
         self.written.clear()
         self._launching = None
         context.pending.append(entry)
@@ -198,9 +198,8 @@ class GradReducer:
     def _make_main(self, dtype: torch.dtype) -> DBuffer:
         """A new buffer for the reduced shard: the user may keep the gradients, so it is never reused."""
         if self._main_kind is None or self._main_kind.dtype != dtype:
-            assert self._layout is not None
-            placements = scattered(self.members)
-            self._main_kind = make_buffer(self.members, self._layout, dtype, placements, allocate=False)
+            make = self.transport.make_buffer
+            self._main_kind = make(self._layout, dtype, is_reduced=True, allocate=False)
             self._empty_grads = {}
         main = self._main_kind.empty_like()
         if self._claims:  # else a copy of a gradient that is not ragged would take the whole shard along
@@ -209,7 +208,6 @@ class GradReducer:
 
     def _missing(self) -> set[int]:
         """Parameters that have a place among the gradients and no gradient."""
-        assert self._layout is not None
         return {index for index, runs in enumerate(self._layout.runs) if runs} - self.written
 
     def _without_gradient(self, zeros: Sequence[Any]) -> set[int]:

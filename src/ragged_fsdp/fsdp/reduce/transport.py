@@ -22,66 +22,76 @@ everything but ``scatter`` runs on the compute stream:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Partial, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.collectives import OverGroup
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
 
-__all__ = ["GradTransport", "ReduceScatter", "make_buffer", "scattered"]
+__all__ = ["GradTransport", "ReduceScatter"]
 
 _ALONE_NUMEL = 1 << 18
 
 
-class GradTransport(Protocol):
-    """What every transport of gradients offers; the module's docstring says when each is called."""
-
-    companion: bool
-    """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
-    place in the arena."""
+class GradTransport(ABC):
+    """What every transport of gradients is; the module's docstring says when each method is called."""
 
     buffers: bool
     """Whether it takes memory when the first gradient comes; else when they are reduced. Before that the
     reductions that have such memory are waited for."""
 
+    def __init__(self, members: Members) -> None:
+        self.members = members
+        self.companion = False
+        """Whether its module has a much larger group: it neither waits for that one's reduction nor takes its
+        place in the arena."""
+        self._layout: GradLayout = None  # type: ignore[assignment]  # from ``begin`` on
+        self._leased: FlatStorage | None = None
+        """What the arena has lent for this reduction, if it has."""
+        self._partial = (Partial(),) * members.mesh.mesh.ndim
+        self._scattered = (*self._partial[1:], Shard(0))
+        """Placements after the reduction over the shards and before the one over the replicas."""
+
+    def make_buffer(
+        self, layout: GradLayout, dtype: torch.dtype, *, is_reduced: bool = False, **options: Any
+    ) -> DBuffer:
+        """A buffer of the group's gradients, before or after they are reduced over the shards."""
+        placements = self._scattered if is_reduced else self._partial
+        mesh, device = self.members.mesh.mesh, self.members.device
+        return DBuffer(layout.layout, layout.shapes, mesh, placements, dtype=dtype, device=device, **options)
+
+    def discard(self) -> None:
+        """Drop what was collected."""
+        self.hand_over()()
+
     @property
+    @abstractmethod
     def sum_dtype(self) -> torch.dtype:
         """In which the sum is taken."""
 
+    @abstractmethod
     def nbytes(self, layout: GradLayout) -> int: ...
+    @abstractmethod
     def begin(self, layout: GradLayout, dtype: torch.dtype) -> None: ...
+    @abstractmethod
     def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None: ...
+    @abstractmethod
     def ready(self, missing: set[int]) -> None: ...
+    @abstractmethod
     def target(self, main: DBuffer) -> DBuffer: ...
+    @abstractmethod
     def scatter(self, reduced: DBuffer, how: Scaling) -> None: ...
+    @abstractmethod
     def hand_over(self) -> Callable[[], None]: ...
-    def discard(self) -> None: ...
 
 
-def scattered(members: Members) -> tuple[Placement, ...]:
-    """Placements after the reduction over the shards and before the one over the replicas."""
-    return (*[Partial()] * (members.mesh.mesh.ndim - 1), Shard(0))
-
-
-def make_buffer(
-    members: Members,
-    layout: GradLayout,
-    dtype: torch.dtype,
-    placements: tuple[Placement, ...],
-    **options: Any,
-) -> DBuffer:
-    """A buffer of the group's gradients, on the group's device unless ``options`` say otherwise."""
-    options.setdefault("device", members.device)
-    return DBuffer(layout.layout, layout.shapes, members.mesh.mesh, placements, dtype=dtype, **options)
-
-
-class ReduceScatter:
+class ReduceScatter(GradTransport):
     """One buffer of the whole group in the reduction dtype, filled as gradients come, reduced in one
     collective.
 
@@ -92,17 +102,11 @@ class ReduceScatter:
     buffers = True
 
     def __init__(self, members: Members) -> None:
-        self.members = members
-        self.companion = False
-        self.full: DBuffer | None = None
-        """From the first gradient until a reduction takes it over."""
-        self._layout: GradLayout | None = None
-        self._leased: FlatStorage | None = None
-        """Where ``full`` lies, if not in storage of its own."""
+        super().__init__(members)
+        self.full: Any = None
+        """A DBuffer, from the first gradient until a reduction takes it over."""
         self._fulls: dict[FlatStorage | None, DBuffer] = {}
         """The buffer in each storage it has been in: its views are made once."""
-        self._partial = (Partial(),) * members.mesh.mesh.ndim
-        self._scattered = scattered(members)
 
     def nbytes(self, layout: GradLayout) -> int:
         """Bytes of the buffer."""
@@ -116,15 +120,18 @@ class ReduceScatter:
             given = comm.allocate((numel,), dtype=dtype, device=members.device)
             self._leased = None
             storage = FlatStorage.over(given)
-            self.full = make_buffer(members, layout, dtype, self._partial, storage=storage)
+            self.full = self.make_buffer(layout, dtype, storage=storage)
             return
         # without sync the gradients of every group stay, and memory of the user's communication is not ours
         lends = members.settings.reduce_grads and comm.common_memory and not self.companion
-        self._leased = members.context.lease(numel * dtype.itemsize) if lends else None
+        context = members.context
+        self._leased = (
+            context.arena.lease(numel * dtype.itemsize, context.max_grad_buffers) if lends else None
+        )
         full = self._fulls.get(self._leased)
         if full is None or full.dtype != dtype or full.layout is not layout.layout:
-            options = {"allocate": False, "storage": self._leased}
-            full = self._fulls[self._leased] = make_buffer(members, layout, dtype, self._partial, **options)
+            full = self.make_buffer(layout, dtype, allocate=False, storage=self._leased)
+            self._fulls[self._leased] = full
         if self._leased is None:
             with comm.memory(members.device):
                 full.materialize()
@@ -133,7 +140,6 @@ class ReduceScatter:
     def store(self, fresh: Mapping[int, torch.Tensor], again: Mapping[int, torch.Tensor]) -> None:
         """Cast gradients into their slots, or add them there."""
         full, layout, members = self.full, self._layout, self.members
-        assert full is not None and layout is not None
         if members.reduce_dtype is None:
             for index, grad in (*fresh.items(), *again.items()):
                 if grad.dtype != full.dtype:
@@ -149,18 +155,15 @@ class ReduceScatter:
     def ready(self, missing: set[int]) -> None:
         """Write zeros into the slots without a gradient: what lay in the memory would be reduced."""
         if missing:
-            assert self._layout is not None and self.full is not None
             torch._foreach_zero_([self.full.tensors[r.index] for i in missing for r in self._layout.runs[i]])
 
     @property
     def sum_dtype(self) -> torch.dtype:
         """The dtype of the buffer."""
-        assert self.full is not None
         return self.full.dtype
 
     def target(self, main: DBuffer) -> DBuffer:
         """Straight into ``main``, if dtypes agree and any memory will do; else the slot of the buffer."""
-        assert self.full is not None
         if main.dtype == self.full.dtype and self.members.settings.reduce_comm.common_memory:
             return main
         if self.members.mesh.replicate_group is None:
@@ -171,7 +174,6 @@ class ReduceScatter:
     def scatter(self, reduced: DBuffer, how: Scaling) -> None:
         """Reduce-scatter the buffer."""
         members, full = self.members, self.full
-        assert full is not None
         if how.before not in (None, 1.0):
             full.flat.div_(how.before)
         settings, group = members.settings, members.mesh.shard_group
@@ -193,7 +195,6 @@ class ReduceScatter:
         """The buffer goes back to the arena, or to the allocator."""
         full, leased, arena = self.full, self._leased, self.members.context.arena
         self.full = self._leased = None
-        assert full is not None
 
         def release() -> None:
             full.release() if leased is None else arena.give_back(leased)
@@ -203,7 +204,7 @@ class ReduceScatter:
     def discard(self) -> None:
         """Free the buffer."""
         if self.full is not None:
-            self.hand_over()()
+            super().discard()
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

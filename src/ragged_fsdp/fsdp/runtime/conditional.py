@@ -33,11 +33,13 @@ import torch.distributed as dist
 
 from ragged_fsdp.agreement import largest
 from ragged_fsdp.collectives import explain_failure
-from ragged_fsdp.fsdp.autograd import in_backward, map_tensors
+from ragged_fsdp.fsdp.autograd import in_backward, tensors_in
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.torch_internals import reaches_host
 
 __all__ = ["Conditional", "Conditionals"]
+
+_HOST = torch.device("cpu")
 
 
 class Conditional:
@@ -89,13 +91,8 @@ class Conditional:
 
     def note_run(self, output: Any) -> None:
         """A forward of it ended on this rank: see whether a backward can come."""
-
-        def look(tensor: torch.Tensor) -> torch.Tensor:
-            self._needed |= tensor.requires_grad
-            return tensor
-
-        self._needed |= not torch.is_grad_enabled()  # a checkpoint may compute it again
-        map_tensors(look, output)
+        computed_again = not torch.is_grad_enabled()  # perhaps, by a checkpoint
+        self._needed |= computed_again or any(tensor.requires_grad for tensor in tensors_in(output))
 
     def end_forward(self, trains: bool) -> None:
         """Release the weights unless a backward may need them."""
@@ -132,15 +129,18 @@ class Conditional:
 
 
 class Conditionals:
-    """All of them below one root, and the votes of a forward."""
+    """All of them below one root, often none, and the votes of a forward."""
 
     def __init__(
-        self, found: Sequence[Conditional], groups: Sequence[dist.ProcessGroup | None], device: torch.device
+        self,
+        found: Sequence[Conditional] = (),
+        groups: Sequence[dist.ProcessGroup | None] = (),
+        device: torch.device = _HOST,
     ) -> None:
         self.all = list(found)
         self._pgs = [pg for pg in groups if pg is not None and pg.size() > 1]
         # over the host where it can be: the answer of the device would come behind all it has still to do
-        self._device = torch.device("cpu") if all(map(reaches_host, self._pgs)) else device
+        self._device = _HOST if all(map(reaches_host, self._pgs)) else device
         self._root: Any = None
         self._undecided: list[Conditional] = []
         self._held: list[Conditional] = []

@@ -13,7 +13,7 @@ from torch import nn
 from ragged_fsdp.collectives import BytesComm, Comm, explain_failure
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.gather.packed import Pieces
-from ragged_fsdp.fsdp.gather.transport import InPlace, Transport
+from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, Transport
 from ragged_fsdp.fsdp.parts.left_out import Steps
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
@@ -62,12 +62,16 @@ class ParamGroup(Members):
     def __init__(
         self,
         *parts: Any,
-        gather: Callable[[Members], Transport] = InPlace,
+        gather: Callable[[Members], Transport],
         reduce: Callable[[Members], GradTransport],
     ) -> None:
         super().__init__(*parts)
         self._planned = gather(self)
         self.transport: Transport = self._planned
+        self.parking: Parking | None = None
+        """What is kept between forward and backward, with ``reshard_after_forward`` an int."""
+        self._gathers: Transport = self._planned
+        """What has the gather under way: its transport, or what is parked."""
         self.reducer = GradReducer(self, reduce(self))
         self._tables = [(table, name, p) for p in self.params for table, name in p.tables or ()]
         self._unusual = [p for p in self.params if p.tables is None]
@@ -122,7 +126,7 @@ class ParamGroup(Members):
         planned, fits = self._planned, True
         if type(planned) is InPlace:
             fits = planned.fits_plan()
-            if not fits and planned.parking is not None:
+            if not fits and self.parking is not None:
                 raise RuntimeError(
                     f"{self.label}: after fully_shard its parameters were cast to "
                     f"{[str(dtype) for dtype in self.gathered_dtypes]}, items of different sizes; "
@@ -190,10 +194,12 @@ class ParamGroup(Members):
         if self.stale:
             self.lazy_init()
         self._gathered_at = Steps.made
-        self.transport.allocate()  # here, on the compute stream, which will also free it
+        parked = self.parking if self.residence is Residence.PARKED else None
+        self._gathers = gathers = parked or self.transport
+        gathers.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
             begun = context.watch.begin("all-gather", self, mesh.shard_group) if mesh.shard_size > 1 else None
-            self.transport.begin(async_op)
+            gathers.begin(async_op)
             self._gather_done = context.record(begun)
         self._move(Residence.GATHERING)
 
@@ -224,6 +230,7 @@ class ParamGroup(Members):
         if self not in groups or len(groups) == 1 or context.order_check is not None:
             return False
         for group in groups:
+            group._gathers = group.transport
             group.transport.allocate()
         with context.on_stream("gather"):
             begun = context.watch.begin("all-gather", self, pg)
@@ -262,7 +269,7 @@ class ParamGroup(Members):
     def _wait_gather(self) -> None:
         self.context.wait(self._gather_done)  # before finish, which may write what the gather writes
         self._gather_done = None
-        self.transport.finish()
+        self._gathers.finish()
 
     def _follow_requires_grad(self) -> None:
         """Parameters train in both forms or in none; gradients that need not wait get hooks."""
@@ -324,8 +331,8 @@ class ParamGroup(Members):
         if residence is Residence.GATHERING:
             self._wait_gather()  # memory that a collective still writes must not go back
         self._register(unsharded=False)
-        if self.transport.parking is not None:
-            self.transport.parking.kept = None
+        if self.parking is not None:
+            self.parking.kept = None
         self.transport.release()
         self._move(Residence.SHARDED)
 
@@ -342,8 +349,8 @@ class ParamGroup(Members):
 
     def park(self) -> None:
         """Register parameters over the smaller mesh and keep their part of the gathered data."""
-        assert isinstance(self.transport, InPlace)
-        self.transport.park()
+        assert self.parking is not None
+        self.parking.park()
         self._move(Residence.PARKED)
 
     def _register(self, *, unsharded: bool) -> None:

@@ -6,8 +6,9 @@ overrides every public method: nothing of FSDP2's runtime is used.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -22,7 +23,7 @@ from ragged_fsdp.fsdp.autograd import leave_frame
 from ragged_fsdp.fsdp.reduce.transport import ReduceScatter
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import Schedule
-from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of
+from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of, states_below
 from ragged_fsdp.topology import subgroup
 from ragged_fsdp.torch_internals import STATE_KEY
 
@@ -79,7 +80,8 @@ class FSDPModule(TorchFSDPModule):
         try:
             return super(TorchFSDPModule, self).__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            self._get_fsdp_state().abort_forward()
+            state = self._get_fsdp_state()
+            state.schedule.abort_forward(state)
             raise
 
     # -- parameters ------------------------------------------------------------------------------
@@ -167,14 +169,12 @@ class FSDPModule(TorchFSDPModule):
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not they accumulate unsharded, in the reduce dtype."""
-        for group in self._groups(recurse):
-            group.settings.reduce_grads = requires_gradient_sync
-            group.settings.all_reduce_grads = requires_gradient_sync
+        sync = requires_gradient_sync
+        self._set(self._groups(recurse), reduce_grads=sync, all_reduce_grads=sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: whether backward reduces over the replicas; if not the sharded sums accumulate."""
-        for group in self._groups(recurse):
-            group.settings.all_reduce_grads = requires_all_reduce
+        self._set(self._groups(recurse), all_reduce_grads=requires_all_reduce)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` at run time."""
@@ -182,24 +182,21 @@ class FSDPModule(TorchFSDPModule):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for state in self._states(recurse):
             state.auto_reshard = False
+            self._set(state.groups, reshard_after_forward=reshard_after_forward)
             for group in state.groups:
-                group.settings.reshard_after_forward = reshard_after_forward
-                group.transport.parking = None
+                group.parking = None
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether backward frees the unsharded parameters; keeping them saves the next forward's gather."""
-        for group in self._groups(recurse):
-            group.settings.reshard_after_backward = reshard_after_backward
+        self._set(self._groups(recurse), reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether a reshard leaves the gathered storage allocated: its address then never changes."""
-        for group in self._groups(recurse):
-            group.settings.keep_storage = keep
+        self._set(self._groups(recurse), keep_storage=keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs this module's parameters at all (an embedding does not)."""
-        for group in self._groups(recurse=False):
-            group.settings.unshard_in_backward = unshard_in_backward
+        self._set(self._groups(recurse=False), unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
         """Modules to gather when this one's forward starts, instead of the recorded next one."""
@@ -216,8 +213,7 @@ class FSDPModule(TorchFSDPModule):
         self._get_fsdp_state().schedule.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        for group in self._groups(recurse=True):
-            group.settings.unshard_async_op = async_op
+        self._set(self._groups(recurse=True), unshard_async_op=async_op)
 
     # -- how to reduce ---------------------------------------------------------------------------
 
@@ -225,8 +221,7 @@ class FSDPModule(TorchFSDPModule):
         """Divide this module's gradients by ``factor`` instead of the number of data-parallel ranks."""
         if factor is not None and not (isinstance(factor, int | float) and factor > 0):
             raise ValueError(f"set_gradient_divide_factor: factor must be above 0 or None, got {factor!r}.")
-        for group in self._groups(recurse=False):
-            group.settings.divide_factor = factor
+        self._set(self._groups(recurse=False), divide_factor=factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of :meth:`set_gradient_divide_factor`."""
@@ -234,15 +229,13 @@ class FSDPModule(TorchFSDPModule):
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Whether this module's collectives only sum; scaling then takes a kernel on the shard."""
-        for group in self._groups(recurse=False):
-            group.settings.sum_only = enable
+        self._set(self._groups(recurse=False), sum_only=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Whether trainable parameters without a gradient get zeros, for ranks that use different ones."""
-        for group in self._groups(recurse):
-            group.settings.reduce_unused = reduce_scatter_unused_params
+        self._set(self._groups(recurse), reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Gradient buffers alive at once: memory against overlap.
@@ -256,8 +249,7 @@ class FSDPModule(TorchFSDPModule):
             raise TypeError(f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}")
         if max_input_buffers < 1:
             raise ValueError(f"max_input_buffers must be a positive int, got {max_input_buffers}")
-        for group in self._groups(recurse):
-            group.settings.max_grad_buffers = max_input_buffers
+        self._set(self._groups(recurse), max_grad_buffers=max_input_buffers)
         self._get_fsdp_state().schedule.follow_settings()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
@@ -278,11 +270,10 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Call ``hook`` with the reduced shard, after the all-reduce on HSDP, to reduce it further."""
         _check_callable("set_all_reduce_hook: hook", hook)
-        for group in self._groups_of_one_mesh("set_all_reduce_hook"):
-            if stream is not None and group.mesh.replicate_group is not None:
-                raise ValueError("stream cannot be set when using native HSDP")
-            group.settings.all_reduce_hook = hook
-            group.settings.all_reduce_hook_stream = stream
+        groups = self._groups_of_one_mesh("set_all_reduce_hook")
+        if stream is not None and any(group.mesh.replicate_group is not None for group in groups):
+            raise ValueError("stream cannot be set when using native HSDP")
+        self._set(groups, all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Call ``comm(output_tensor=, input_tensor=, group=, async_op=)`` for gathers.
@@ -300,22 +291,21 @@ class FSDPModule(TorchFSDPModule):
         If it has an ``allocate(size, *, dtype, device)`` gradients are collected in a tensor from there.
         """
         _check_callable("set_custom_reduce_scatter: comm", comm)
-        groups = list(self._groups_of_one_mesh("set_custom_reduce_scatter"))
+        groups = self._groups_of_one_mesh("set_custom_reduce_scatter")
         for group in groups:
             if comm is not None and not isinstance(group.reducer.transport, ReduceScatter):
                 raise ValueError(
                     f"set_custom_reduce_scatter: the gradients of {group.label} are exchanged, and no "
                     "reduce-scatter would be called; it needs reduction='reduce_scatter'."
                 )
-        for group in groups:
-            group.settings.reduce_comm = Comm() if comm is None else UserComm(comm)
+        self._set(groups, reduce_comm=Comm() if comm is None else UserComm(comm))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Whether gathered weights and gradient buffers lie in memory of the process group's allocator.
 
         Over NCCL that is memory from ``ncclMemAlloc``. Where the backend has no allocator nothing changes.
         """
-        groups = list(self._groups(recurse=False))
+        groups = self._groups(recurse=False)
         for group in groups:
             comms = {"all_gather": group.settings.gather_comm, "reduce_scatter": group.settings.reduce_comm}
             for kind, comm in comms.items():
@@ -338,18 +328,16 @@ class FSDPModule(TorchFSDPModule):
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _states(self, recurse: bool) -> Iterator[ModuleState]:
-        modules: Iterable[Any] = self.modules() if recurse else [self]
-        seen: set[ModuleState] = set()
-        for module in modules:
-            state = state_of(module)
-            if state is not None and state not in seen:
-                seen.add(state)
-                yield state
+    def _states(self, recurse: bool) -> list[ModuleState]:
+        return states_below(self) if recurse else [self._get_fsdp_state()]  # type: ignore[arg-type]
 
-    def _groups(self, recurse: bool) -> Iterator[ParamGroup]:
-        for state in self._states(recurse):
-            yield from state.groups
+    def _groups(self, recurse: bool) -> list[ParamGroup]:
+        return [group for state in self._states(recurse) for group in state.groups]
+
+    @staticmethod
+    def _set(groups: Iterable[ParamGroup], **settings: Any) -> None:
+        for group in groups:
+            group.settings = dataclasses.replace(group.settings, **settings)
 
     def _groups_of_one_mesh(self, method: str) -> list[ParamGroup]:
         groups = self._get_fsdp_state().groups
@@ -394,7 +382,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             args, kwargs = state.pre_forward(self, args, kwargs)
             return state.post_forward(self, args, method(*args, **kwargs))
         except BaseException:
-            state.abort_forward()
+            state.schedule.abort_forward(state)
             raise
 
     setattr(module, method_name, wrapped.__get__(module, type(module)))

@@ -132,15 +132,15 @@ class Schedule:
     def __init__(self, turn: Turn) -> None:
         self.turns = [turn]
         """All turns below the root, once it is known."""
-        self.comm: CommContext | None = None
-        """Made once, when the root is known or a module is first gathered by hand."""
+        self.comm: CommContext = None  # type: ignore[assignment]
+        """Made once, when the root is known or a module is first gathered by hand; None before."""
         self.forward_root: Turn | None = None
         """Where the forward that is running started; not always the root (an encoder alone, for example)."""
         self.is_last_backward = True
         self.manual_finalization = False
         self.post_optim_event: Any = None
         """Which the user recorded after the optimizer step, for the next gathers to wait for."""
-        self.conditionals: Conditionals | None = None
+        self.conditionals = Conditionals()
         """Votes on modules that not every rank runs, if there are such below the root."""
         self._orders: dict[Turn, ForwardOrder] = {}
         self._order = ForwardOrder()
@@ -167,7 +167,6 @@ class Schedule:
         """The communication context of the groups, made at the first call."""
         if self.comm is None:
             self.use_comm(CommContext(device))
-        assert self.comm is not None
         return self.comm
 
     def use_comm(self, comm: CommContext) -> None:
@@ -229,12 +228,11 @@ class Schedule:
 
     def begin_forward(self, root: Turn) -> None:
         """A forward starts at ``root``."""
-        assert self.comm is not None
         self.forward_root = root
         self._gathered.clear()
         self._order = self._orders.setdefault(root, ForwardOrder())
         self._order.begin()
-        if self.conditionals is not None:
+        if self.conditionals.all:
             self.conditionals.begin(root)
         if not torch.is_grad_enabled():
             self.comm.arena.release()
@@ -250,7 +248,7 @@ class Schedule:
                 elif group.residence is not Residence.SHARDED and turn.under is None and group.is_old:
                     group.to_sharded()  # gathered by an evaluation or by hand, before an optimizer step
         if fills_arena and torch.is_grad_enabled():
-            self.comm.fill_arena()
+            self.comm.arena.fill(self.comm.max_grad_buffers)
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None and self.comm.streams:
             self.comm.streams["gather"].wait_event(event)
@@ -261,7 +259,7 @@ class Schedule:
         Whether it begins now: a list may run in parts.
         """
         begins = turn.phase is not Phase.FORWARD
-        if self.conditionals is not None:
+        if self.conditionals.all:
             if self._is_conditional(turn):
                 self._start_conditional(turn)
                 return begins
@@ -288,19 +286,18 @@ class Schedule:
         """Whether this rank may be alone in running ``turn``; not if the forward began inside its module."""
         return turn.under is not None and self.forward_root is not None and self.forward_root.under is None
 
-    def _start_conditional(self, turn: Turn) -> None:
+    def _start_conditional(self, turn: Any) -> None:
         """Gather for the forward of ``turn`` with all ranks, or use what was gathered for it; no order is
         recorded, since other ranks would not follow it."""
-        assert self.conditionals is not None and turn.under is not None
         if not in_backward():
             self.conditionals.run(turn.under)
         self._enter(turn, Phase.FORWARD)
-        self._use_gathered(turn, turn.under)
+        self._use_gathered(turn)
 
     @staticmethod
-    def _use_gathered(turn: Turn, under: Conditional) -> None:
+    def _use_gathered(turn: Any) -> None:
         for group in turn.groups:
-            under.check_gathered(group)
+            turn.under.check_gathered(group)
             if group.residence is Residence.UNSHARDED:
                 group.settle()
             group.wait_for_unshard()
@@ -312,17 +309,16 @@ class Schedule:
         if ahead is None:
             ahead = () if following is None else (following,)
         for other in ahead:
-            for group in other.groups:  # all of them first: one gather may bring the others along
-                if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
-                    self._prefetched.add(group)
-            for group in other.groups:
-                if group.residence is Residence.SHARDED or group.residence is Residence.PARKED:
-                    group.unshard()
+            away = (Residence.SHARDED, Residence.PARKED)
+            gathered = [group for group in other.groups if group.residence in away]
+            self._prefetched.update(gathered)  # all of them first: one gather may bring the others along
+            for group in gathered:
+                group.unshard()
 
     def recompute(self, turn: Turn) -> None:
         """Gather for a forward that a backward computes again; nothing is recorded."""
         if turn.under is not None and turn.under.by_vote:
-            self._use_gathered(turn, turn.under)
+            self._use_gathered(turn)
             return
         for group in turn.groups:
             group.unshard()
@@ -330,7 +326,7 @@ class Schedule:
 
     def end(self, turn: Turn) -> None:
         """The forward of ``turn`` is over: reshard, or keep what backward needs first."""
-        conditional = self.conditionals is not None and self._is_conditional(turn)
+        conditional = self.conditionals.all and self._is_conditional(turn)
         if not conditional and not in_backward():  # a checkpoint around this module recomputes in backward
             trains = torch.is_grad_enabled()
             may_keep = trains and turn.auto_reshard and not turn.is_root
@@ -352,7 +348,7 @@ class Schedule:
     def _reshard_after_forward(self, group: ParamGroup, keep: bool) -> None:
         if not group.settings.reshard_after_forward:
             return
-        if group.residence is Residence.UNSHARDED and group.transport.parking is not None:
+        if group.residence is Residence.UNSHARDED and group.parking is not None:
             group.park()
         elif group.residence is Residence.UNSHARDED and keep:
             group.keep()
@@ -362,20 +358,20 @@ class Schedule:
     @property
     def parts_graphs(self) -> bool:
         """Whether what the forward returns may need gradients on some ranks only; not one computed again."""
-        return self.conditionals is not None and self.conditionals.part_graphs and not in_backward()
+        return bool(self.conditionals.all) and self.conditionals.part_graphs and not in_backward()
 
     def end_forward(self) -> None:
         """The forward that is running ends: the next one may follow its order."""
-        if self.conditionals is not None:
+        if self.conditionals.all:
             self.conditionals.end_forward()
         self._order.end()
         self._choose_kept()
         self._leave_forward()
         if not torch.is_grad_enabled() and any(g.pin_memory for turn in self.turns for g in turn.groups):
-            assert self.comm is not None
             # gathers copy from the host's memory; no backward will wait, and the user may write the weights
             self.comm.streams["gather"].synchronize()
 
+    @outside_compile
     def abort_forward(self, turn: Turn) -> None:
         """The forward of ``turn`` raised: be ready for the next one, which must gather anew what it gathered.
 
@@ -394,7 +390,7 @@ class Schedule:
                 if group in self._gathered and not stopped:
                     group.to_sharded()
         if is_last:
-            if self.conditionals is not None and not stopped:
+            if not stopped:
                 self.conditionals.abort_forward()
             self._leave_forward()
 
@@ -432,7 +428,7 @@ class Schedule:
         begins = turn.phase is not Phase.BACKWARD
         self._enter(turn, Phase.BACKWARD)
         if turn.under is not None and turn.under.by_vote:
-            self._use_gathered(turn, turn.under)
+            self._use_gathered(turn)
             return
         if begins:
             for group in turn.groups:
@@ -513,13 +509,7 @@ class Schedule:
         self.forward_root = None
         for turn in self.turns:
             turn.still_to_run.clear()
-            with_all_ranks = turn.under is not None and turn.under.owed
-            for group in reversed(turn.groups) if not with_all_ranks else ():
-                # gathered again after it: a module that runs twice, checkpointed with use_reentrant
-                if turn.phase is not Phase.DONE or group.residence is Residence.UNSHARDED:
-                    group.hand_over()  # autograd lets this stream wait for those of the backward
-                    group.post_backward()
-            self._enter(turn, Phase.IDLE)
+            self._end_turn(turn, all_groups=turn.phase is not Phase.DONE)
         self._end_conditionals()
         if self.is_last_backward and not self.manual_finalization:
             self.finish_reductions()
@@ -528,29 +518,42 @@ class Schedule:
     def finalize(self) -> None:
         """Launch what is left to reduce: gradients that were collected while sync was off."""
         for turn in reversed(self.turns):
-            with_all_ranks = turn.under is not None and turn.under.owed
-            for group in reversed(turn.groups) if not with_all_ranks else ():
-                group.post_backward()
-            self._enter(turn, Phase.IDLE)
+            self._end_turn(turn, all_groups=True)
         self._end_conditionals()
 
     def _end_conditionals(self) -> None:
         """Reduce modules that not every rank ran: all ranks are here."""
-        if self.conditionals is not None:
+        if self.conditionals.all:
             self.conditionals.end_backward(is_last=self.is_last_backward)
+
+    def _end_turn(self, turn: Turn, *, all_groups: bool) -> None:
+        """Reduce what ``turn`` has left; modules that not every rank ran wait until all ranks reduce them."""
+        with_all_ranks = turn.under is not None and turn.under.owed
+        for group in reversed(turn.groups) if not with_all_ranks else ():
+            # gathered again after its own: a module that runs twice, checkpointed with use_reentrant
+            is_gathered = group.residence is Residence.UNSHARDED
+            if is_gathered:
+                group.hand_over()  # autograd lets this stream wait for those of the backward
+            if is_gathered or all_groups:
+                group.post_backward()
+        self._enter(turn, Phase.IDLE)
 
     def finish_reductions(self) -> None:
         """Let the current stream see every reduced gradient; forget the order of the forward."""
         if self.comm is None:
             return
         self.comm.finish_all()
-        self.comm.empty_arena()
+        self.comm.arena.end_backward()
         for turn in self.turns:
             for group in turn.groups:
                 group.finish_backward()
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        self._ended.clear()
+        for turn in self.turns:
             turn.positions.clear()
             turn.following = None
-        self._ended.clear()
 
     @property
     def is_in_backward(self) -> bool:
@@ -573,15 +576,13 @@ class Schedule:
         if self.comm is None:
             return
         self.comm.join()
-        self._ended.clear()
+        self._forget_order()
         for turn in self.turns:
             turn.still_to_run.clear()
-            turn.positions.clear()
-            turn.following = None
             self._enter(turn, Phase.IDLE)
             for group in turn.groups:
                 group.reset_iteration()
-        for conditional in self.conditionals.all if self.conditionals is not None else ():
+        for conditional in self.conditionals.all:
             conditional.forget()
         self.forward_root = None
         self._backward = None

@@ -28,7 +28,7 @@ from ragged_fsdp.fsdp.runtime.group import ParamGroup
 from ragged_fsdp.fsdp.runtime.schedule import IN_BACKWARD, Schedule, Turn
 from ragged_fsdp.torch_internals import REGISTRY_KEY, are_functorch_transforms_active, base_of, to_kwargs
 
-__all__ = ["ModuleState", "state_of"]
+__all__ = ["ModuleState", "state_of", "states_below"]
 
 _STATE_ATTRIBUTE = "_ragged_fsdp_state"
 
@@ -36,6 +36,12 @@ _STATE_ATTRIBUTE = "_ragged_fsdp_state"
 def state_of(module: nn.Module) -> ModuleState | None:
     """The state of ``module`` if it was sharded, else None."""
     return module.__dict__.get(_STATE_ATTRIBUTE)
+
+
+def states_below(module: nn.Module) -> list[ModuleState]:
+    """The states of ``module`` and of the modules below it, each once."""
+    found = (state_of(child) for child in module.modules())
+    return list(dict.fromkeys(state for state in found if state is not None))
 
 
 class ModuleState(Turn):
@@ -100,8 +106,8 @@ class ModuleState(Turn):
         for state in states:
             state.schedule, state._lists = self.schedule, lists
 
-    def _find_conditionals(self, states: Sequence[ModuleState]) -> Conditionals | None:
-        """The outermost modules below the root that not every rank runs; None without any."""
+    def _find_conditionals(self, states: Sequence[ModuleState]) -> Conditionals:
+        """The outermost modules below the root that not every rank runs."""
         names = {module: name for name, module in self.modules[0].named_modules()}
         found = []
         for state in states:
@@ -121,7 +127,7 @@ class ModuleState(Turn):
             for other in below:
                 other.under = conditional
             found.append(conditional)
-        return Conditionals(found, self.call[1].key(), self.device) if found else None
+        return Conditionals(found, self.call[1].key(), self.device)
 
     def prepare_by_hand(self) -> None:
         """Before a gather that the user asks for: the root may not be known yet."""
@@ -174,11 +180,6 @@ class ModuleState(Turn):
             output = self._end_incomplete_lists(output)
             schedule.end_forward()
         return self._cast_output(output)
-
-    @outside_compile
-    def abort_forward(self) -> None:
-        """The forward raised: be ready for the next one."""
-        self.schedule.abort_forward(self)
 
     @outside_compile
     def _list_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -236,7 +237,7 @@ class ModuleState(Turn):
                     self._warn_view()
                 tensor.register_hook(self.pre_backward)
             elif functorch and (torch.is_floating_point(tensor) or torch.is_complex(tensor)):
-                return BeforeBackward.apply(self.pre_backward, tensor)
+                return BeforeBackward.apply(self.pre_backward, tensor)[0]
             return tensor
 
         return map_tensors(hook, output)
@@ -253,7 +254,7 @@ class ModuleState(Turn):
         )
 
     @outside_compile
-    def pre_backward(self, grad: torch.Tensor) -> torch.Tensor:
+    def pre_backward(self, grad: Any) -> Any:
         """A gradient of an output is there: gather for backward and prefetch what comes next."""
         self.schedule.pre_backward(self)
         return grad
