@@ -242,7 +242,8 @@ class TrainingJob:
         counters.samples += config.data.batch
         counters.tokens += config.data.batch * config.data.seq_len
         wall, spans = self._clock.lap()
-        self._pending = (counters.step, result, {"lr": lr, "wall": wall, "spans": spans, "load": load})
+        measured = {"tokens": counters.tokens, "lr": lr, "wall": wall, "spans": spans, "load": load}
+        self._pending = (counters.step, result, measured)
         if load is not None and config.sharding.rebalance:
             self._rebalance(load)
 
@@ -286,7 +287,7 @@ class TrainingJob:
             "grad_norm": grad_norm,
             "experts": timing["load"].summary() if timing["load"] is not None else None,
             "lr": timing["lr"],
-            "tokens": step * self.config.data.batch * self.config.data.seq_len,
+            "tokens": timing["tokens"],
             "tokens_per_s": per_s,
             "tflops_per_rank": flops / 1e12,
             "mfu": flops / peak if peak else None,

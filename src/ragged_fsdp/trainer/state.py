@@ -60,7 +60,8 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ran
 def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[str]:
     """Take up the state in ``path``; returns what could not be taken up exactly, in words.
 
-    A checkpoint of another tool may hold the model alone: the optimizer then starts anew.
+    Of the optimizer that is its moments: decay, betas and the like stay those that it was built with. A
+    checkpoint of another tool may hold the model alone: the optimizer then starts anew.
     """
     names = dcp.stored_names(path)
     if not any(name.startswith("model.") for name in names):
@@ -82,7 +83,10 @@ def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ran
     except ValueError as error:
         raise ConfigError(f"resume: {error}") from error
     optimizer_state = state.get("optim", {})
+    settings = [{key: group[key] for key in group.keys() - {"params"}} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)  # those in the checkpoint would win over what this run was told
     if same_ranks and same_form:
         _set_random_state(state["rng"][str(ranks.rank)], ranks.device)
     return notes
