@@ -25,6 +25,7 @@ from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml,
 from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.loggers import check_loggers, open_loggers
 from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.optimizers import build_optimizer
 from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables, recorder_variables
 from ragged_fsdp.trainer.schedule import lr_factor
 
@@ -362,6 +363,19 @@ def test_active_parameters_of_built_in_sizes(name):
     layer = attention + d * config.experts + k * 3 * d * f
     expected = config.layers * layer + config.vocab_size * d
     assert active_parameters(shapes, config.experts, k) == expected
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam8bit", "shampoo", "muon"])
+def test_only_matrices_decay(optimizer):
+    """The biases of all experts of a layer are one tensor of two dims, and no matrix."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
+    model = find_model("GptOssConfig", {k: str(v) for k, v in (sizes | heads).items()}).build()
+    built = build_optimizer(OptimizerConfig(optimizer=optimizer, weight_decay=0.1), model)
+    decayed = {id(p) for group in built.param_groups if group["weight_decay"] for p in group["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in decayed}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert not [name for name in names if "bias" in name or "norm" in name or "sinks" in name]
 
 
 def test_bad_model_configs_are_refused():

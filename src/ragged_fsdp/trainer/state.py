@@ -68,6 +68,7 @@ def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ran
         raise ConfigError(f"resume: {path} holds no 'model.*' tensors, so it is not a checkpoint of a model")
     notes = []
     state = state_to_save(model, optimizer, ranks)
+    groups = state["optim"].pop("param_groups")  # or those in the checkpoint would win over this run's
     if not any(name.startswith("optim.") for name in names):
         notes.append("the checkpoint has no optimizer state; the optimizer starts anew")
         del state["optim"]
@@ -82,11 +83,8 @@ def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ran
         dcp.load(state, path, ranks.control)
     except ValueError as error:
         raise ConfigError(f"resume: {error}") from error
-    optimizer_state = state.get("optim", {})
-    settings = [{key: group[key] for key in group.keys() - {"params"}} for group in optimizer.param_groups]
+    optimizer_state = {**state["optim"], "param_groups": groups} if "optim" in state else {}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)  # those in the checkpoint would win over what this run was told
     if same_ranks and same_form:
         _set_random_state(state["rng"][str(ranks.rank)], ranks.device)
     return notes
