@@ -11,6 +11,7 @@ from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.launch import RankFailure, launch
 from ragged_fsdp.trainer.ranks import rank_variables
+from ragged_fsdp.trainer.run_folder import goes_on
 
 __all__ = ["local_processes", "start"]
 
@@ -51,5 +52,5 @@ def _what_is_left(config: TrainConfig) -> str:
     steps = open_store(config.checkpoint_place).steps()
     if not steps:
         return "there is no checkpoint yet: the same command begins at step 0"
-    how = "the same command" if config.run.resume in ("auto", "must") else "--resume auto"
+    how = "the same command" if goes_on(config) else "--resume auto"
     return f"the newest checkpoint is of step {steps[-1]}; {how} goes on from there"
