@@ -90,12 +90,14 @@ if __name__ == "__main__":
     except RankFailure as failure:
         print(failure)
     os.setpgid(0, 0)
-    print(run(lambda server: os.killpg(0, signal.SIGTERM)))
+    signals = (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)
+    print(run(lambda server: [os.killpg(0, number) for number in signals]))
 """
 
 
 def test_a_signal_to_all_processes_stops_a_run_and_a_dead_server_is_named(tmp_path):
-    """``timeout`` signals the group: the fork server died of it, and every rank with it, nothing saved."""
+    """``timeout`` signals the group: the fork server died of it, and every rank with it, nothing saved. The
+    warning of SLURM ended the launcher, and a SIGTERM that was repeated all ranks."""
     script = tmp_path / "signals.py"
     script.write_text(_SIGNALS)
     done = _python(str(script), PYTHONPATH=f"{ROOT / 'src'}:{ROOT / 'tests'}")
