@@ -116,6 +116,7 @@ def test_mistakes_on_the_command_line(tmp_path):
         (("--optimizer", "adam"), "optimizer = 'adam': did you mean 'adamw'?"),
         (("--tp", "0"), "tp = 0: expected at least 1"),
         (("--granularity", "rows"), "expected KEY=VALUE"),
+        (("--granularity", "*=rows:2", "--granularity", "*=whole"), "--granularity *: given twice"),
         (("--stpes", "3"), "--steps"),
         (("--model", "nanoo"), "did you mean 'nano'?"),
     ):

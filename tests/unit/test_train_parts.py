@@ -54,7 +54,10 @@ def test_a_saved_file_gives_the_same_settings_back(tmp_path):
         ("[run]\nsteps = 'many'\n", "steps: expected int, got 'many'"),
         ("[run]\nsteps = true\n", "steps: expected int, got True"),
         ("[run]\nsteps = 0\n", "steps = 0: expected at least 1"),
-        ("[optimizer]\nlr = nan\n", "expected at least"),
+        ("[optimizer]\nlr = nan\n", "lr = nan: expected a finite number"),
+        ("[optimizer]\nlr = inf\n", "lr = inf: expected a finite number"),
+        ("[sharding]\ntimeout = 1e13\n", "timeout = 10000000000000.0: expected at most 1000000.0"),
+        ("[run]\nseed = 9000000000000000\n", "seed = 9000000000000000: expected at most"),
         ("[optimizer]\nschedule = 'cosin'\n", "did you mean 'cosine'?"),
         ("steps = 3\n", "unknown section"),
         ("[run\n", "not valid TOML"),
@@ -96,6 +99,12 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
             2,
             "q_proj.weight has matrices of 64 x 64; FP8 products need multiples of 128: store it",
         ),
+        (
+            {"fp8": True, "model_set": {"hidden": "64"}, "granularity": {"*.experts.*": "tiles:16x16"}},
+            2,
+            "fp8: layers.0.self_attn.q_proj.weight: tiles of 128 x 128 do not cover shape (64, 64)",
+        ),
+        ({"sharding": "ddp", "precision": "bf16-reduce"}, 2, "bf16-reduce needs sharding = ragged or fsdp2"),
         ({"model": "dmeo"}, 1, "did you mean 'demo'?"),
         ({"model": "LammaConfig"}, 1, "did you mean 'LlamaConfig'?"),
         ({"model_set": {"layer": "2"}}, 1, "did you mean 'layers'?"),
@@ -142,6 +151,17 @@ def test_impossible_combinations_are_refused_before_a_start(values, processes, m
     with pytest.raises(ConfigError) as caught:
         check(from_values(values), processes)
     assert message in str(caught.value)
+
+
+def test_a_table_of_the_file_is_what_the_flag_would_be(tmp_path):
+    """A false of TOML came to Hugging Face's configs as the text False."""
+    (tmp_path / "x.toml").write_text(
+        '[model]\nmodel = "LlamaConfig"\nmodel_set = {tie_word_embeddings = true, num_hidden_layers = 1, '
+        "hidden_size = 64}\n"
+    )
+    chosen = from_values(load_toml(tmp_path / "x.toml")).model
+    assert chosen.model_set["tie_word_embeddings"] == "true"
+    assert find_model(chosen.model, chosen.model_set).settings["tie_word_embeddings"] is True
 
 
 @pytest.mark.parametrize("sharding", ["ragged", "fsdp2", "ddp"])

@@ -22,8 +22,8 @@ from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import TrainConfig
-from ragged_fsdp.trainer.config_check import likely_mistakes
-from ragged_fsdp.trainer.config_file import ConfigError, save_toml
+from ragged_fsdp.trainer.config_check import check_vocabulary, likely_mistakes
+from ragged_fsdp.trainer.config_file import save_toml
 from ragged_fsdp.trainer.data import Tokens, open_tokens
 from ragged_fsdp.trainer.loggers import Loggers, open_loggers
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
@@ -63,7 +63,7 @@ class TrainingJob:
         wait_s = config.sharding.timeout / 2 if has_agent() else 0.0
         self._locks = on_first_rank(lambda: take_places(config, self._store, wait_s), ranks) or []
         self._tokens = _open_together(config, ranks)
-        _check_vocabulary(self._source, self._tokens)
+        check_vocabulary(self._source, self._tokens)
         twin = self._source.build()
         if config.sharding.precision == "fp64":
             twin = twin.double()
@@ -314,6 +314,10 @@ class TrainingJob:
         if not self.config.eval.eval_sequences or not self._eval_data.windows:
             return
         loss = evaluate(self.model, self._eval_data, self.config, self.ranks)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"step {self._counters.step}: validation loss {loss}; lower lr or set clip"
+            )
         self._counters.eval_loss, self._counters.eval_step = loss, self._counters.step
         if self._metrics is not None:
             self._metrics.write("eval", self._counters.step, loss=loss)
@@ -380,11 +384,3 @@ def _first_weights(source: ModelSource, config: TrainConfig) -> str:
         return f"weights: those in {source.weights}"
     asked = ", as --weights random asks" if config.model.weights == "random" else ""
     return f"weights: random, from seed {config.run.seed}{asked}"
-
-
-def _check_vocabulary(source: ModelSource, tokens: Tokens) -> None:
-    if tokens.tokenizer.vocab_size > source.vocab_size:
-        raise ConfigError(
-            f"tokenizer: its {tokens.tokenizer.vocab_size} tokens do not fit the model's vocabulary of "
-            f"{source.vocab_size}"
-        )

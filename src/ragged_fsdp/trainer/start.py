@@ -7,7 +7,7 @@ import torch
 
 from ragged_fsdp.checkpoint.store import open_store
 from ragged_fsdp.trainer.config import TrainConfig
-from ragged_fsdp.trainer.config_check import check
+from ragged_fsdp.trainer.config_check import check, check_vocabulary
 from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.launch import RankFailure, launch
 from ragged_fsdp.trainer.ranks import rank_variables
@@ -32,10 +32,9 @@ def start(config: TrainConfig) -> dict[str, Any]:
     given = rank_variables()
     if given is None:
         processes = local_processes(config)
-        check(config, processes)
-        open_tokens(
-            config.data, config.model.model
-        )  # refuses missing data; fills the cache before the ranks race
+        source = check(config, processes)
+        tokens = open_tokens(config.data, config.model.model)  # fills the cache before the ranks race
+        check_vocabulary(source, tokens)
         try:
             return launch("ragged_fsdp.trainer.worker:run_rank", config, processes)
         except RankFailure as failure:
