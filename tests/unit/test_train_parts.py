@@ -1,6 +1,7 @@
 """The parts of the trainer that need no process group: settings, data order, schedule, model, FLOPs."""
 
 import dataclasses
+import io
 import itertools
 import math
 import sys
@@ -26,6 +27,7 @@ from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.loggers import check_loggers, open_loggers
 from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.optimizers import build_optimizer
+from ragged_fsdp.trainer.progress import open_view
 from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables, recorder_variables
 from ragged_fsdp.trainer.schedule import lr_factor
 
@@ -495,3 +497,11 @@ def test_the_story_of_a_killed_rank_counts_the_others(processes, told):
     lines = _story([killed], processes, None).splitlines()
     assert lines[0] == "rank 0 died without a traceback:" and lines[1].startswith("killed by SIGKILL; ")
     assert lines[-1].endswith(told) and len(lines) == 2 + (processes > 1)
+
+
+def test_a_sample_is_shown_whatever_the_terminal_can_show(monkeypatch):
+    """In a locale without these characters a run that was done ended with a traceback."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    open_view(0, steps=3, log_every=1, first_step=0).say("def \ufffdé 日")
+    assert written.getvalue() == "def ?é ?\n".encode("latin-1")

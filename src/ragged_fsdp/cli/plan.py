@@ -306,7 +306,7 @@ def _show(
             console.print(ascii_picture(layout, console.width, rows), end="")
         else:
             path = svg if not number else svg.with_stem(f"{svg.stem}-{number + 1}")
-            path.write_text(svg_picture(layout, title, rows))
+            path.write_text(svg_picture(layout, title, rows), encoding="utf-8")
             console.print(f"wrote {path}")
 
 

@@ -110,7 +110,7 @@ def _by_name(source: str) -> tuple[str, str, Any]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not valid JSON: {error}.") from None
 
