@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_fsdp.models import BUILT_IN_SIZES, MoEConfig, MoETransformer
-from ragged_fsdp.models.flops import active_parameters
+from ragged_fsdp.models.flops import active_parameters, flops_per_token
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.sample import sample_tokens
 from ragged_fsdp.models.source import find_model
@@ -379,12 +379,26 @@ def test_active_parameters_of_built_in_sizes(name):
     config = BUILT_IN_SIZES[name]
     with torch.device("meta"):
         model = MoETransformer(config)
-    shapes = [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    shapes = [(n, tuple(p.shape)) for n, p in model.named_parameters() if "embed" not in n]
     d, f, k = config.hidden, config.expert_hidden, config.experts_per_token
     attention = 2 * d * d + 2 * d * config.kv_heads * config.head_dim
     layer = attention + d * config.experts + k * 3 * d * f
     expected = config.layers * layer + config.vocab_size * d
     assert active_parameters(shapes, config.experts, k) == expected
+
+
+def test_a_tied_head_is_multiplied_with_and_positions_are_not():
+    """It has the name of the embedding that it is, and was left out of MFU; GPT-2's tables were counted."""
+    sizes = {"layers": 2, "attention_width": 64, "seq_len": 8}
+    for name, tie, values in (
+        ("nano", "tied_embeddings", {}),
+        ("GPT2Config", "tie_word_embeddings", {"n_layer": "2", "n_embd": "64", "n_head": "2"}),
+    ):
+        found = [find_model(name, {**values, tie: text}).build() for text in ("true", "false")]
+        assert flops_per_token(found[0], **sizes) == flops_per_token(found[1], **sizes)
+    d = 64
+    matrices = 2 * 12 * d * d + 50257 * d
+    assert flops_per_token(found[0], **sizes) == 6 * matrices + 3 * 4 * 2 * 64 * 8 / 2
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam8bit", "shampoo", "muon"])
