@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -172,7 +173,8 @@ def _dataset(
     is_text = getattr(dataset.features[column], "dtype", "") in ("string", "large_string")
     if not is_text and isinstance(tokenizer, ByteTokenizer) and config.document_marks == "auto":
         marks = DocumentMarks(None, None)  # ids of a tokenizer that is not here: zero may be any token of it
-    values = (row[column] or ("" if is_text else []) for row in dataset)  # a row may have none
+    nothing: Any = "" if is_text else []
+    values = (row[column] or nothing for row in dataset)  # a row may have none
     documents = (np.asarray(tokenizer.encode(v) if is_text else v, dtype=np.int64) for v in values)
     files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]

@@ -242,8 +242,8 @@ def _stop_on_signals(ranks: list[_Rank]) -> Iterator[threading.Event]:
 
     previous: dict[int, Any] = {}
     try:
-        for number in STOP_SIGNALS:
-            previous[number] = signal.signal(number, on_signal)
+        for chosen in STOP_SIGNALS:
+            previous[chosen] = signal.signal(chosen, on_signal)
         yield asked
     finally:
         for number, handler in previous.items():
