@@ -106,6 +106,14 @@ def test_report_draws_runs(run_dir, tmp_path):
     code, _ = _call("report", f"a={run_dir}", f"b={run_dir}", "--out", tmp_path / "both.svg")
     assert code == 0 and (tmp_path / "both.svg").read_text().startswith("<?xml")
     assert _call("report", tmp_path / "nowhere")[0] != 0
+    swept = [tmp_path / sweep / "lr=1e-3" for sweep in ("one", "two")]
+    for folder in swept:
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_bytes((run_dir / "metrics.jsonl").read_bytes())
+    assert _call("report", *swept, "--out", tmp_path / "swept.html")[0] == 0
+    page = (tmp_path / "swept.html").read_text()
+    assert all(f'<td data-name="run">{name}</td>' in page for name in ("lr=1e-3", swept[1]))
+    assert "two runs are called 'a'" in _call("report", f"a={swept[0]}", f"a={swept[1]}")[1]
     assert "no metrics.jsonl" in _call("report", tmp_path)[1]
 
 
@@ -116,6 +124,7 @@ def test_mistakes_on_the_command_line(tmp_path):
         (("--optimizer", "adam"), "optimizer = 'adam': did you mean 'adamw'?"),
         (("--tp", "0"), "tp = 0: expected at least 1"),
         (("--granularity", "rows"), "expected KEY=VALUE"),
+        (("--granularity", "*=rows:2", "--granularity", "*=whole"), "--granularity *: given twice"),
         (("--stpes", "3"), "--steps"),
         (("--model", "nanoo"), "did you mean 'nano'?"),
     ):

@@ -46,6 +46,22 @@ def test_a_folder_of_damaged_checkpoints_is_not_begun_anew_unless_told(rank):
     assert "resume = restart" not in said_on_pool(run, stop_at=2) and store.steps() == [1, 2]
 
 
+@spmd(2)
+def test_a_run_taken_back_to_an_older_checkpoint_goes_on_from_its_own(rank):
+    """The later ones of the course that was left once stayed the newest: what was saved after was deleted."""
+    run = rank.shared_dir / "run"
+    said_on_pool(run, stop_at=4, checkpoint_every=2, keep_last=0)
+    store = CheckpointStore(run / "checkpoints")
+    first = store.path(2)
+    said = said_on_pool(run, resume=str(first), lr=1e-3, stop_at=3, keep_last=1)
+    assert f"checkpoints of later steps than 2 that were there are in {run / 'checkpoints-1'}" in said
+    assert store.steps() == [3] and CheckpointStore(run / "checkpoints-1").steps() == [4]
+    assert store.best_step() == 3 and CheckpointStore(run / "checkpoints-1").best_step() == 4
+    assert f"resumed from {store.path(3)} at step 3" in said_on_pool(run, lr=1e-3, stop_at=4)
+    said = said_on_pool(run, resume="never", checkpoint_dir=str(rank.shared_dir / "elsewhere"))
+    assert f"resume = never: {run} already holds the metrics of a run" in said
+
+
 def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     environment |= {"PYTHONPATH": str(ROOT / "src"), **variables}
@@ -74,12 +90,14 @@ if __name__ == "__main__":
     except RankFailure as failure:
         print(failure)
     os.setpgid(0, 0)
-    print(run(lambda server: os.killpg(0, signal.SIGTERM)))
+    signals = (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)
+    print(run(lambda server: [os.killpg(0, number) for number in signals]))
 """
 
 
 def test_a_signal_to_all_processes_stops_a_run_and_a_dead_server_is_named(tmp_path):
-    """``timeout`` signals the group: the fork server died of it, and every rank with it, nothing saved."""
+    """``timeout`` signals the group: the fork server died of it, and every rank with it, nothing saved. The
+    warning of SLURM ended the launcher, and a SIGTERM that was repeated all ranks."""
     script = tmp_path / "signals.py"
     script.write_text(_SIGNALS)
     done = _python(str(script), PYTHONPATH=f"{ROOT / 'src'}:{ROOT / 'tests'}")

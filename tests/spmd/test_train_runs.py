@@ -78,6 +78,19 @@ def test_resuming_is_bit_for_bit(tmp_path, optimizer):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_resumed_run_has_the_settings_that_it_was_told(tmp_path):
+    """The checkpoint's decay and betas once won over the flags, while a line said that they had changed."""
+    train(tmp_path, processes=1, steps=4, stop_at=2)
+    train(tmp_path, processes=1, steps=4, weight_decay=0.7, beta1=0.3, batch=6)
+    assert "weight_decay is 0.7, was 0.1 when the checkpoint was written" in _notes(tmp_path)
+    stored = torch.distributed.checkpoint.filesystem.FileSystemReader(tmp_path / "checkpoints/step-00000004")
+    groups: dict = {f"optim.param_groups.0.{name}": None for name in ("weight_decay", "betas")}
+    torch.distributed.checkpoint.load(groups, storage_reader=stored)
+    assert list(groups.values()) == [0.7, (0.3, 0.95)]
+    tokens = [row["tokens"] for row in read_metrics(tmp_path) if row["kind"] == "train"]
+    assert tokens == [12 * 32, 24 * 32, 30 * 32, 36 * 32]
+
+
 @pytest.mark.parametrize(("before", "after"), [("ragged", "fsdp2"), ("fsdp2", "ragged")])
 def test_checkpoints_move_between_world_sizes_and_to_and_from_fsdp2(tmp_path, reference, before, after):
     train(tmp_path, sharding=before, processes=2, stop_at=3)

@@ -34,6 +34,8 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert store.steps() == [2, 4, 5] and store.best_step() == 2
     _save(store, 6, float("nan"))  # no number is lower than that one, nor higher
     assert store.steps() == [2, 5, 6] and store.best_step() == 2
+    _save(store, 1)  # of a run that has passed over the others, which are damaged
+    assert store.steps() == [1, 2, 5, 6]
     without = CheckpointStore(tmp_path / "other", keep_last=1, keep_best=False)
     for step in (1, 2):
         _save(without, step, 1.0)

@@ -169,6 +169,9 @@ def test_blocks_come_from_the_global_shape():
     policy = block_policy(min_numel=4096)
     assert policy("w", torch.empty(128, 96)) == Rows(32)
     assert policy("b", torch.empty(96)) is None
+    stacked = torch.empty(64, 256)  # a bias for each of 64 experts: a block of them would hold several
+    assert policy("experts.up_proj_bias", stacked) == Rows(32)
+    assert block_policy(exclude=["*_bias"])("experts.up_proj_bias", stacked) is None
     for bad in ((3, 32), (32,), (0, 32)):
         with pytest.raises(ValueError, match="power"):
             block_grid((64, 64), bad)

@@ -447,6 +447,17 @@ def test_fsdp2_s_padding_stands_beside_ours(tmp_path):
     assert "50.0" in run(path, "-n", "192").output
 
 
+def test_blocks_of_a_file_are_named_and_not_ruled_over(tmp_path):
+    path = tmp_path / "tensors.json"
+    path.write_text(
+        json.dumps([{"name": "w", "shape": [64, 64], "block": 512}, {"name": "v", "shape": [64]}])
+    )
+    assert "tensors, blocks of the file\n" in run(path, "-n", "2").output
+    assert "tensors, blocks of the file, v=whole\n" in run(path, "-n", "2", "-g", "v=whole").output
+    refused = run(path, "-n", "2", "-g", "w=2rows")
+    assert refused.exit_code == 2 and "or the file gives their blocks" in refused.stderr
+
+
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_tables_fit_the_terminal(tensors, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))

@@ -1,6 +1,7 @@
 """The parts of the trainer that need no process group: settings, data order, schedule, model, FLOPs."""
 
 import dataclasses
+import io
 import itertools
 import math
 import sys
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_fsdp.models import BUILT_IN_SIZES, MoEConfig, MoETransformer
-from ragged_fsdp.models.flops import active_parameters
+from ragged_fsdp.models.flops import active_parameters, flops_per_token
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.sample import sample_tokens
 from ragged_fsdp.models.source import find_model
@@ -25,6 +26,8 @@ from ragged_fsdp.trainer.config_file import ConfigError, from_values, load_toml,
 from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.loggers import check_loggers, open_loggers
 from ragged_fsdp.trainer.metrics import read_metrics
+from ragged_fsdp.trainer.optimizers import build_optimizer
+from ragged_fsdp.trainer.progress import open_view
 from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables, recorder_variables
 from ragged_fsdp.trainer.schedule import lr_factor
 
@@ -53,7 +56,10 @@ def test_a_saved_file_gives_the_same_settings_back(tmp_path):
         ("[run]\nsteps = 'many'\n", "steps: expected int, got 'many'"),
         ("[run]\nsteps = true\n", "steps: expected int, got True"),
         ("[run]\nsteps = 0\n", "steps = 0: expected at least 1"),
-        ("[optimizer]\nlr = nan\n", "expected at least"),
+        ("[optimizer]\nlr = nan\n", "lr = nan: expected a finite number"),
+        ("[optimizer]\nlr = inf\n", "lr = inf: expected a finite number"),
+        ("[sharding]\ntimeout = 1e13\n", "timeout = 10000000000000.0: expected at most 1000000.0"),
+        ("[run]\nseed = 9000000000000000\n", "seed = 9000000000000000: expected at most"),
         ("[optimizer]\nschedule = 'cosin'\n", "did you mean 'cosine'?"),
         ("steps = 3\n", "unknown section"),
         ("[run\n", "not valid TOML"),
@@ -95,6 +101,12 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
             2,
             "q_proj.weight has matrices of 64 x 64; FP8 products need multiples of 128: store it",
         ),
+        (
+            {"fp8": True, "model_set": {"hidden": "64"}, "granularity": {"*.experts.*": "tiles:16x16"}},
+            2,
+            "fp8: layers.0.self_attn.q_proj.weight: tiles of 128 x 128 do not cover shape (64, 64)",
+        ),
+        ({"sharding": "ddp", "precision": "bf16-reduce"}, 2, "bf16-reduce needs sharding = ragged or fsdp2"),
         ({"model": "dmeo"}, 1, "did you mean 'demo'?"),
         ({"model": "LammaConfig"}, 1, "did you mean 'LlamaConfig'?"),
         ({"model_set": {"layer": "2"}}, 1, "did you mean 'layers'?"),
@@ -141,6 +153,17 @@ def test_impossible_combinations_are_refused_before_a_start(values, processes, m
     with pytest.raises(ConfigError) as caught:
         check(from_values(values), processes)
     assert message in str(caught.value)
+
+
+def test_a_table_of_the_file_is_what_the_flag_would_be(tmp_path):
+    """A false of TOML came to Hugging Face's configs as the text False."""
+    (tmp_path / "x.toml").write_text(
+        '[model]\nmodel = "LlamaConfig"\nmodel_set = {tie_word_embeddings = true, num_hidden_layers = 1, '
+        "hidden_size = 64}\n"
+    )
+    chosen = from_values(load_toml(tmp_path / "x.toml")).model
+    assert chosen.model_set["tie_word_embeddings"] == "true"
+    assert find_model(chosen.model, chosen.model_set).settings["tie_word_embeddings"] is True
 
 
 @pytest.mark.parametrize("sharding", ["ragged", "fsdp2", "ddp"])
@@ -356,12 +379,39 @@ def test_active_parameters_of_built_in_sizes(name):
     config = BUILT_IN_SIZES[name]
     with torch.device("meta"):
         model = MoETransformer(config)
-    shapes = [(n, tuple(p.shape)) for n, p in model.named_parameters()]
+    shapes = [(n, tuple(p.shape)) for n, p in model.named_parameters() if "embed" not in n]
     d, f, k = config.hidden, config.expert_hidden, config.experts_per_token
     attention = 2 * d * d + 2 * d * config.kv_heads * config.head_dim
     layer = attention + d * config.experts + k * 3 * d * f
     expected = config.layers * layer + config.vocab_size * d
     assert active_parameters(shapes, config.experts, k) == expected
+
+
+def test_a_tied_head_is_multiplied_with_and_positions_are_not():
+    """It has the name of the embedding that it is, and was left out of MFU; GPT-2's tables were counted."""
+    sizes = {"layers": 2, "attention_width": 64, "seq_len": 8}
+    for name, tie, values in (
+        ("nano", "tied_embeddings", {}),
+        ("GPT2Config", "tie_word_embeddings", {"n_layer": "2", "n_embd": "64", "n_head": "2"}),
+    ):
+        found = [find_model(name, {**values, tie: text}).build() for text in ("true", "false")]
+        assert flops_per_token(found[0], **sizes) == flops_per_token(found[1], **sizes)
+    d = 64
+    matrices = 2 * 12 * d * d + 50257 * d
+    assert flops_per_token(found[0], **sizes) == 6 * matrices + 3 * 4 * 2 * 64 * 8 / 2
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam8bit", "shampoo", "muon"])
+def test_only_matrices_decay(optimizer):
+    """The biases of all experts of a layer are one tensor of two dims, and no matrix."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_local_experts": 4}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64}
+    model = find_model("GptOssConfig", {k: str(v) for k, v in (sizes | heads).items()}).build()
+    built = build_optimizer(OptimizerConfig(optimizer=optimizer, weight_decay=0.1), model)
+    decayed = {id(p) for group in built.param_groups if group["weight_decay"] for p in group["params"]}
+    names = {name for name, p in model.named_parameters() if id(p) in decayed}
+    assert "model.layers.0.mlp.experts.gate_up_proj" in names
+    assert not [name for name in names if "bias" in name or "norm" in name or "sinks" in name]
 
 
 def test_bad_model_configs_are_refused():
@@ -461,3 +511,11 @@ def test_the_story_of_a_killed_rank_counts_the_others(processes, told):
     lines = _story([killed], processes, None).splitlines()
     assert lines[0] == "rank 0 died without a traceback:" and lines[1].startswith("killed by SIGKILL; ")
     assert lines[-1].endswith(told) and len(lines) == 2 + (processes > 1)
+
+
+def test_a_sample_is_shown_whatever_the_terminal_can_show(monkeypatch):
+    """In a locale without these characters a run that was done ended with a traceback."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="latin-1"))
+    open_view(0, steps=3, log_every=1, first_step=0).say("def \ufffdé 日")
+    assert written.getvalue() == "def ?é ?\n".encode("latin-1")

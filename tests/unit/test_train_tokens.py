@@ -122,3 +122,24 @@ def test_settings_that_work_but_rarely_as_meant_are_told(tmp_path):
     assert warmup.startswith("warmup = 20 of 20 steps") and "2048 positions" in length
     assert tokenizer.endswith("has one; --tokenizer auto uses it")
     assert likely_mistakes(from_values({"steps": 40, "seq_len": 2048}), source) == []
+
+
+def test_a_place_that_takes_no_tokens_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("some words, more than a sequence of them")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RAGGED_FSDP_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match=r"data: .* tokens are kept in RAGGED_FSDP_CACHE = .*file/cache"):
+        _open({"data": [str(tmp_path / "a.txt")], "seq_len": 4})
+
+
+def test_rows_of_a_dataset_without_text_are_empty_documents(tmp_path):
+    from datasets import Dataset, DatasetDict
+
+    Dataset.from_dict({"text": [None, "one", "", None, "two"]}).save_to_disk(tmp_path / "data")
+    values = {"data": [str(tmp_path / "data")], "seq_len": 4, "eval_fraction": 0.0}
+    assert _open(values).train.tobytes() == b"\0one\0\0\0two\0"
+    DatasetDict({"train": Dataset.from_dict({"text": ["one"]})}).save_to_disk(tmp_path / "parts")
+    with pytest.raises(ConfigError, match=r"parts holds several datasets; name one: .*parts/train"):
+        _open(values | {"data": [str(tmp_path / "parts")]})
+    (tmp_path / "[odd] name.txt").write_text("a name that is no pattern")
+    assert len(_open(values | {"data": [str(tmp_path / "[odd] name.txt")]}).train) == 26

@@ -151,13 +151,22 @@ class CheckpointStore:
         matches = (_NAME.fullmatch(p.name) for p in self.root.iterdir() if p.is_dir())
         return sorted(int(m.group(1)) for m in matches if m)
 
-    def move_aside(self) -> Path | None:
-        """Rename the folder, so that a run begins with an empty one; returns its new name, None if empty."""
-        if not self.steps():
+    def move_aside(self, after: int = -1) -> Path | None:
+        """Move checkpoints of later steps than ``after`` into a new folder beside this one.
+
+        A run that begins at ``after`` would else take them for its own, and keep them instead of its newest.
+        Returns the new folder, None if there is nothing to move.
+        """
+        later = [step for step in self.steps() if step > after]
+        if not later:
             return None
         names = (self.root.with_name(f"{self.root.name}-{number}") for number in itertools.count(1))
         aside = next(path for path in names if not path.exists())
-        os.rename(self.root, aside)
+        aside.mkdir()
+        for step in later:
+            os.rename(self.path(step), aside / self.path(step).name)
+        if (best := self._read_best()) and best["step"] in later:
+            os.rename(self.root / "best.json", aside / "best.json")
         return aside
 
     def room(self) -> str:
@@ -180,7 +189,7 @@ class CheckpointStore:
         manifest = {"info": info, "files": sums, "crc32": _own_sum(info, sums)}
         self._complete(step, files, json.dumps(manifest, indent=1))
         self._note_best(step, info.get("eval_loss"))
-        self._prune()
+        self._prune(step)
 
     def _complete(self, step: int, files: dict[str, FileSum], manifest: str) -> None:
         writing, final = self.writing_path(step), self.path(step)
@@ -227,10 +236,12 @@ class CheckpointStore:
         except (OSError, json.JSONDecodeError, KeyError, TypeError):
             return None
 
-    def _prune(self) -> None:
+    def _prune(self, newest: int) -> None:
+        """Delete old ones. Later steps than ``newest`` are damaged ones that a run has passed over: if they
+        counted, what it has just saved would be the oldest."""
         if not self._keep_last:
             return
-        steps = self.steps()
+        steps = [step for step in self.steps() if step <= newest]
         kept = set(steps[-self._keep_last :])
         if self._keep_best and (best := self.best_step()) is not None:
             kept.add(best)
@@ -285,10 +296,11 @@ class ObjectStore(CheckpointStore):
             )
         self._put(_OWNER, json.dumps({"owner": owner, "time": time.time()}))
 
-    def move_aside(self) -> None:
+    def move_aside(self, after: int = -1) -> None:
         """Refused: it would be a copy of everything."""
-        if self.steps():
-            raise ValueError(f"{self.root} holds checkpoints, and an object store cannot rename; use another")
+        if any(step > after for step in self.steps()):
+            later = f"checkpoints of later steps than {after}" if after >= 0 else "checkpoints"
+            raise ValueError(f"{self.root} holds {later}, and an object store cannot rename; use another")
 
     def room(self) -> str:
         """Nothing: an object store does not say."""

@@ -212,7 +212,7 @@ def command(
             _show(console, results[0][1], results[0][2][0], show, svg, rows)
             return
         if plot_file is not None:
-            curves = [_curve(settings, plans) for settings, _, plans in results]
+            curves = [_curve(*result) for result in results]
             plot(plot_file, f"{shapes.title}: padding of the sharded buffers", curves)
             status.print(f"wrote {plot_file}")
         held = None if memory is None else int(memory * 2**30)
@@ -282,12 +282,16 @@ def _progress(items: Sequence[_Item], label: str, console: Console) -> Iterator[
             bar.stop()
 
 
-def _label(settings: PlanSettings) -> str:
-    return ", ".join(rule.text for rule in settings.rules) or "element-wise"
+def _label(settings: PlanSettings, groups: list[SpecGroup]) -> str:
+    """What stays together: the rules, and blocks that a file of tensors gives."""
+    given = any(tensor.granularity is not None for group in groups for tensor in group.source.tensors)
+    texts = (["blocks of the file"] if given else []) + [rule.text for rule in settings.rules]
+    return ", ".join(texts) or "element-wise"
 
 
-def _curve(settings: PlanSettings, plans: list[PlannedModel]) -> Curve:
-    return Curve(_label(settings), [plan.ranks for plan in plans], [plan.padding_ratio for plan in plans])
+def _curve(settings: PlanSettings, groups: list[SpecGroup], plans: list[PlannedModel]) -> Curve:
+    sizes, padding = [plan.ranks for plan in plans], [plan.padding_ratio for plan in plans]
+    return Curve(_label(settings, groups), sizes, padding)
 
 
 def _show(
@@ -306,7 +310,7 @@ def _show(
             console.print(ascii_picture(layout, console.width, rows), end="")
         else:
             path = svg if not number else svg.with_stem(f"{svg.stem}-{number + 1}")
-            path.write_text(svg_picture(layout, title, rows))
+            path.write_text(svg_picture(layout, title, rows), encoding="utf-8")
             console.print(f"wrote {path}")
 
 
@@ -349,8 +353,9 @@ class _Report:
         return {"model": self.title, "plans": planned}
 
     def print(self, console: Console, results: list[_Compared]) -> None:
-        for settings, _, plans in results:
-            console.print(f"[bold]{escape(self.title)}[/], {escape(_label(settings))}", highlight=False)
+        for settings, groups, plans in results:
+            label = escape(_label(settings, groups))
+            console.print(f"[bold]{escape(self.title)}[/], {label}", highlight=False)
             if self.advising:
                 candidates = self._candidates(plans)
                 console.print(advice_table(candidates, self.gpus, self.threshold, console.width))

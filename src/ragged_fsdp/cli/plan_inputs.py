@@ -110,7 +110,7 @@ def _by_name(source: str) -> tuple[str, str, Any]:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not valid JSON: {error}.") from None
 
@@ -224,9 +224,10 @@ def expand_rules(texts: Sequence[str]) -> list[tuple[GranularityRule, ...]]:
 
 
 def check_rules(tensors: Sequence[TensorShape], rules: Iterable[GranularityRule]) -> None:
-    """Raise for a rule that would do nothing: no name matches it, or an earlier rule takes all that do."""
-    left = [tensor.name for tensor in tensors]
-    everything = list(left)
+    """Raise for a rule that would do nothing: no name matches it, or all that do have an earlier rule or a
+    block of their own."""
+    left = [tensor.name for tensor in tensors if tensor.granularity is None]
+    everything = [tensor.name for tensor in tensors]
     for rule in rules:
         matched = [name for name in everything if fnmatchcase(name, rule.pattern)]
         if not matched:
@@ -238,7 +239,10 @@ def check_rules(tensors: Sequence[TensorShape], rules: Iterable[GranularityRule]
             )
         taken = set(left).intersection(matched)
         if not taken:
-            raise ValueError(f"granularity {rule.text!r}: earlier rules take every parameter it matches.")
+            raise ValueError(
+                f"granularity {rule.text!r}: earlier rules take every parameter it matches, "
+                "or the file gives their blocks."
+            )
         left = [name for name in left if name not in taken]
 
 

@@ -320,7 +320,7 @@ def _predict(request: _Request, as_json: bool, options: dict[str, Any], status: 
     if options["timeline"] is not None:
         from ragged_fsdp.predict.pictures import timeline_svg
 
-        options["timeline"].write_text(timeline_svg(ours[-1]))
+        options["timeline"].write_text(timeline_svg(ours[-1]), encoding="utf-8")
         status.print(f"wrote {options['timeline']}")
     if as_json:
         rows = [p.as_json() for predictions in curves.values() for p in predictions]

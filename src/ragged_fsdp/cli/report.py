@@ -29,15 +29,20 @@ def command(runs: tuple[str, ...], out: Path | None) -> None:
     folders: dict[str, Path] = {}
     for text in runs:
         label, separator, folder = text.partition("=")
-        path = Path(folder if separator else text)
+        if not separator or Path(text).is_dir():  # a folder may be named lr=1e-3
+            label, folder = "", text
+        path = Path(folder)
         if not path.is_dir():
             raise click.ClickException(f"{path} is not the folder of a run")
-        folders[label if separator else path.name] = path
+        label = label or (path.name if path.name not in folders else str(path))
+        if label in folders:
+            raise click.ClickException(f"two runs are called {label!r}; give one as LABEL=FOLDER")
+        folders[label] = path
     target = out or next(iter(folders.values())) / "report.html"
     if target.suffix not in (".html", ".svg"):
         raise click.ClickException(f"--out {target}: expected a name ending in .html or .svg")
     try:
         write_report(folders, target)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(target)

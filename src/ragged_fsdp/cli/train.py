@@ -65,7 +65,11 @@ def _given(flags: dict[str, Any]) -> dict[str, Any]:
             for text in value:
                 if "=" not in text:
                     raise ConfigError(f"--{name.replace('_', '-')} {text}: expected KEY=VALUE")
-            values[name] = dict(text.split("=", 1) for text in value)
+            pairs = [text.split("=", 1) for text in value]
+            keys = [key for key, _ in pairs]
+            if twice := [key for key in keys if keys.count(key) > 1]:
+                raise ConfigError(f"--{name.replace('_', '-')} {twice[0]}: given twice")
+            values[name] = dict(pairs)
         else:
             values[name] = list(value) if isinstance(value, tuple) else value
     return values

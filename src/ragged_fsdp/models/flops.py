@@ -13,12 +13,12 @@ def active_parameters(
     """Parameters that a token meets in a matrix product.
 
     A tensor of three dimensions led by the number of experts holds all experts of a layer, of which a
-    token uses ``experts_per_token``; so does a name with an ``experts.<index>`` part. Embeddings are
-    looked up, not multiplied, and vectors (norms, biases) do not count.
+    token uses ``experts_per_token``; so does a name with an ``experts.<index>`` part. Vectors (norms,
+    biases, also one for each expert) do not count.
     """
     total = 0.0
     for name, shape in shapes:
-        if len(shape) < 2 or "embed" in name:
+        if len(shape) < 2 or name.endswith("bias"):
             continue
         numel = 1
         for length in shape:
@@ -33,11 +33,16 @@ def flops_per_token(model: nn.Module, *, layers: int, attention_width: int, seq_
 
     Attention multiplies queries with keys and weights with values, 2 * 2 FLOPs per channel and
     visible position, over half the positions on average, three times (one forward, two backward).
+    Embeddings are looked up, not multiplied; a head that is tied to one is.
     """
     config = getattr(model, "config", None)
     experts = _first(config, ("experts", "num_local_experts", "num_experts", "n_routed_experts"), 1)
     chosen = _first(config, ("experts_per_token", "num_experts_per_tok"), experts)
-    shapes = [(name, tuple(p.shape)) for name, p in model.named_parameters()]
+    looked_up = tuple(
+        f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Embedding)
+    )
+    named = model.named_parameters(remove_duplicate=False)
+    shapes = [(name, tuple(p.shape)) for name, p in named if not name.startswith(looked_up)]
     matrix = 6 * active_parameters(shapes, experts, chosen)
     return float(matrix + 3 * 4 * layers * attention_width * seq_len / 2)
 

@@ -23,6 +23,7 @@ other. Where its edges have smaller tiles a block is as many neighbours as fill 
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from ragged_fsdp.dtensor.geometry import outer_index, outer_mesh_dims, ragged_mesh_dim, shard_box
-from ragged_fsdp.optim.base import StateForm, wrap_state
+from ragged_fsdp.optim.base import StateForm, name_patterns, wrap_state
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.policy import Elements, Granularity, Rows, Tiles, Whole
 from ragged_fsdp.torch_internals import StridedShard
@@ -192,15 +193,21 @@ def block_grid(shape: Shape, block_shape: tuple[int, int] | None = (32, 32), run
 
 
 def block_policy(
-    block_shape: tuple[int, int] | None = (32, 32), run: int = 256, min_numel: int = 4096
+    block_shape: tuple[int, int] | None = (32, 32),
+    run: int = 256,
+    min_numel: int = 4096,
+    exclude: str | Sequence[str] = (),
 ) -> Callable[[str, Tensor], Granularity | None]:
     """An ``orig_param_policy`` for ``fully_shard`` under which no block of these optimizers is cut.
 
-    Pass what the optimizer gets; parameters under ``min_numel`` elements stay element-wise.
+    Pass what the optimizer gets. Parameters under ``min_numel`` elements, and those whose name in the module
+    that is sharded matches a shell pattern of ``exclude``, stay element-wise.
     """
 
+    patterns = name_patterns(exclude)
+
     def policy(name: str, param: Tensor) -> Granularity | None:
-        if param.numel() < min_numel:
+        if param.numel() < min_numel or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             return None
         shape = None if block_shape is None else tuple(block_shape)
         return block_grid(tuple(param.shape), shape, run).granularity  # type: ignore[arg-type]

@@ -22,8 +22,15 @@ __all__ = [
 ]
 
 
-def _option(default: Any, help: str, *, choices: tuple[str, ...] = (), at_least: float | None = None) -> Any:
-    metadata = {"help": help, "choices": choices, "at_least": at_least}
+def _option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    metadata = {"help": help, "choices": choices, "at_least": at_least, "at_most": at_most}
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -37,7 +44,9 @@ class RunConfig:
     steps: int = _option(200, "optimizer steps in all; the learning-rate schedule ends here", at_least=1)
     stop_at: int = _option(0, "stop after this step, as if interrupted (0: after the last)", at_least=0)
     minutes: float = _option(0.0, "stop after this many minutes, saving (0: no limit)", at_least=0)
-    seed: int = _option(0, "seed of the initial weights, the data order and dropout", at_least=0)
+    seed: int = _option(
+        0, "seed of the initial weights, the data order and dropout", at_least=0, at_most=2**40
+    )
     resume: str = _option(
         "auto",
         "auto: from the newest good checkpoint if any; never: refuse a used folder; must: refuse an unused "
@@ -214,7 +223,9 @@ class ShardingConfig:
         0, "recompute every n-th layer in backward (0: none, 1: all)", at_least=0
     )
     compile: bool = _option(False, "torch.compile each layer")
-    timeout: float = _option(600.0, "seconds after which an unfinished collective is an error", at_least=1)
+    timeout: float = _option(
+        600.0, "seconds after which an unfinished collective is an error", at_least=1, at_most=1e6
+    )
 
 
 @dataclass(frozen=True)

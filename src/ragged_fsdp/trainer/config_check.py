@@ -5,26 +5,29 @@ import os
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ragged_fsdp.checkpoint.place import is_url, place
 from ragged_fsdp.experts import expert_count, expert_modules
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.fp8 import fp8_training
-from ragged_fsdp.models.names import nearest
+from ragged_fsdp.fp8 import gather_policy as fp8_codes
+from ragged_fsdp.models.names import nearest, plain_name
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.policy import Tiles
 from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.trainer.data import Tokens
 from ragged_fsdp.trainer.loggers import check_loggers
 from ragged_fsdp.trainer.rules import check_rules, match_rules, stores_tiles
 from ragged_fsdp.trainer.tokenizers import has_tokenizer
 
-__all__ = ["check", "likely_mistakes"]
+__all__ = ["check", "check_vocabulary", "likely_mistakes"]
 
 
-def check(config: TrainConfig, world_size: int) -> None:
-    """Raise :class:`ConfigError` naming the setting, what it is and what would work."""
+def check(config: TrainConfig, world_size: int) -> ModelSource:
+    """Raise :class:`ConfigError` naming the setting, what it is and what would work; returns the model."""
     _check_run(config)
     _check_mesh(config.sharding, world_size)
     _check_batch(config, world_size // config.sharding.tp)
@@ -44,6 +47,16 @@ def check(config: TrainConfig, world_size: int) -> None:
     if source.positions is not None and not source.rotary and config.data.seq_len > source.positions:
         raise ConfigError(
             f"seq_len = {config.data.seq_len}: {source.name} has {source.positions} positions, no more"
+        )
+    return source
+
+
+def check_vocabulary(source: ModelSource, tokens: Tokens) -> None:
+    """Raise :class:`ConfigError` for a tokenizer with more tokens than the model has."""
+    if tokens.tokenizer.vocab_size > source.vocab_size:
+        raise ConfigError(
+            f"tokenizer: its {tokens.tokenizer.vocab_size} tokens do not fit the model's vocabulary of "
+            f"{source.vocab_size}"
         )
 
 
@@ -119,6 +132,8 @@ def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
         value = getattr(config, setting)
         if value not in everywhere and config.sharding != "ragged":
             raise ConfigError(f"{setting} = {value} needs sharding = ragged, not {config.sharding}")
+    if config.precision == "bf16-reduce" and config.sharding not in ("ragged", "fsdp2"):
+        raise ConfigError(f"precision = bf16-reduce needs sharding = ragged or fsdp2, not {config.sharding}")
     if config.internode_dtype != "auto" and config.reduction not in ("auto", "two_level"):
         raise ConfigError(
             f"internode_dtype = {config.internode_dtype} needs reduction = two_level or auto, not "
@@ -134,10 +149,28 @@ def _check_rules(config: ShardingConfig, source: ModelSource) -> None:
         if rules:
             check_rules(source.build(), setting, rules, config.granularity)
     if config.fp8:
+        model = source.build()
         try:
-            fp8_training(source.build(), tiles=stores_tiles(config.granularity))
+            fp8_training(model, tiles=stores_tiles(config.granularity))
         except ValueError as error:
             raise ConfigError(f"fp8: {error}") from error
+        _check_fp8_tiles(model, config)
+
+
+def _check_fp8_tiles(model: nn.Module, config: ShardingConfig) -> None:
+    """With a rule of tiles, matrices that it leaves out must be covered by tiles of 128 x 128."""
+    stored = match_rules(model, "granularity", config.granularity)
+    for name, parameter in model.named_parameters():
+        codes = fp8_codes(name, parameter)
+        if codes is None or isinstance(stored.get(parameter), Tiles):
+            continue
+        try:
+            codes.check(parameter.shape)
+        except ValueError as error:
+            raise ConfigError(
+                f"fp8: {plain_name(name)}: {error} Or store it in tiles: "
+                f"--granularity '{plain_name(name)}=tiles:128x128'."
+            ) from error
 
 
 def _check_run(config: TrainConfig) -> None:

@@ -4,6 +4,8 @@ Refuses what it does not know, with the nearest valid name: a misspelt key that 
 with other settings than its owner believes.
 """
 
+import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -30,7 +32,7 @@ def section_of() -> dict[str, str]:
 def load_toml(path: str | Path) -> dict[str, Any]:
     """Keys and values of a settings file, flat, checked against the known names."""
     try:
-        parsed = tomllib.loads(Path(path).read_text())
+        parsed = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the settings file {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -71,17 +73,21 @@ def from_values(*layers: Mapping[str, Any]) -> TrainConfig:
 
 def save_toml(config: TrainConfig, path: Path) -> None:
     """Write all settings, so that the file alone repeats the run."""
-    path.write_text(tomli_w.dumps(asdict(config)))
+    path.write_text(tomli_w.dumps(asdict(config)), encoding="utf-8")
 
 
 def _checked(field: Any, hint: Any, value: Any) -> Any:
     """``value`` as the type of the field, or a refusal that names it."""
     value = _converted(field.name, hint, value)
-    choices, at_least = field.metadata["choices"], field.metadata["at_least"]
+    choices, at_least, at_most = (field.metadata[key] for key in ("choices", "at_least", "at_most"))
     if choices and value not in choices:
         raise ConfigError(f"{field.name} = {value!r}: {nearest(str(value), choices)}")
-    if at_least is not None and not value >= at_least:  # also refuses nan
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{field.name} = {value}: expected a finite number")
+    if at_least is not None and not value >= at_least:
         raise ConfigError(f"{field.name} = {value}: expected at least {at_least}")
+    if at_most is not None and not value <= at_most:
+        raise ConfigError(f"{field.name} = {value}: expected at most {at_most}")
     return value
 
 
@@ -95,7 +101,8 @@ def _converted(name: str, hint: Any, value: Any) -> Any:
         assert get_args(hint) == (str, str)
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}: expected a table, got {value!r}")
-        return {str(k): str(v) for k, v in value.items()}
+        # as the flag would be typed: true, not True
+        return {str(k): v if isinstance(v, str) else json.dumps(v, default=str) for k, v in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

@@ -7,13 +7,16 @@ that race for it all end with the same complete file.
 
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import sysconfig
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -129,7 +132,11 @@ def _text_files(sources: list[str]) -> list[tuple[str, Path]]:
         if source == _STDLIB:
             found.update(_stdlib_files())
             continue
-        matches = sorted(p for p in glob.glob(source, recursive=True) if os.path.isfile(p))
+        if (Path(source) / "dataset_dict.json").exists():
+            parts = ", ".join(str(path.parent) for path in sorted(Path(source).glob("*/dataset_info.json")))
+            raise ConfigError(f"data: {source} holds several datasets; name one: {parts}")
+        found_by_pattern = sorted(p for p in glob.glob(source, recursive=True) if os.path.isfile(p))
+        matches = [source] if os.path.isfile(source) else found_by_pattern
         if not matches:
             raise ConfigError(f"data: {source!r} matches no file")
         found.update((match, Path(match)) for match in matches)
@@ -156,18 +163,19 @@ def _dataset(
     folder: Path, config: DataConfig, tokenizer: Tokenizer, marks: DocumentMarks
 ) -> tuple[np.ndarray, str]:
     """The tokens of a Hugging Face dataset, and what stands between its documents."""
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(f"data: {folder} needs the package datasets, which is not installed")
     from datasets import load_from_disk
 
     dataset, column = load_from_disk(str(folder)), config.text_column
     if column not in dataset.column_names:
         raise ConfigError(f"text_column = {column!r}: {folder} has {', '.join(dataset.column_names)}")
-    is_text = len(dataset) > 0 and isinstance(dataset[0][column], str)
+    is_text = getattr(dataset.features[column], "dtype", "") in ("string", "large_string")
     if not is_text and isinstance(tokenizer, ByteTokenizer) and config.document_marks == "auto":
         marks = DocumentMarks(None, None)  # ids of a tokenizer that is not here: zero may be any token of it
-    documents = (
-        np.asarray(tokenizer.encode(row[column]) if is_text else row[column], dtype=np.int64)
-        for row in dataset
-    )
+    nothing: Any = "" if is_text else []
+    values = (row[column] or nothing for row in dataset)  # a row may have none
+    documents = (np.asarray(tokenizer.encode(v) if is_text else v, dtype=np.int64) for v in values)
     files = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     flat = _cached(f"{column}{folder.resolve()}{stats}", documents, tokenizer, marks, wide=not is_text)
@@ -188,20 +196,15 @@ def _cached(
     """
     dtype = np.dtype(np.uint8 if tokenizer.vocab_size <= 256 and not wide else np.uint32)
     key = f"{tokenizer.digest}{marks.begin} {marks.end}{sources}"
-    default = Path.home() / ".cache" / "ragged_fsdp"
-    folder = Path(os.environ.get("RAGGED_FSDP_CACHE", default))
-    path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{dtype.name}"
+    path = _cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.{dtype.name}"
     sums = path.with_name(f"{path.name}.json")
     if not (path.exists() and sums.exists()):
-        folder.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".tmp-{os.getpid()}")
-        with temporary.open("wb") as out:
-            for document in documents:
-                out.write(marks.add(document).astype(dtype).tobytes())
-        written = sums.with_suffix(f".tmp-{os.getpid()}-json")
-        written.write_text(json.dumps(_sums(temporary)))
-        os.replace(temporary, path)
-        os.replace(written, sums)
+        try:
+            _write_tokens(path, sums, (marks.add(document).astype(dtype) for document in documents))
+        except OSError as error:
+            raise ConfigError(
+                f"data: {error}; tokens are kept in RAGGED_FSDP_CACHE = {path.parent}"
+            ) from error
     if path.stat().st_size == 0:
         raise ConfigError("data: the sources hold no text")
     try:
@@ -213,6 +216,31 @@ def _cached(
             f"data: the cached tokens in {path} have changed since they were written; delete them"
         )
     return np.memmap(path, dtype=dtype, mode="r")
+
+
+def _cache_folder() -> Path:
+    """Where tokenised text is kept."""
+    try:
+        return Path(os.environ.get("RAGGED_FSDP_CACHE") or Path.home() / ".cache" / "ragged_fsdp")
+    except RuntimeError as error:  # a user without a home
+        raise ConfigError(f"data: no folder for tokens: {error} Set RAGGED_FSDP_CACHE") from error
+
+
+def _write_tokens(path: Path, sums: Path, documents: Iterable[np.ndarray]) -> None:
+    """The tokens and their checksums, each under its name once it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    own = uuid.uuid4().hex  # processes of several containers may have one id
+    temporary, written = path.with_suffix(f".tmp-{own}"), sums.with_suffix(f".tmp-{own}-json")
+    try:
+        with temporary.open("wb") as out:
+            for document in documents:
+                out.write(document.tobytes())
+        written.write_text(json.dumps(_sums(temporary)))
+        os.replace(temporary, path)
+        os.replace(written, sums)
+    finally:
+        temporary.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
 
 
 def _sums(path: Path) -> dict[str, int]:

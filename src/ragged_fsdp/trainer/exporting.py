@@ -113,6 +113,6 @@ def _conversion(settings: dict[str, Any], origin: Path | None) -> tuple[TakeApar
     # training switched it off: a server continues sequences, as the folder says or as the library does
     config.pop("use_cache", None)
     if origin is not None:
-        given = json.loads((origin / "config.json").read_text())
+        given = json.loads((origin / "config.json").read_text(encoding="utf-8"))
         config.update({"use_cache": given["use_cache"]} if "use_cache" in given else {})
     return naming, config, {name for target in targets_of(twin) for name in target.names[1:]}

@@ -22,15 +22,15 @@ from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import TrainConfig
-from ragged_fsdp.trainer.config_check import likely_mistakes
-from ragged_fsdp.trainer.config_file import ConfigError, save_toml
+from ragged_fsdp.trainer.config_check import check_vocabulary, likely_mistakes
+from ragged_fsdp.trainer.config_file import save_toml
 from ragged_fsdp.trainer.data import Tokens, open_tokens
 from ragged_fsdp.trainer.loggers import Loggers, open_loggers
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
 from ragged_fsdp.trainer.ranks import Ranks, has_agent, on_first_rank, seed_everything
-from ragged_fsdp.trainer.run_folder import identity_of, starting_point, take_places
+from ragged_fsdp.trainer.run_folder import goes_on, identity_of, starting_point, take_places
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
 from ragged_fsdp.trainer.sharding import ShardedModel, dispatcher_for, prepare_layers, reductions, shard
@@ -63,7 +63,7 @@ class TrainingJob:
         wait_s = config.sharding.timeout / 2 if has_agent() else 0.0
         self._locks = on_first_rank(lambda: take_places(config, self._store, wait_s), ranks) or []
         self._tokens = _open_together(config, ranks)
-        _check_vocabulary(self._source, self._tokens)
+        check_vocabulary(self._source, self._tokens)
         twin = self._source.build()
         if config.sharding.precision == "fp64":
             twin = twin.double()
@@ -112,7 +112,8 @@ class TrainingJob:
             self._save()
         self._saver.wait()
         if reason is not None and not finished:
-            saved = "saved; the same command goes on from here" if wanted else "not saved"
+            how = "the same command" if goes_on(config) else "--resume auto"
+            saved = f"saved; {how} goes on from here" if wanted else "not saved"
             if counters.step == first_step:
                 saved = "there is nothing new to save"
             why = {"time": "the time is up", "interrupted": "interrupted"}[reason]
@@ -242,7 +243,8 @@ class TrainingJob:
         counters.samples += config.data.batch
         counters.tokens += config.data.batch * config.data.seq_len
         wall, spans = self._clock.lap()
-        self._pending = (counters.step, result, {"lr": lr, "wall": wall, "spans": spans, "load": load})
+        measured = {"tokens": counters.tokens, "lr": lr, "wall": wall, "spans": spans, "load": load}
+        self._pending = (counters.step, result, measured)
         if load is not None and config.sharding.rebalance:
             self._rebalance(load)
 
@@ -286,7 +288,7 @@ class TrainingJob:
             "grad_norm": grad_norm,
             "experts": timing["load"].summary() if timing["load"] is not None else None,
             "lr": timing["lr"],
-            "tokens": step * self.config.data.batch * self.config.data.seq_len,
+            "tokens": timing["tokens"],
             "tokens_per_s": per_s,
             "tflops_per_rank": flops / 1e12,
             "mfu": flops / peak if peak else None,
@@ -312,6 +314,10 @@ class TrainingJob:
         if not self.config.eval.eval_sequences or not self._eval_data.windows:
             return
         loss = evaluate(self.model, self._eval_data, self.config, self.ranks)
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"step {self._counters.step}: validation loss {loss}; lower lr or set clip"
+            )
         self._counters.eval_loss, self._counters.eval_step = loss, self._counters.step
         if self._metrics is not None:
             self._metrics.write("eval", self._counters.step, loss=loss)
@@ -378,11 +384,3 @@ def _first_weights(source: ModelSource, config: TrainConfig) -> str:
         return f"weights: those in {source.weights}"
     asked = ", as --weights random asks" if config.model.weights == "random" else ""
     return f"weights: random, from seed {config.run.seed}{asked}"
-
-
-def _check_vocabulary(source: ModelSource, tokens: Tokens) -> None:
-    if tokens.tokenizer.vocab_size > source.vocab_size:
-        raise ConfigError(
-            f"tokenizer: its {tokens.tokenizer.vocab_size} tokens do not fit the model's vocabulary of "
-            f"{source.vocab_size}"
-        )

@@ -25,7 +25,7 @@ from typing import Any
 
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.ranks import LAUNCHER_STORE
-from ragged_fsdp.trainer.stop import insists
+from ragged_fsdp.trainer.stop import STOP_SIGNALS, insists
 
 __all__ = ["RankFailure", "launch"]
 
@@ -60,7 +60,7 @@ def launch(target: str, argument: Any, processes: int) -> Any:
     """Call ``module:function`` with (argument, pipe) on each of ``processes`` ranks; returns rank 0's result.
 
     Raises :class:`RankFailure` within seconds of a rank's death, after ending the others, or the
-    :class:`ConfigError` with which a rank refused to start. Ctrl-C and SIGTERM ask all ranks
+    :class:`ConfigError` with which a rank refused to start. Ctrl-C, SIGTERM and SIGUSR1 ask all ranks
     to stop; a Ctrl-C after that kills them.
     """
     import torch.distributed as dist
@@ -106,11 +106,11 @@ def launch(target: str, argument: Any, processes: int) -> Any:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server with SIGINT and SIGTERM blocked, which it inherits: a terminal's Ctrl-C and the
-    SIGTERM of ``timeout`` reach the whole process group. It must not end: it tells us how ranks end, so
-    that without it all of them would seem dead, and be killed before they saved."""
+    """Start the fork server with these signals blocked, which it inherits: a terminal's Ctrl-C, the SIGTERM
+    of ``timeout`` and SLURM's warning reach the whole process group. It must not end: it tells us how ranks
+    end, so that without it all of them would seem dead, and be killed before they saved."""
     resource_tracker.ensure_running()  # first: it unblocks signals when it starts
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         forkserver.ensure_running()
     finally:
@@ -126,7 +126,7 @@ def _ask_to_stop(ranks: list[_Rank]) -> None:
 
 def _serve(target: str, argument: Any, environment: dict[str, str], pipe: Connection) -> None:
     """The life of a rank: run the function, send up what came of it."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # a terminal signals all processes; the launcher decides
     os.environ.update(environment)
     module, _, name = target.partition(":")
@@ -242,8 +242,8 @@ def _stop_on_signals(ranks: list[_Rank]) -> Iterator[threading.Event]:
 
     previous: dict[int, Any] = {}
     try:
-        for number in (int(signal.SIGINT), int(signal.SIGTERM)):
-            previous[number] = signal.signal(number, on_signal)
+        for chosen in STOP_SIGNALS:
+            previous[chosen] = signal.signal(chosen, on_signal)
         yield asked
     finally:
         for number, handler in previous.items():

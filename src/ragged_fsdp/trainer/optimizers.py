@@ -32,7 +32,8 @@ def granularity_for(config: OptimizerConfig, model: nn.Module) -> GranularityRul
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Matrices decay, vectors do not; muon takes the matrices inside the layers and AdamW the rest."""
+    """Matrices decay, vectors do not, also not those of each expert in one tensor; muon takes the matrices
+    inside the layers and AdamW the rest."""
     optimizer = _built(config, model)
     if config.offload_optimizer:
         from ragged_fsdp.optim import offload_state
@@ -59,14 +60,14 @@ def _built(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
             adamw_weight_decay=0.0,
             ns_dtype=_muon_dtype(config, named[0][1]),
         )
-    groups = _by_decay(named, config.weight_decay)
+    vectors = _expert_vectors(model)
+    groups = _by_decay(named, vectors, config.weight_decay)
     adam: dict[str, Any] = {"lr": config.lr, "betas": betas, "eps": config.eps}
     from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Shampoo
 
     if config.optimizer == "adamw":
         return FusedAdamW(groups, **adam)
     groups = [part for group in groups for part in _by_tile(group)]
-    vectors = _expert_vectors(model)
     adam["exclude"] = [name for name, p in named if p in vectors]
     try:
         if config.optimizer == "adam8bit":
@@ -118,9 +119,11 @@ def _by_tile(group: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _by_decay(named: list[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    matrices = [(name, p) for name, p in named if p.ndim >= 2]
-    vectors = [(name, p) for name, p in named if p.ndim < 2]
+def _by_decay(
+    named: list[tuple[str, nn.Parameter]], expert_vectors: set[nn.Parameter], weight_decay: float
+) -> list[dict[str, Any]]:
+    matrices = [(name, p) for name, p in named if p.ndim >= 2 and p not in expert_vectors]
+    vectors = [(name, p) for name, p in named if p.ndim < 2 or p in expert_vectors]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},

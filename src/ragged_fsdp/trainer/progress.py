@@ -30,7 +30,7 @@ class View(Silent):
         self._log_every = log_every
 
     def say(self, text: str) -> None:
-        print(text, flush=True)
+        print(_printable(text), flush=True)
 
     def step(self, step: int, row: dict[str, Any]) -> None:
         if step % self._log_every == 0 or step == self._steps:
@@ -50,10 +50,11 @@ class BarView(View):
         )
         self._progress = Progress(*columns, console=Console(highlight=False))
         self._progress.start()
+        self._progress.console.show_cursor(True)  # a rank that is killed could not bring it back
         self._task = self._progress.add_task("", total=steps, completed=first_step, line="")
 
     def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False)
+        self._progress.console.print(_printable(text), markup=False)
 
     def step(self, step: int, row: dict[str, Any]) -> None:
         self._progress.update(self._task, completed=step, line=_line(row))
@@ -67,6 +68,12 @@ def open_view(rank: int, steps: int, log_every: int, first_step: int) -> Silent:
     if rank != 0:
         return Silent()
     return BarView(steps, log_every, first_step) if sys.stdout.isatty() else View(steps, log_every)
+
+
+def _printable(text: str) -> str:
+    """``text`` in what the terminal or file takes: a sample may hold any character."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, errors="replace").decode(encoding)
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -70,7 +70,8 @@ def write_report(runs: dict[str, Path], out: Path) -> None:
             raise ValueError(f"{runs[label]} has no metrics.jsonl with training steps")
     panels = [draw(panel) for panel in _panels(metrics)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(_file(panels) if out.suffix == ".svg" else _page(runs, metrics, panels))
+    page = _file(panels) if out.suffix == ".svg" else _page(runs, metrics, panels)
+    out.write_text(page, encoding="utf-8")
 
 
 def _panels(metrics: dict[str, Rows]) -> list[Panel | Bars]:
@@ -234,7 +235,7 @@ def _differences(runs: dict[str, Path]) -> list[tuple[str, ...]]:
     settings: dict[str, dict[str, Any]] = {}
     for label, path in stored.items():
         if path.exists():
-            sections = tomllib.loads(path.read_text()).values()
+            sections = tomllib.loads(path.read_text(encoding="utf-8")).values()
             settings[label] = {key: value for section in sections for key, value in section.items()}
     if len(settings) < 2:
         return []

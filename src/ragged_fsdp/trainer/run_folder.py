@@ -17,12 +17,21 @@ from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.contents import CheckpointReader
 from ragged_fsdp.checkpoint.place import Place, place
 from ragged_fsdp.checkpoint.store import MANIFEST, CheckpointStore, ObjectStore
-from ragged_fsdp.trainer.config import TrainConfig
+from ragged_fsdp.trainer.config import RunConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.data import Tokens
+from ragged_fsdp.trainer.metrics import losses_by_step
 from ragged_fsdp.trainer.ranks import Ranks, on_first_rank
 
-__all__ = ["Identity", "RunLock", "StartingPoint", "identity_of", "starting_point", "take_places"]
+__all__ = [
+    "Identity",
+    "RunLock",
+    "StartingPoint",
+    "goes_on",
+    "identity_of",
+    "starting_point",
+    "take_places",
+]
 
 _SHOWN = {
     "run": ("steps", "seed"),
@@ -139,7 +148,7 @@ def starting_point(
     that changed otherwise (another release of transformers, a new field, a folder that moved) is told.
     """
     notes: list[str] = []
-    path = _find(config.run.resume, store, ranks, notes.append)
+    path = _find(config.run, store, ranks, notes.append)
     dist.barrier(group=ranks.control)  # nobody writes before all have looked
     if path is None:
         return StartingPoint(None, {}, notes)
@@ -152,13 +161,40 @@ def starting_point(
     notes += reasons
     if changed_model:
         notes.append(f"the weights fit, but the model's config is another: {', '.join(changed_model)}")
-    return StartingPoint(path, reader.info, notes + _changed_settings(reader.info.get("config", {}), config))
+    notes += _changed_settings(reader.info.get("config", {}), config)
+    if not goes_on(config):
+        step = reader.info.get("step", 0)
+        aside = on_first_rank(lambda: _without_later(store, step), ranks)
+        if aside is not None:
+            notes.append(f"checkpoints of later steps than {step} that were there are in {aside}")
+    return StartingPoint(path, reader.info, notes)
 
 
-def _find(mode: str, store: CheckpointStore, ranks: Ranks, warn: Callable[[str], None]) -> Place | None:
+def _refuse_used(run_dir: Path, store: CheckpointStore) -> None:
+    if store.steps():
+        raise ConfigError(f"resume = never: {store.root} already holds checkpoints; use another run_dir")
+    if losses_by_step(run_dir):  # they would be written over
+        raise ConfigError(
+            f"resume = never: {run_dir} already holds the metrics of a run; use another run_dir"
+        )
+
+
+def goes_on(config: TrainConfig) -> bool:
+    """Whether the same command, given again, goes on from the newest checkpoint of the run."""
+    return config.run.resume in ("auto", "must")
+
+
+def _without_later(store: CheckpointStore, step: int) -> Path | None:
+    try:
+        return store.move_aside(after=step)
+    except ValueError as error:  # of an object store
+        raise ConfigError(f"checkpoint_dir: {error}") from error
+
+
+def _find(run: RunConfig, store: CheckpointStore, ranks: Ranks, warn: Callable[[str], None]) -> Place | None:
+    mode = run.resume
     if mode == "never":
-        if store.steps():
-            raise ConfigError(f"resume = never: {store.root} already holds checkpoints; use another run_dir")
+        on_first_rank(lambda: _refuse_used(Path(run.run_dir), store), ranks)  # others may see no folder
         return None
     if mode == "restart":
         aside = on_first_rank(store.move_aside, ranks)

@@ -7,10 +7,11 @@ import torch
 
 from ragged_fsdp.checkpoint.store import open_store
 from ragged_fsdp.trainer.config import TrainConfig
-from ragged_fsdp.trainer.config_check import check
+from ragged_fsdp.trainer.config_check import check, check_vocabulary
 from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.launch import RankFailure, launch
 from ragged_fsdp.trainer.ranks import rank_variables
+from ragged_fsdp.trainer.run_folder import goes_on
 
 __all__ = ["local_processes", "start"]
 
@@ -31,10 +32,9 @@ def start(config: TrainConfig) -> dict[str, Any]:
     given = rank_variables()
     if given is None:
         processes = local_processes(config)
-        check(config, processes)
-        open_tokens(
-            config.data, config.model.model
-        )  # refuses missing data; fills the cache before the ranks race
+        source = check(config, processes)
+        tokens = open_tokens(config.data, config.model.model)  # fills the cache before the ranks race
+        check_vocabulary(source, tokens)
         try:
             return launch("ragged_fsdp.trainer.worker:run_rank", config, processes)
         except RankFailure as failure:
@@ -51,5 +51,5 @@ def _what_is_left(config: TrainConfig) -> str:
     steps = open_store(config.checkpoint_place).steps()
     if not steps:
         return "there is no checkpoint yet: the same command begins at step 0"
-    how = "the same command" if config.run.resume in ("auto", "must") else "--resume auto"
+    how = "the same command" if goes_on(config) else "--resume auto"
     return f"the newest checkpoint is of step {steps[-1]}; {how} goes on from there"

@@ -60,13 +60,15 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ran
 def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[str]:
     """Take up the state in ``path``; returns what could not be taken up exactly, in words.
 
-    A checkpoint of another tool may hold the model alone: the optimizer then starts anew.
+    Of the optimizer that is its moments: decay, betas and the like stay those that it was built with. A
+    checkpoint of another tool may hold the model alone: the optimizer then starts anew.
     """
     names = dcp.stored_names(path)
     if not any(name.startswith("model.") for name in names):
         raise ConfigError(f"resume: {path} holds no 'model.*' tensors, so it is not a checkpoint of a model")
     notes = []
     state = state_to_save(model, optimizer, ranks)
+    groups = state["optim"].pop("param_groups")  # or those in the checkpoint would win over this run's
     if not any(name.startswith("optim.") for name in names):
         notes.append("the checkpoint has no optimizer state; the optimizer starts anew")
         del state["optim"]
@@ -81,7 +83,7 @@ def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ran
         dcp.load(state, path, ranks.control)
     except ValueError as error:
         raise ConfigError(f"resume: {error}") from error
-    optimizer_state = state.get("optim", {})
+    optimizer_state = {**state["optim"], "param_groups": groups} if "optim" in state else {}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
     if same_ranks and same_form:
         _set_random_state(state["rng"][str(ranks.rank)], ranks.device)

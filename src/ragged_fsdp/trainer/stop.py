@@ -14,7 +14,10 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-__all__ = ["StopRequest", "end_with_parent", "insists"]
+__all__ = ["STOP_SIGNALS", "StopRequest", "end_with_parent", "insists"]
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to stop: Ctrl-C, who ends processes, and SLURM's warning before a time limit."""
 
 _GO_ON, _TIME_IS_UP, _INTERRUPTED = 0, 1, 2
 _PARENT = os.getppid()  # read at import: an agent that dies while torch loads is noticed too
