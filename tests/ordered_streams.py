@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # derives a class from ``torch.Event``, which must be the real one then
 from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
