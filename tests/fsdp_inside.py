@@ -29,6 +29,7 @@ from ragged_fsdp.fsdp import streams, watch
 from ragged_fsdp.fsdp.construct import builder, call, network
 from ragged_fsdp.fsdp.parts import left_out
 from ragged_fsdp.fsdp.reduce import exchange
+from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
 from ragged_fsdp.fsdp.streams import CommContext, PendingReduction
@@ -62,6 +63,7 @@ __all__ = [
     "pending_reductions",
     "phase_after",
     "pool_memory",
+    "pretend_streams",
     "refuse_levels",
     "remembered_of_a_step",
     "say_again",
@@ -209,8 +211,8 @@ def no_memory_for_shards() -> Iterator[None]:
 
 # -- streams ---------------------------------------------------------------------------------------
 
-BROKEN = ("waits for no reduction", "frees what is reduced")
-"""Faults of a runtime that only shows them where streams are late."""
+BROKEN = ("waits for no reduction", "frees what is reduced", "waits for no gather", "does not wait to write")
+"""Faults of a runtime that only shows them where streams are late, or watched."""
 
 
 def intercept_streams(patch: pytest.MonkeyPatch, streams: Any) -> None:
@@ -222,6 +224,10 @@ def intercept_streams(patch: pytest.MonkeyPatch, streams: Any) -> None:
     for name in ("on_stream", "record", "wait", "join"):
         method = getattr(streams, name)
         patch.setattr(CommContext, name, lambda self, *args, _method=method: _method(self, *args))
+    _intercept_collectives(patch, streams.later)
+
+
+def _intercept_collectives(patch: pytest.MonkeyPatch, later: Callable[..., Any]) -> None:
     exchanges = ("all_to_all", "all_to_all_pieces")
     calls = ("gather", "reduce")
     for owner, names in (
@@ -230,8 +236,31 @@ def intercept_streams(patch: pytest.MonkeyPatch, streams: Any) -> None:
         (collectives, exchanges),
     ):
         for name in names:
-            patch.setattr(owner, name, streams.later(getattr(owner, name)))
-    patch.setattr(redistribute, "all_reduce_", streams.later(redistribute.all_reduce_))
+            patch.setattr(owner, name, later(getattr(owner, name)))
+    patch.setattr(redistribute, "all_reduce_", later(redistribute.all_reduce_))
+
+
+def pretend_streams(patch: pytest.MonkeyPatch, module: Any) -> None:
+    """Let contexts and storage on the CPU use the streams and events of ``module``.
+
+    It has ``Event``, ``named_stream(name)``, ``current_stream()``, ``on_host(tensor)``, which is told what
+    was copied to the host, and ``later(collective)``, which is what is called instead of a collective.
+    """
+    init, offload = CommContext.__init__, GradReducer._offload
+
+    def with_streams(self: CommContext, device: torch.device) -> None:
+        init(self, device)
+        self.device_module = module
+        self._so_far = streams._SoFar(device)
+        self.streams = {name: module.named_stream(name) for name in ("gather", "reduce", "all_reduce")}
+        self.arena._has_streams = True
+
+    patch.setattr(torch, "Event", module.Event)
+    for owner in (storage, streams):
+        patch.setattr(owner, "stream_getter", lambda device: module.current_stream)
+    patch.setattr(CommContext, "__init__", with_streams)
+    patch.setattr(GradReducer, "_offload", lambda self, *args: module.on_host(offload(self, *args)))
+    _intercept_collectives(patch, module.later)
 
 
 def break_streams(patch: pytest.MonkeyPatch, fault: str) -> None:
@@ -246,7 +275,15 @@ def break_streams(patch: pytest.MonkeyPatch, fault: str) -> None:
             entry.release()
         context.pending.clear()
 
-    method, replacement = dict(zip(BROKEN, (("_finish", finish_at_once), ("make_room", hold_nothing))))[fault]
+    def wait_for_nothing(context: CommContext, event: Any) -> None:
+        """Nor for a reduction."""
+
+    def write_at_once(context: CommContext, name: str, stream: Any = None) -> Any:
+        return stream or context.streams[name]
+
+    methods = ("_finish", "make_room", "wait", "on_stream")
+    replacements = (finish_at_once, hold_nothing, wait_for_nothing, write_at_once)
+    method, replacement = dict(zip(BROKEN, zip(methods, replacements)))[fault]
     patch.setattr(CommContext, method, replacement)
 
 

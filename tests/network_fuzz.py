@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_inside
 from fsdp_cases import fully_shard, placed_on
 from late_streams import make_streams_late
+from ordered_streams import OrderedStreams
 from ragged_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, Whole, share_comm_ctx
 from rank_pool import Rank
 
@@ -107,15 +109,15 @@ class Trial:
     def run(self) -> None:
         """Raise, with all that was drawn in a note, on any number that is not as it should be."""
         try:
-            with pytest.MonkeyPatch.context() as patch:
-                self._run(patch)
+            with pytest.MonkeyPatch.context() as patch, ExitStack() as modes:
+                self._run(patch, modes)
         except BaseException as error:
             error.add_note(str(self))
             raise
 
-    def _run(self, patch: pytest.MonkeyPatch) -> None:
+    def _run(self, patch: pytest.MonkeyPatch, modes: ExitStack) -> None:
         torch.manual_seed(self.seed)
-        self._pretend(patch)
+        self._pretend(patch, modes)
         self.dtype = self.choose("dtype", *[torch.float32] * 3, torch.float64, torch.bfloat16)
         self.model = Chain(self._shapes(), self.dtype)
         self.weights = {n: p.detach().double() for n, p in self.model.named_parameters()}
@@ -128,7 +130,7 @@ class Trial:
         for step in range(self.draw.randint(1, 3)):
             self._step(step)
 
-    def _pretend(self, patch: pytest.MonkeyPatch) -> None:
+    def _pretend(self, patch: pytest.MonkeyPatch, modes: ExitStack) -> None:
         """Nodes, streams and messages that this machine does not have."""
         world = self.rank.world_size
         letters = self.choose("letters", 1, 2, 2, 2, 3, world)
@@ -147,11 +149,13 @@ class Trial:
             fsdp_inside.exchange_in_rounds(
                 patch, self.choose("rounds", 1, 2, 3), self.choose("rail calls", 1, 2, 8)
             )
-        self.streams = self.choose("streams", "none", "none", "poisoned", "late")
+        self.streams = self.choose("streams", "none", "ordered", "poisoned", "late")
         if self.streams == "poisoned":
             patch.setenv("RAGGED_FSDP_DEBUG", "1")
         elif self.streams == "late":
             make_streams_late(patch)
+        elif self.streams == "ordered":
+            modes.enter_context(OrderedStreams().install(patch))
 
     def _shapes(self) -> list[list[tuple[int, ...]]]:
         def shape() -> tuple[int, ...]:
@@ -197,7 +201,7 @@ class Trial:
             "reshard_after_forward": self.choose("reshard", None, None, True, False, *divisors),
             "max_buffers": self.choose("buffers", 1, 1, 2),
         }
-        if self.chance(0.2) and self.streams != "late":  # whose copies to the host do not block it
+        if self.chance(0.2) and self.streams not in ("late", "ordered"):  # there the host is the device
             self.notes.append("offload")
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         kinds = [self.draw.choice((None, None, Whole(), Rows(1))) for _ in range(8)]

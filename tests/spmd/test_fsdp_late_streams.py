@@ -1,4 +1,10 @@
-"""Nothing is read before it was waited for, and no memory goes while a stream still uses it."""
+"""Nothing is read before it was waited for, and no memory goes while a stream still uses it.
+
+On streams that are late, which give wrong results then, and on streams whose every use of memory is watched.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,7 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdp_inside
 from fsdp_cases import Stack, build, ragged_only, rows, shard_blocks
 from late_streams import make_streams_late
-from ragged_fsdp import BlockCodes
+from ordered_streams import OrderedStreams
+from ragged_fsdp import BlockCodes, share_comm_ctx
 from rank_pool import DEVICE, Rank, spmd
 
 pytestmark = [
@@ -41,6 +48,18 @@ class Failing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("on purpose")
+
+
+@contextmanager
+def _streams(kind: str) -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "ordered":
+            with OrderedStreams().install(patch):
+                yield patch
+        else:
+            if kind == "late":
+                make_streams_late(patch)
+            yield patch
 
 
 def _model(rank: Rank, case: str, buffers: int = 1) -> nn.Module:
@@ -105,23 +124,24 @@ def test_streams_that_are_late_change_nothing(rank: Rank) -> None:
     for case in CASES if everything else ("bf16", "parts", *levels):
         for buffers in (1, 2) if everything and case in ("plain", "exchange", "parts") else (1,):
             expected = _train(_model(rank, case, buffers), rank)
-            with pytest.MonkeyPatch.context() as patch:
-                make_streams_late(patch)
-                found = _train(_model(rank, case, buffers), rank)
-            assert len(found) == len(expected)
-            for index, (ours, theirs) in enumerate(zip(found, expected)):
-                assert torch.equal(ours, theirs), f"{case}, {buffers} buffers: result {index}"
+            for kind in ("late", "ordered"):
+                with _streams(kind):
+                    found = _train(_model(rank, case, buffers), rank)
+                assert len(found) == len(expected)
+                for index, (ours, theirs) in enumerate(zip(found, expected)):
+                    assert torch.equal(ours, theirs), f"{case}, {buffers} buffers, {kind}: result {index}"
 
 
 @spmd(4)
-def test_late_streams_and_gradients_that_travel_as_views(rank: Rank) -> None:
+def test_gradients_that_travel_as_views(rank: Rank) -> None:
     """Over both levels, step by step: sums are sent on while the rows of the next step arrive."""
-    with pytest.MonkeyPatch.context() as patch:
-        fsdp_inside.exchange_in_rounds(patch, rounds=2)
-        expected = _train(_model(rank, "levels"), rank)
-        make_streams_late(patch)
-        found = _train(_model(rank, "levels"), rank)
-    assert len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected))
+    found = []
+    for kind in ("none", "late", "ordered"):
+        with _streams(kind) as patch:
+            fsdp_inside.exchange_in_rounds(patch, rounds=2)
+            found.append(_train(_model(rank, "levels"), rank))
+    for other in found[1:]:
+        assert len(other) == len(found[0]) and all(torch.equal(*pair) for pair in zip(found[0], other))
 
 
 @spmd(2)
@@ -134,10 +154,8 @@ def test_a_hook_that_raises_while_its_gradient_is_reduced(rank: Rank, case: str)
         raise RuntimeError("on purpose")
 
     found = []
-    for late in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            if late:
-                make_streams_late(patch)
+    for kind in ("none", "late", "ordered"):
+        with _streams(kind):
             net = _model(rank, case)
             hook = next(net.layers[1].parameters()).register_post_accumulate_grad_hook(fail)
             with pytest.raises(RuntimeError, match="on purpose"):
@@ -146,20 +164,65 @@ def test_a_hook_that_raises_while_its_gradient_is_reduced(rank: Rank, case: str)
             net.zero_grad()
             net(rows(rank, 1)).float().square().mean().backward()
             found.append([p.grad.to_local().clone() for p in net.parameters()])
-    assert all(torch.equal(*pair) for pair in zip(*found))
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other))
+
+
+@spmd(4)
+@pytest.mark.parametrize("case", ["exchange", "levels"])
+def test_an_exchange_that_is_interrupted(rank: Rank, case: str) -> None:
+    """What it has on the wire is over before its memory is used again."""
+    sums = iter(range(3))
+
+    def interrupt() -> None:
+        if next(sums, None) == 2:
+            raise KeyboardInterrupt("on purpose")
+
+    with _streams("ordered") as patch:
+        fsdp_inside.exchange_in_rounds(patch, rounds=2)
+        fsdp_inside.on_sum_of_exchange(patch, interrupt)
+        net = _model(rank, case)
+        with pytest.raises(KeyboardInterrupt, match="on purpose"):
+            net(rows(rank, 0)).float().square().mean().backward()
+        net.zero_grad()
+        net(rows(rank, 1)).float().square().mean().backward()
 
 
 @pytest.mark.parametrize("fault", fsdp_inside.BROKEN)
 @pytest.mark.parametrize("case", ["plain", "exchange", "codes"])
 @spmd(2)
 def test_a_runtime_that_is_broken_is_found(rank: Rank, case: str, fault: str) -> None:
-    """So that the test above can fail."""
-    with pytest.MonkeyPatch.context() as patch:
+    """So that the tests above can fail."""
+    if fault in fsdp_inside.BROKEN[:2]:
         expected = _train(_model(rank, case), rank)
-        make_streams_late(patch)
+        with _streams("late") as patch:
+            fsdp_inside.break_streams(patch, fault)
+            try:
+                found = _train(_model(rank, case), rank)
+            except AssertionError:
+                found = []
+            assert not found or not all(torch.equal(a, b) for a, b in zip(found, expected))
+    with _streams("ordered") as patch:
         fsdp_inside.break_streams(patch, fault)
-        try:
-            found = _train(_model(rank, case), rank)
-        except AssertionError:
-            return
-        assert not all(torch.equal(a, b) for a, b in zip(found, expected))
+        with pytest.raises(AssertionError, match=r"not waited for|did not wait for"):
+            _train(_model(rank, case), rank)
+
+
+@pytest.mark.parametrize("case", ["exchange", "levels", "codes"])
+@spmd(4)
+def test_roots_that_share_a_context_and_compute_on_streams_of_their_own(rank: Rank, case: str) -> None:
+    """They share memory for gradients, and each may wait for the reductions of the other."""
+    with pytest.MonkeyPatch.context() as patch:
+        streams = OrderedStreams()
+        with streams.install(patch):
+            nets = [_model(rank, case) for _ in range(2)]
+            share_comm_ctx(nets)
+            own = [streams.named_stream(f"compute {index}") for index in range(2)]
+            for stream in own:
+                stream.wait_stream(streams.compute)
+            for step in range(2):
+                for stream, net in zip(own, nets):
+                    with stream:
+                        net(rows(rank, step)).float().square().mean().backward()
+            for stream, net in zip(own, nets):
+                with stream:
+                    torch.optim.SGD(net.parameters(), lr=0.1).step()

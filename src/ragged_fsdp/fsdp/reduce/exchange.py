@@ -238,6 +238,9 @@ class Exchange(GradTransport):
         """How gradients in the layout are exchanged; made when it is first used."""
         self._memories: dict[FlatStorage, _Memory] = {}
         self._sum_kind: DBuffer | None = None
+        self._running: deque[tuple[Step, Any, torch.Tensor]] = deque()
+        """Steps inside the node that are on the wire, the rows that each brings, and those along the rail."""
+        self._on_rail: list[Any] = []
 
     @cached_property
     def _by_place(self) -> torch.Tensor:
@@ -437,14 +440,14 @@ class Exchange(GradTransport):
             reduced[:start].zero_()
             reduced[start + numel :].zero_()
         mine, alive = reduced[start : start + numel], len(memory.received)
-        running: deque[tuple[Step, Any, torch.Tensor]] = deque()
-        rail = None if self._over.rail is None else _Rail(self._over.rail)
+        running, self._on_rail = self._running, []
+        rail = None if self._over.rail is None else _Rail(self._over.rail, self._on_rail)
         for index, step in enumerate(memory.plan.steps):
             if len(running) == alive:
                 self._add_step(memory, *running.popleft(), mine, divisor, rail)
             running.append((step, *self._send_step(step, memory.received[index % alive])))
-        for entry in running:
-            self._add_step(memory, *entry, mine, divisor, rail)
+        while running:
+            self._add_step(memory, *running.popleft(), mine, divisor, rail)
         if rail is not None:
             rail.finish()
             _sum_rows(memory.arrivals, mine, divisor)
@@ -494,17 +497,25 @@ class Exchange(GradTransport):
 
         return release
 
+    def discard(self) -> None:
+        """Drop the gradients, behind what an exchange that raised has left on the wire."""
+        # joined streams did not wait for it: its memory would be used again while it is sent and received
+        collectives.wait_all([*(work for _, work, _ in self._running), *self._on_rail])
+        self._running.clear()
+        self._on_rail.clear()
+        super().discard()
+
 
 class _Rail:
     """The messages of one exchange along a rail, those of several nodes in one call where there are many."""
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, works: list[Any]) -> None:
         self.own = group.rank()
         self._group = group
         self._together = max(1, group.size() // _RAIL_CALLS)
         self._sent: dict[int, torch.Tensor] = {}
         self._received: dict[int, torch.Tensor] = {}
-        self._works: list[Any] = []
+        self._works = works
 
     def post(self, target: int, total: torch.Tensor, source: int, arrives: torch.Tensor) -> None:
         """Send ``total`` to position ``target`` and receive ``arrives`` from position ``source``.
@@ -526,6 +537,7 @@ class _Rail:
         if self._sent:
             self._launch()
         collectives.wait_all(self._works)
+        self._works.clear()
 
 
 def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float = 1.0) -> None:
