@@ -38,7 +38,7 @@ def drawn(seed):
     cases = []
     for _ in range(draw.randint(1, 4)):
         tile = draw.randint(1, 40), draw.choice([1, 3, 8, 16, 50, 128])
-        whole = [draw.randint(0, 4) * tile[0], draw.randint(1, 4) * tile[1]]
+        whole = [draw.randint(0 if cases else 1, 4) * tile[0], draw.randint(1, 4) * tile[1]]  # not all empty
         if seed % 2:
             whole = [draw.randint(1, 90), draw.randint(1, 300)]
         cases.append(((draw.randint(1, 3), *whole), tile))
