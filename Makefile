@@ -75,7 +75,8 @@ test-tuning:  ## run fine-tuning through peft, trl, bitsandbytes and torchao, in
 test-kernels:  ## run the GPU kernels without a GPU: in Triton's interpreter under a memcheck, and through its compiler
 	$(PYTHON) -m venv .venv-kernels
 	.venv-kernels/bin/pip install --quiet "$(PINNED)"
-	.venv-kernels/bin/pip install --quiet "$(PINNED)" -e . pytest pytest-timeout pytest-xdist hypothesis triton==3.6.0
+	.venv-kernels/bin/pip install --quiet "$(PINNED)" -e . pytest pytest-timeout pytest-xdist hypothesis
+	.venv-kernels/bin/pip install --quiet --no-deps triton==3.6.0  # whichever this torch asks for
 	TRITON_INTERPRET=1 .venv-kernels/bin/python -m pytest -q -n 2 --timeout 600 tests/gpu/test_interpreted.py \
 	  $(addprefix tests/gpu/test_,$(addsuffix .py,code_kernels experts_kernels fp8_kernels muon_kernels optim_kernel))
 	.venv-kernels/bin/python -m pytest -q -n 2 --timeout 600 tests/gpu/test_kernel_compilation.py
