@@ -7,7 +7,7 @@ DEMO   := $(VENV)/.installed-demo
 STAMP  := $(VENV)/.installed
 PINNED := torch==$(shell sed -n 's/^torch==//p' constraints-dev.txt)
 
-.PHONY: demo test lint docs package setup test-torch test-torchtitan test-tuning test-gpu clean help
+.PHONY: demo test lint docs package setup test-torch test-torchtitan test-tuning test-kernels test-gpu clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -72,8 +72,17 @@ test-tuning:  ## run fine-tuning through peft, trl, bitsandbytes and torchao, in
 	  tests/spmd/test_integration_trl.py tests/spmd/test_integration_accelerate_script.py tests/spmd/test_fsdp_lora_example.py
 	.venv-tuning/bin/python -m pytest -q tests/spmd/test_integration_libraries.py -k script_of_the_trainer
 
+test-kernels:  ## run the GPU kernels without a GPU: in Triton's interpreter under a memcheck, and through its compiler
+	$(PYTHON) -m venv .venv-kernels
+	.venv-kernels/bin/pip install --quiet "$(PINNED)"
+	.venv-kernels/bin/pip install --quiet "$(PINNED)" -e . pytest pytest-timeout pytest-xdist hypothesis
+	.venv-kernels/bin/pip install --quiet --no-deps triton==3.6.0  # whichever this torch asks for
+	TRITON_INTERPRET=1 .venv-kernels/bin/python -m pytest -q -n 2 --timeout 600 tests/gpu/test_interpreted.py \
+	  $(addprefix tests/gpu/test_,$(addsuffix .py,code_kernels experts_kernels fp8_kernels muon_kernels optim_kernel))
+	.venv-kernels/bin/python -m pytest -q -n 2 --timeout 600 tests/gpu/test_kernel_compilation.py
+
 test-gpu: $(STAMP)  ## run all tests that a GPU can run (2 and 4 NCCL ranks may share one); keeps the results
 	$(BIN)/python tests/gpu/run.py
 
 clean:  ## remove environments and caches
-	rm -rf .venv .venv-torch* .venv-tuning .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-torch* .venv-tuning .venv-kernels .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

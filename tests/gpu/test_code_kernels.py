@@ -3,24 +3,21 @@
 They run on a GPU, or on the CPU in Triton's interpreter (``TRITON_INTERPRET=1``).
 """
 
-import os
+import random
 
 import pytest
 import torch
 
+from interpreted import DEVICE, INTERPRETED
 from ragged_fsdp import block_codes
 from ragged_fsdp.fsdp.gather.codes import MessageLayout
 from ragged_fsdp.fsdp.parts.plan import GroupTensors, make_plan
 from ragged_fsdp.policy import BlockCodes, Tiles
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() or INTERPRETED), reason="needs a GPU or Triton's interpreter"
 )
-DEVICE = "cpu" if INTERPRETED else "cuda"
-DTYPES = [torch.float16, torch.float32, torch.float64]
-if not INTERPRETED:  # it cuts off where bf16 is rounded
-    DTYPES.append(torch.bfloat16)
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 KINDS = ["int8", "float8_e4m3fn"]
 TILES = {  # the matrices of a group, and their tiles
     "usual": [((384, 256), (128, 128)), ((256, 640), (128, 128)), ((3, 128, 128), (128, 128))],
@@ -35,9 +32,25 @@ TILES = {  # the matrices of a group, and their tiles
 """Those whose name begins with stored lie in the order of their tiles, with smaller ones at the edges."""
 
 
+def drawn(seed):
+    """Matrices and tiles of any size; every other case is stored in the order of its tiles."""
+    draw = random.Random(seed)
+    cases = []
+    for _ in range(draw.randint(1, 4)):
+        tile = draw.randint(1, 40), draw.choice([1, 3, 8, 16, 50, 128])
+        whole = [draw.randint(0 if cases else 1, 4) * tile[0], draw.randint(1, 4) * tile[1]]  # not all empty
+        if seed % 2:
+            whole = [draw.randint(1, 90), draw.randint(1, 300)]
+        cases.append(((draw.randint(1, 3), *whole), tile))
+    return cases
+
+
+FUZZED = {("stored, " if seed % 2 else "") + f"drawn {seed}": drawn(seed) for seed in range(8)}
+
+
 def message_of(case, kind, ranks, dtype):
     """The layout of a group and what its ranks would send: every code there is, with holes between."""
-    shapes, tiles = zip(*TILES[case])
+    shapes, tiles = zip(*(TILES | FUZZED)[case])
     codes = tuple(BlockCodes(kind, tile) for tile in tiles)
     stored = tiles if case.startswith("stored") else ()
     grains = [Tiles(*tile) for tile in stored] or [c.granularity for c in codes]
@@ -60,16 +73,26 @@ def message_of(case, kind, ranks, dtype):
 @pytest.mark.parametrize("case", TILES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_a_message(case, kind):
-    from ragged_fsdp.fsdp.gather.codes_triton import Decoder
-
     for ranks in (1, 3, 7):
         for dtype in DTYPES:
-            layout, message = message_of(case, kind, ranks, dtype)
-            expected = torch.full((layout.plan.layout.buffer_numel + 32,), 7.0, dtype=dtype, device=DEVICE)
-            out = expected.clone()  # what lies between the parameters and behind them is left alone
-            layout.decode(message, expected)
-            Decoder(layout, out.device)(message, out)
-            torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+            check_decoding(case, kind, ranks, dtype)
+
+
+@pytest.mark.parametrize("case", FUZZED)
+def test_decoding_drawn_messages(case):
+    seed = int(case.split()[-1])
+    check_decoding(case, KINDS[seed // 2 % 2], 1 + seed, DTYPES[seed % 4])
+
+
+def check_decoding(case, kind, ranks, dtype):
+    from ragged_fsdp.fsdp.gather.codes_triton import Decoder
+
+    layout, message = message_of(case, kind, ranks, dtype)
+    expected = torch.full((layout.plan.layout.buffer_numel + 32,), 7.0, dtype=dtype, device=DEVICE)
+    out = expected.clone()  # what lies between the parameters and behind them is left alone
+    layout.decode(message, expected)
+    Decoder(layout, out.device)(message, out)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def tricky(shape, dtype):
@@ -87,16 +110,16 @@ def tricky(shape, dtype):
     return values.to(dtype).to(DEVICE)
 
 
-@pytest.mark.parametrize("case", [case for case in TILES if not case.startswith("stored")])
+@pytest.mark.parametrize("case", [case for case in TILES | FUZZED if not case.startswith("stored")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_encoding_a_shard(case, kind):
     from ragged_fsdp.fsdp.gather.codes_triton import encode
 
-    for shape, tile in TILES[case]:
+    for shape, tile in (TILES | FUZZED)[case]:
         if 0 in shape:
             continue  # such a shard is not encoded
         codes = BlockCodes(kind, tile)
-        for dtype in {*DTYPES, torch.bfloat16}:
+        for dtype in DTYPES:
             bands = tricky(shape, dtype).view(-1, *block_codes.band_shape(codes, shape[-1]))
             made = []
             for run in (block_codes.encode, encode):

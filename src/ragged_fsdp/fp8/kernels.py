@@ -242,10 +242,13 @@ def untile_kernel(
     first_row, first_column = tile_row * ROWS, tile_column * COLUMNS
     is_low, is_right = first_row >= whole_rows, first_column >= whole_columns
     # sizes of tiles lie behind each other: whole ones, right edge, lower edge, corner
-    part_rows = tl.where(is_low, rows - whole_rows, whole_rows)
+    part_rows = tl.where(is_low, rows - whole_rows, whole_rows).to(
+        tl.int64
+    )  # a matrix may have 2^31 elements
     width = tl.where(is_right, columns - whole_columns, COLUMNS)
-    start = tl.where(is_low, whole_rows * columns, 0) + tl.where(is_right, part_rows * whole_columns, 0)
-    start = (start + tl.where(is_right, 0, tile_column) * COLUMNS * part_rows) * tl.cast(matrices, tl.int64)
+    above, left = tl.cast(whole_rows, tl.int64) * columns, part_rows * whole_columns
+    start = tl.where(is_low, above, 0) + tl.where(is_right, left, tile_column * COLUMNS * part_rows)
+    start *= matrices
     start += (matrix * part_rows + tl.where(is_low, 0, first_row)) * width
     height = tl.minimum(rows - first_row, ROWS)
     source, target = words_ptr + start // 4, out_ptr + matrix * rows * columns // 4

@@ -321,10 +321,11 @@ def step_kernel(
     col = tile * BLOCK_COLS + in_tile
     element = tl.max_contiguous(row * cols.to(tl.int32) + col, [1, 1, 4])
     for tile_start in range(first_tile, tl.minimum(first_tile + TILES * ROUNDS, grid_cols), TILES):
-        start = grid_row.to(tl.int64) * BLOCK_ROWS * cols + tile_start.to(tl.int64) * BLOCK_COLS
+        first_col = tl.cast(tile_start, tl.int64) * BLOCK_COLS
+        start = grid_row.to(tl.int64) * BLOCK_ROWS * cols + first_col
         here = (tensors[0] + start, tensors[1] + start, tensors[2] + start, tensors[3] + start)
         # Rows of blocks are always whole; only the last stretch of a row may be short.
-        mask = (col < cols - tile_start.to(tl.int64) * BLOCK_COLS) & (row >= 0)
+        mask = (col < cols - first_col) & (row >= 0)
         tiles = tile_start + tl.arange(0, TILES)
         noise = (0.0, 0.0)
         if STOCHASTIC:

@@ -119,7 +119,8 @@ def _gram_kernel(
     if TRACE and column == row:
         index = tl.arange(0, SIDE)
         diagonal = tl.where(index[:, None] == index[None, :], total, 0.0)
-        tl.store(traces + matrix * tile_rows + row, tl.sum(tl.sum(diagonal, 1), 0))
+        # one sum: Triton 3.6 cannot compile a sum of sums of a product for Blackwell
+        tl.store(traces + matrix * tile_rows + row, tl.sum(diagonal))
     _store_both(out, total.to(tl.bfloat16), matrix, row, column, SIDE)
 
 
