@@ -91,6 +91,27 @@ def test_a_resumed_run_has_the_settings_that_it_was_told(tmp_path):
     assert tokens == [12 * 32, 24 * 32, 30 * 32, 36 * 32]
 
 
+def test_frozen_parameters_stay_as_they_are(tmp_path):
+    """On one process, with spread experts, and resumed on others; a run that freezes more goes on."""
+    frozen = {"freeze": ["*embed*", "*.experts.*"]}
+    plain, spread = tmp_path / "plain", tmp_path / "spread"
+    train(plain, sharding="none", processes=1, **frozen)
+    train(spread, processes=4, ep=2, stop_at=4, keep_last=0, **frozen)
+    train(spread, processes=3, keep_last=0, **frozen)
+    _assert_same_curve(spread, plain)
+    before, after = (tensors(spread / f"checkpoints/step-0000000{step}") for step in (4, 8))
+    stays = {name for name in before if name.startswith("model.") and torch.equal(before[name], after[name])}
+    assert {name for name in before if "embed" in name or ".experts." in name} == stays
+    start = next(row for row in read_metrics(spread) if row["kind"] == "start")
+    assert start["parameters"] - start["trained_parameters"] == sum(before[name].numel() for name in stays)
+    with pytest.raises(
+        ConfigError, match=r"no optimizer state of layers\.0\..*experts.* and 3 more; keep them"
+    ):
+        train(spread, processes=1, steps=9, freeze=["*embed*"])
+    train(spread, processes=2, steps=9, freeze=[*frozen["freeze"], "lm_head*"])
+    assert "freeze is" in _notes(spread)
+
+
 @pytest.mark.parametrize(("before", "after"), [("ragged", "fsdp2"), ("fsdp2", "ragged")])
 def test_checkpoints_move_between_world_sizes_and_to_and_from_fsdp2(tmp_path, reference, before, after):
     train(tmp_path, sharding=before, processes=2, stop_at=3)

@@ -92,6 +92,8 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"granularity": {"*": "colums:2"}}, 2, "'colums:2': expected 32rows or rows:32"),
         ({"granularity": {"*.experts.*": "rows:7"}}, 2, "gate_up_proj: granularity Rows(count=7) of"),
         ({"granularity": {"*.expert.*": "rows:7"}}, 2, "granularity '*.expert.*' matches no parameter"),
+        ({"freeze": ["embed*", "*.expert.*"]}, 2, "freeze '*.expert.*' matches no parameter name"),
+        ({"freeze": ["*"]}, 2, "freeze = ['*'] leaves no parameter that is trained"),
         ({"gather_codes": {"*.experts.*": "int8:7x8"}}, 2, "gate_up_proj: tiles of 7 x 8 do not cover"),
         ({"gather_codes": {"*": "int4"}}, 2, "codes 'int4': expected one of ('int8',"),
         ({"fp8": True, "sharding": "fsdp2"}, 2, "fp8 does not go with sharding = fsdp2"),

@@ -220,6 +220,10 @@ def _refuse_what_is_not_modelled(path: Path, config: TrainConfig) -> None:
         if (value := getattr(sharding, name)) not in values:
             expected = ", ".join(map(str, values))
             raise ValueError(f"{path}: {name} = {value} is not modelled; expected {expected}.")
+    if config.model.freeze:
+        raise ValueError(
+            f"{path}: freeze = {config.model.freeze} is not modelled; expected every parameter to train."
+        )
 
 
 def _hardware(options: dict[str, Any]) -> tuple[Card, Network]:

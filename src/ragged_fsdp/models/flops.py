@@ -31,6 +31,8 @@ def active_parameters(
 def flops_per_token(model: nn.Module, *, layers: int, attention_width: int, seq_len: int) -> float:
     """Forward and backward FLOPs of one token: 6 per active parameter, plus causal attention.
 
+    A frozen parameter has 4, as its own gradient is not computed.
+
     Attention multiplies queries with keys and weights with values, 2 * 2 FLOPs per channel and
     visible position, over half the positions on average, three times (one forward, two backward).
     Embeddings are looked up, not multiplied; a head that is tied to one is.
@@ -42,8 +44,11 @@ def flops_per_token(model: nn.Module, *, layers: int, attention_width: int, seq_
         f"{name}." for name, module in model.named_modules() if isinstance(module, nn.Embedding)
     )
     named = model.named_parameters(remove_duplicate=False)
-    shapes = [(name, tuple(p.shape)) for name, p in named if not name.startswith(looked_up)]
-    matrix = 6 * active_parameters(shapes, experts, chosen)
+    used = [(name, p) for name, p in named if not name.startswith(looked_up)]
+    matrix = 0
+    for trains, cost in ((True, 6), (False, 4)):
+        shapes = [(name, tuple(p.shape)) for name, p in used if p.requires_grad is trains]
+        matrix += cost * active_parameters(shapes, experts, chosen)
     return float(matrix + 3 * 4 * layers * attention_width * seq_len / 2)
 
 

@@ -73,6 +73,11 @@ class ModelConfig:
         "auto: those of a local Hugging Face folder if it has any, else random; random: always random",
         choices=("auto", "random"),
     )
+    freeze: list[str] = _option(
+        [],
+        "parameters that are not trained, by a pattern of their names: --freeze '*embed*'; may be given "
+        "several times",
+    )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.data import Tokens
 from ragged_fsdp.trainer.loggers import check_loggers
-from ragged_fsdp.trainer.rules import check_rules, match_rules, stores_tiles
+from ragged_fsdp.trainer.rules import check_rules, freeze, match_rules, stores_tiles
 from ragged_fsdp.trainer.tokenizers import has_tokenizer
 
 __all__ = ["check", "check_vocabulary", "likely_mistakes"]
@@ -43,6 +43,7 @@ def check(config: TrainConfig, world_size: int) -> ModelSource:
         raise ConfigError(problem)
     _check_experts(config.sharding, source)
     _check_rules(config.sharding, source)
+    freeze(source.build(), config.model.freeze)
     check_loggers(config.log)
     if source.positions is not None and not source.rotary and config.data.seq_len > source.positions:
         raise ConfigError(

@@ -30,6 +30,7 @@ from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granul
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
 from ragged_fsdp.trainer.ranks import Ranks, has_agent, on_first_rank, seed_everything
+from ragged_fsdp.trainer.rules import freeze
 from ragged_fsdp.trainer.run_folder import goes_on, identity_of, starting_point, take_places
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
@@ -129,10 +130,12 @@ class TrainingJob:
         model = source.build()
         if config.sharding.precision == "fp64":
             model = model.double()
+        freeze(twin, config.model.freeze)
         self._flops_per_token = flops_per_token(
             twin, layers=source.layers, attention_width=source.attention_width, seq_len=config.data.seq_len
         )
         self._parameters = sum(p.numel() for p in twin.parameters())
+        self._trained = sum(p.numel() for p in twin.parameters() if p.requires_grad)
         if ranks.tp is not None:
             split = source.tp if ranks.ep is None else source.tp_beside_ep
             assert not isinstance(split, str)  # checked before the start
@@ -144,6 +147,7 @@ class TrainingJob:
                 dispatcher=dispatcher_for(config.sharding),
                 token_mesh=ranks.tp.inner if ranks.tp is not None else None,
             )
+        freeze(model, config.model.freeze)
         prepare_layers(model, config.sharding)
         shard(model, config.sharding, ranks, granularity_for(config.optimizer, model))
         self._reductions = reductions(config.sharding, ranks)
@@ -188,6 +192,7 @@ class TrainingJob:
                 sharding=config.sharding.sharding,
                 mesh=ranks.mesh_text,
                 parameters=self._parameters,
+                trained_parameters=self._trained,
                 flops_per_token=self._flops_per_token,
                 padding=layout.padding_ratio,
                 shard_bytes=layout.rank_bytes or None,
@@ -211,8 +216,9 @@ class TrainingJob:
         ranks, config = self.ranks, self.config
         split = f" ({ranks.mesh_text})" if ranks.mesh_text else ""
         processes = f"{ranks.world_size} {ranks.device.type} process{'es' if ranks.world_size > 1 else ''}"
+        trained = "" if self._trained == self._parameters else f" ({self._trained:,} trained)"
         self._view.say(
-            f"{self._parameters:,} parameters, {config.sharding.sharding} over {processes}{split}; "
+            f"{self._parameters:,} parameters{trained}, {config.sharding.sharding} over {processes}{split}; "
             f"{self._tokens.description}"
         )
         self._view.say(self._tokens.tokenizer_description)

@@ -11,7 +11,7 @@ from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import Tiles, parse_codes, parse_granularity
 from ragged_fsdp.trainer.config_file import ConfigError
 
-__all__ = ["check_rules", "match_rules", "stores_tiles"]
+__all__ = ["check_rules", "freeze", "match_rules", "stores_tiles"]
 
 _PARSERS: dict[str, Callable[[str], Any]] = {"granularity": parse_granularity, "gather_codes": parse_codes}
 
@@ -40,6 +40,23 @@ def match_rules(model: nn.Module, setting: str, rules: dict[str, str]) -> dict[n
     if unused := sorted(set(parsed) - used):
         raise ConfigError(f"{setting} {unused[0]!r} matches no parameter name of the model")
     return chosen
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Let parameters whose name, or one of several that they share, matches a pattern have no gradient.
+
+    Raises ``ConfigError`` for a pattern that matches nothing, and if nothing would be trained.
+    """
+    unused = list(patterns)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        matching = [pattern for pattern in patterns if fnmatch.fnmatchcase(plain_name(name), pattern)]
+        if matching:
+            parameter.requires_grad_(False)
+            unused = [pattern for pattern in unused if pattern not in matching]
+    if unused:
+        raise ConfigError(f"freeze {unused[0]!r} matches no parameter name of the model")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"freeze = {patterns} leaves no parameter that is trained")
 
 
 def check_rules(

@@ -35,6 +35,7 @@ __all__ = [
 
 _SHOWN = {
     "run": ("steps", "seed"),
+    "model": ("freeze",),
     "data": None,
     "optimizer": None,
     "sharding": ("precision", "fp8", "gather_codes", "internode_dtype"),

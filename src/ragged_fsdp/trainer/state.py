@@ -6,6 +6,7 @@ Tensors go through ``torch.distributed.checkpoint`` under the names of an unshar
 """
 
 import random
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -72,6 +73,8 @@ def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ran
     if not any(name.startswith("optim.") for name in names):
         notes.append("the checkpoint has no optimizer state; the optimizer starts anew")
         del state["optim"]
+    else:
+        _check_trained(path, names, state["optim"]["state"])
     stored_ranks = {name.split(".")[1] for name in names if name.startswith("rng.")}
     same_ranks = stored_ranks == {str(rank) for rank in range(ranks.world_size)}
     same_form = f"rng.{ranks.rank}.python.words" in names  # else written before random states were tensors
@@ -88,6 +91,18 @@ def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ran
     if same_ranks and same_form:
         _set_random_state(state["rng"][str(ranks.rank)], ranks.device)
     return notes
+
+
+def _check_trained(path: Place, names: Collection[str], states: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` for parameters that were frozen when the checkpoint was written."""
+    stored = {name.removeprefix("optim.state.").rpartition(".")[0] for name in names}
+    new = [name for name in states if states[name] and name not in stored]
+    if new:
+        more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+        raise ConfigError(
+            f"resume: {path} has no optimizer state of {new[0]}{more}; keep them frozen (--freeze), or begin "
+            "another run with the weights that 'ragged-fsdp export' writes"
+        )
 
 
 def _random_state(device: torch.device) -> dict[str, Any]:
