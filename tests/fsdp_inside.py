@@ -27,6 +27,7 @@ from ragged_fsdp import collectives, topology
 from ragged_fsdp.dbuffer import redistribute, storage
 from ragged_fsdp.fsdp import streams, watch
 from ragged_fsdp.fsdp.construct import builder, call, network
+from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.parts import left_out
 from ragged_fsdp.fsdp.reduce import exchange
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
@@ -59,6 +60,7 @@ __all__ = [
     "intercept_streams",
     "look_for_late_collectives",
     "no_memory_for_shards",
+    "no_memory_to_decode",
     "on_sum_of_exchange",
     "pending_reductions",
     "phase_after",
@@ -206,6 +208,18 @@ def no_memory_for_shards() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "MainShard", fail)
+        yield
+
+
+@contextmanager
+def no_memory_to_decode() -> Iterator[None]:
+    """Let this rank run out of memory when codes have arrived."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise torch.OutOfMemoryError("no memory for what is decoded")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Codes, "_decode", fail)
         yield
 
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import fsdp_inside
 from collective_calls import noted
 from fsdp_cases import (
     Blocked,
@@ -189,6 +190,18 @@ def test_what_cannot_be_coded_is_refused_by_name(rank):
     refuse(ValueError, r"table: no codes are made of a Tensor of torch.int32", every, whole_numbers)
     differ = BlockCodes("int8" if rank.rank else "float8_e4m3fn", (4, 8))
     refuse(ValueError, "the ranks disagree", lambda n, p: differ if p.ndim == 2 else None)
+
+
+@spmd(2)
+def test_a_lack_of_memory_for_what_is_decoded_is_told_as_such(rank):
+    """And the next forward is whole."""
+    policy = codes_of("int8")
+    model, reference = build(Net, rank.device)
+    fully_shard(model, gather_policy=policy)
+    with fsdp_inside.no_memory_to_decode(), pytest.raises(torch.OutOfMemoryError, match="what is decoded"):
+        model(rows(rank, 0, WIDE))
+    loss, expected = step_both(model, reference, rows(rank, 0, WIDE), policy)
+    assert torch.equal(loss, expected)
 
 
 @spmd(3)

@@ -98,10 +98,13 @@ class KeptCodes(InPlace):
     def finish(self) -> None:
         """Wait for codes and scales; put the scales in the order of the tiles."""
         super().finish()
+        parts = self._parts.take()
+        if parts is None:  # it raised before, and the group is released now
+            return
         assert self._scales is not None
         # a tensor of its own: autograd would see a write to the scales that it holds
         whole = self._scales.tensor(0, self._order.shape, torch.float32)
-        torch.index_select(self._parts.take().view(-1), 0, self._order, out=whole)
+        torch.index_select(parts.view(-1), 0, self._order, out=whole)
 
     def make_unsharded(self) -> None:
         """Parameters without values, which carry their codes and scales."""

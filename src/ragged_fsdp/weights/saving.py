@@ -28,7 +28,7 @@ from ragged_fsdp.weights.adapters import Adapters
 from ragged_fsdp.weights.names import Naming
 from ragged_fsdp.weights.sources import whole_of
 from ragged_fsdp.weights.streaming import Stream, stream
-from ragged_fsdp.weights.targets import targets_of
+from ragged_fsdp.weights.targets import holders_of, targets_of
 
 __all__ = ["copy_serving", "new_folder", "save"]
 
@@ -118,6 +118,12 @@ def _checked(
     """The adapter to save; raises if an argument cannot be used."""
     if is_url(os.fspath(folder)):
         raise ValueError(f"save: weights are written to a folder; {folder} is a URL")
+    holders = holders_of(targets_of(model))
+    if holders and 0 not in holders:
+        raise ValueError(
+            f"save: rank 0, which writes, has no part of the model of ranks {holders}, as in a pipeline; the "
+            "folder would hold another"
+        )
     if type(max_file_bytes) is not int or max_file_bytes < 1:
         raise ValueError(f"save: max_file_bytes must be a positive number, got {max_file_bytes!r}")
     if adapter is None:

@@ -33,7 +33,7 @@ from ragged_fsdp.weights.coded_source import CodedSource, coded_where_held
 from ragged_fsdp.weights.codes import coded, encoded_bucket, encoded_records
 from ragged_fsdp.weights.names import Naming, default_naming
 from ragged_fsdp.weights.sources import GroupSource, LooseSource, Member, member_of, sources_of
-from ragged_fsdp.weights.targets import Target, targets_of
+from ragged_fsdp.weights.targets import Target, holders_of, targets_of
 
 __all__ = ["Stream", "stream"]
 
@@ -112,8 +112,7 @@ class Stream:
         self._naming: Naming = lambda name, tensor: naming(adapters.plain(name) or name, tensor)
         self._is_coded = coded(codes)
         targets = targets_of(model)
-        placed = [target.tensor.device_mesh for target in targets if isinstance(target.tensor, DTensor)]
-        holders = sorted({rank for mesh in placed for rank in mesh.mesh.flatten().tolist()})
+        holders = holders_of(targets)
         if to is not None and holders and to not in holders:  # nobody would send to it
             raise ValueError(f"stream: to must be a rank of the model, one of {holders}, or None, got {to}.")
         without = [target.name for target in targets if target.tensor.is_meta]

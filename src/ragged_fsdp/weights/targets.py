@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ragged_fsdp.weights.names import plain_name
 __all__ = [
     "Target",
     "groups_of",
+    "holders_of",
     "local_flat",
     "materialize_meta",
     "region_of",
@@ -42,6 +43,12 @@ class Target:
     def name(self) -> str:
         """The first of its names, which errors use."""
         return self.names[0]
+
+
+def holders_of(targets: Sequence[Target]) -> list[int]:
+    """The ranks over which the tensors lie; none if they are whole on this one."""
+    meshes = {target.tensor.device_mesh for target in targets if isinstance(target.tensor, DTensor)}
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def targets_of(model: nn.Module) -> list[Target]:

@@ -247,8 +247,9 @@ class Codes(InPlace):
     def finish(self) -> None:
         """Wait for the codes and decode them into the gathered buffer, on the compute stream."""
         message = self._message.take()
-        super().allocate()
-        self._decode(message)
+        if message is not None:  # else it raised before, and the group is released now
+            super().allocate()
+            self._decode(message)
 
 
 @cache

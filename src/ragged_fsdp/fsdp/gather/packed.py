@@ -110,6 +110,8 @@ class _Packed:
     def finish(self) -> None:
         """Make the parameters from the message."""
         parts = self._message.take()
+        if parts is None:  # it raised before, and the group is released now
+            return
         for index, state in enumerate(self.gathered):
             state.materialize()
             with unsafe_preserve_version_counter(tuple(state.outputs)):

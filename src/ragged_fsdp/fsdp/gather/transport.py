@@ -229,8 +229,8 @@ class Message:
                 "all-gather", group, gather, rows.view(-1), own, group, async_op=async_op
             )
 
-    def take(self) -> Any:
-        """Wait for a work that is not on the stream; the rows, which are the caller's now."""
+    def take(self) -> torch.Tensor | None:
+        """Wait for a work that is not on the stream; the rows, which are the caller's now, or were before."""
         rows, work, self.rows, self._work = self.rows, self._work, None, None
         if work is not None:
             with explain_failure("all-gather", self._members.label, self._members.mesh.shard_group):
