@@ -126,6 +126,18 @@ class _Live:
         self._ends.pop(start, None)
         self._sorted = None
 
+    @contextmanager
+    def also(self, sizes: dict[int, int]) -> Iterator[None]:
+        """Within it these bytes too, of tensors made before or by numpy: nobody tells when they go."""
+        new = {start: nbytes for start, nbytes in sizes.items() if start not in self._ends}
+        for start, nbytes in new.items():
+            self.add(start, nbytes)
+        try:
+            yield
+        finally:
+            for start in new:
+                self.remove(start)
+
     def outside(self, addresses: np.ndarray, nbytes: int) -> np.ndarray:
         """Those of the addresses whose ``nbytes`` are not all of one tensor."""
         if self._sorted is None:
@@ -192,10 +204,9 @@ class Memcheck(TorchDispatchMode):
             scope.set_attr(lang, "multiple_of", _checked_multiple)
 
         def launched(this, *args, **kwargs):
-            for tensor in (t for a in (*args, *kwargs.values()) for t in _tensors_of(a)):
-                storage = tensor.untyped_storage()
-                self._live.add(storage.data_ptr(), storage.nbytes())  # of one made before
-            launch(this, *args, **kwargs)
+            given = [t.untyped_storage() for a in (*args, *kwargs.values()) for t in _tensors_of(a)]
+            with self._live.also({storage.data_ptr(): storage.nbytes() for storage in given}):
+                launch(this, *args, **kwargs)
 
         def from_the_last(this, *index):
             set_index(this, *(size - 1 - i for size, i in zip(this.grid_dim, index)))
