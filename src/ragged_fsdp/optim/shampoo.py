@@ -235,13 +235,22 @@ def inverse_root(matrices: Tensor, exponent: float, damping: float) -> Tensor:
     largest = torch.linalg.matrix_norm(matrices, ord=torch.inf)  # bounds the spectral norm
     finite = largest.isfinite()
     scale = torch.where(finite & (largest > 0), largest, 1.0)[:, None, None]
-    values, vectors = torch.linalg.eigh(torch.where(finite[:, None, None], matrices / scale, 0.0))
+    values, vectors = _eigh(torch.where(finite[:, None, None], matrices / scale, 0.0))
     top = values[:, -1:].clamp(min=torch.finfo(values.dtype).tiny)
     powers = (values.clamp(min=0) + damping * top) * scale[:, :, 0]
     root = (vectors * powers.pow(-1.0 / exponent)[:, None, :]) @ vectors.mT
     identity = torch.eye(matrices.shape[-1], dtype=root.dtype, device=root.device)
     root = torch.where((largest > 0)[:, None, None], root, identity)
     return torch.where(finite[:, None, None], root, torch.nan)
+
+
+def _eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and vectors; by fp64 if fp32 does not converge, as may happen to matrices of low rank."""
+    try:
+        return torch.linalg.eigh(matrices)
+    except torch.linalg.LinAlgError:
+        values, vectors = torch.linalg.eigh(matrices.double())
+        return values.to(matrices.dtype), vectors.to(matrices.dtype)
 
 
 def _grafted(mean: Tensor, adam: Tensor, statistics: dict[str, Tensor]) -> Tensor:
