@@ -26,7 +26,7 @@ SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 """That a thread block may have, by compute capability."""
 KNOWN_SPILLS = {  # bytes of a thread, by kernel and warps
     ("step_kernel", 32): 1280,  # blocks of 128 x 128: with all the threads there can be, registers are few
-    ("quantize_kernel", 4): 144,  # faster on an H200 than with more warps
+    ("quantize_kernel", 4): 144,  # the form that was timed on a GPU
     ("decode_tiles_kernel", 4): 16,
     ("_wire_repeat", 16): 1000,
 }
