@@ -49,6 +49,7 @@ __all__ = [
     "companions",
     "contexts_made",
     "exchange_in_rounds",
+    "fail_messages",
     "forget_levels",
     "forget_warnings",
     "forward_is_running",
@@ -427,6 +428,22 @@ def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int, rail_calls: int =
     patch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
     patch.setattr(exchange, "_RAIL_CALLS", rail_calls)
     patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
+
+
+def fail_messages(patch: pytest.MonkeyPatch) -> None:
+    """Let each step of an exchange arrive, and whoever waits for it be told that it failed."""
+
+    class Failed:
+        def wait(self) -> None:
+            raise RuntimeError("on purpose")
+
+    send = collectives.all_to_all_pieces
+
+    def fail(*args: Any, async_op: bool) -> Failed:
+        send(*args)
+        return Failed()
+
+    patch.setattr(collectives, "all_to_all_pieces", fail)
 
 
 def gradients_held_by_exchanges(patch: pytest.MonkeyPatch) -> list[list[str]]:
