@@ -406,6 +406,18 @@ class Watch:
         if returns:
             self._watch.inside = None
 
+    def look_at_begin(self, phase: str, pg: dist.ProcessGroup) -> None:
+        """The thread writes what this rank has launched while the host is about to launch."""
+        looked_at = self._watch
+
+        class Group:
+            @property
+            def label(self) -> str:
+                looked_at._record(None)
+                return "layers.0"
+
+        self._watch.begin(phase, Group(), pg)
+
     def keep_records(self, folder: Path | None) -> None:
         """Let the ranks of this process write what they launched into ``folder``."""
         watch.keep_records(folder)

@@ -287,6 +287,12 @@ def test_a_rank_that_lost_the_order_is_named_with_the_first_collective_that_diff
 
 
 @spmd(1)
+def test_what_is_launched_may_be_written_at_any_moment(rank: Rank) -> None:
+    """An error there would end the thread, and with it the watch."""
+    fsdp_inside.Watch(remembered=3).look_at_begin("all-gather", rank.mesh().get_group())
+
+
+@spmd(1)
 def test_a_folder_that_cannot_be_reached_does_not_end_the_watch(rank: Rank) -> None:
     """Its file system may be what everybody waits for."""
 
