@@ -49,6 +49,7 @@ __all__ = [
     "companions",
     "contexts_made",
     "exchange_in_rounds",
+    "fail_messages",
     "forget_levels",
     "forget_warnings",
     "forward_is_running",
@@ -405,6 +406,18 @@ class Watch:
         if returns:
             self._watch.inside = None
 
+    def look_at_begin(self, phase: str, pg: dist.ProcessGroup) -> None:
+        """The thread writes what this rank has launched while the host is about to launch."""
+        looked_at = self._watch
+
+        class Group:
+            @property
+            def label(self) -> str:
+                looked_at._record(None)
+                return "layers.0"
+
+        self._watch.begin(phase, Group(), pg)
+
     def keep_records(self, folder: Path | None) -> None:
         """Let the ranks of this process write what they launched into ``folder``."""
         watch.keep_records(folder)
@@ -427,6 +440,22 @@ def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int, rail_calls: int =
     patch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
     patch.setattr(exchange, "_RAIL_CALLS", rail_calls)
     patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
+
+
+def fail_messages(patch: pytest.MonkeyPatch) -> None:
+    """Let each step of an exchange arrive, and whoever waits for it be told that it failed."""
+
+    class Failed:
+        def wait(self) -> None:
+            raise RuntimeError("on purpose")
+
+    send = collectives.all_to_all_pieces
+
+    def fail(*args: Any, async_op: bool) -> Failed:
+        send(*args)
+        return Failed()
+
+    patch.setattr(collectives, "all_to_all_pieces", fail)
 
 
 def gradients_held_by_exchanges(patch: pytest.MonkeyPatch) -> list[list[str]]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.fsdp.runtime.state import state_of
+from ragged_fsdp.fsdp.runtime.state import states_below
 from ragged_fsdp.models.names import plain_name
 
 __all__ = ["Description", "GroupLine", "TensorLine", "describe"]
@@ -162,10 +162,9 @@ def describe(model: nn.Module) -> Description:
     if not isinstance(model, nn.Module):
         raise TypeError(f"describe: model must be an nn.Module, got {model!r}.")
     prefixes = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
-    states = {id(state): state for module in model.modules() if (state := state_of(module)) is not None}
     managed: set[int] = set()
     groups = []
-    for group in (group for state in states.values() for group in state.groups):
+    for group in (group for state in states_below(model) for group in state.groups):
         groups.append(_group_line(group, prefixes))
         managed |= {id(p) for param in group.params for p in (param.sharded, param.unsharded)}
     others = [(plain_name(n), _local_bytes(p)) for n, p in model.named_parameters() if id(p) not in managed]

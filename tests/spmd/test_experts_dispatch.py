@@ -394,6 +394,27 @@ class Broken(AllToAll):
         return super().combine(outputs, weights, route).sum(0, keepdim=True)
 
 
+class Plain(AllToAll):
+    """Has no moment for other work, which its caller must not ask of it."""
+
+    def dispatch(self, tokens, chosen):
+        return super().dispatch(tokens, chosen)
+
+
+@spmd(2)
+def test_dispatchers_of_a_user_and_tokens_that_ranks_share(rank):
+    mesh = rank.mesh()
+    expected = _run(Squares().to(DEVICE), _inputs(3, 0))
+    module = nn.ModuleDict({"experts": Squares().to(DEVICE), "shared_expert": nn.Identity()})
+    expert_parallel(module, mesh, dispatcher=Plain, token_mesh=mesh)
+    for ours, theirs in zip(_run(module["experts"], _inputs(3, 0)), expected):
+        assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+    module = nn.ModuleDict({"experts": Squares().to(DEVICE)})
+    expert_parallel(module, mesh, dispatcher=lambda m, s: Broken(m, s, None), token_mesh=mesh)
+    with pytest.raises(ValueError, match=r"Broken: result of combine must have shape \(2, 6\), got \(1, 6\)"):
+        module["experts"](*_inputs(4, 0))
+
+
 @spmd(2)
 def test_what_cannot_be_spread_is_refused_and_left_as_it_was(rank):
     mesh = rank.mesh()

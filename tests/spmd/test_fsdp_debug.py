@@ -217,15 +217,21 @@ def test_late_collectives_are_reported_once(rank: Rank) -> None:
 def test_a_collective_that_raised_is_not_waited_for(rank: Rank) -> None:
     """It is over: the watch must not say of a process that goes on, or is looked at, that it hangs."""
 
-    def gather(**_: object) -> None:
-        raise ValueError("no network")
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("on purpose")
 
     model, _ = build(lambda: Stack(layers=2), rank.device)
     shard_blocks(model)
-    model(rows(rank, 0))
-    model.layers[0].set_custom_all_gather(gather)
+    loss = model(rows(rank, 0)).square().mean()
+    hook = next(model.layers[1].parameters()).register_post_accumulate_grad_hook(fail)
     with logged() as said:
-        with pytest.raises(ValueError, match="no network"):
+        with pytest.raises(ValueError, match="on purpose"):
+            loss.backward()
+        fsdp_inside.look_for_late_collectives(model, 1e9)
+        hook.remove()
+        model.reset_iter_state()
+        model.layers[0].set_custom_all_gather(fail)
+        with pytest.raises(ValueError, match="on purpose"):
             model(rows(rank, 0))
         fsdp_inside.look_for_late_collectives(model, 1e9)
     assert not said
@@ -284,6 +290,12 @@ def test_a_rank_that_lost_the_order_is_named_with_the_first_collective_that_diff
         assert f"launched another collective in its place: rank 1 ({there}, here {here}). The" in said[1]
     else:
         assert f"rank 0 ({here}, here {there}), rank 2 ({here}, here {there})" in said[1]
+
+
+@spmd(1)
+def test_what_is_launched_may_be_written_at_any_moment(rank: Rank) -> None:
+    """An error there would end the thread, and with it the watch."""
+    fsdp_inside.Watch(remembered=3).look_at_begin("all-gather", rank.mesh().get_group())
 
 
 @spmd(1)

@@ -187,6 +187,24 @@ def test_an_exchange_that_is_interrupted(rank: Rank, case: str) -> None:
         net(rows(rank, 1)).float().square().mean().backward()
 
 
+@spmd(2)
+def test_an_exchange_whose_messages_fail(rank: Rank) -> None:
+    """It raises once; what was on the wire behind it is forgotten with it."""
+    net = _model(rank, "exchange")
+    with pytest.MonkeyPatch.context() as patch:
+        fsdp_inside.exchange_in_rounds(patch, rounds=2)
+        fsdp_inside.fail_messages(patch)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            net(rows(rank, 0)).float().square().mean().backward()
+    net.reset_iter_state()
+    net.zero_grad()
+    net(rows(rank, 1)).float().square().mean().backward()
+    expected = _model(rank, "exchange")
+    expected(rows(rank, 1)).float().square().mean().backward()
+    for ours, theirs in zip(net.parameters(), expected.parameters()):
+        assert torch.equal(ours.grad.to_local(), theirs.grad.to_local())
+
+
 @pytest.mark.parametrize("fault", fsdp_inside.BROKEN)
 @pytest.mark.parametrize("case", ["plain", "exchange", "codes"])
 @spmd(2)

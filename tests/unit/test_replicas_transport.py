@@ -324,16 +324,23 @@ def test_what_cannot_be_copied_is_refused_at_the_start():
 
 
 def test_buffers_are_those_of_now_and_do_not_change_under_a_copy(serve):
-    """A forward may write to a buffer, or put another in its place; neither may spoil a copy."""
+    """A forward may write to a buffer, or put another in its place; neither may spoil a copy.
+
+    One that no checkpoint has may have another size in each replica, and stays.
+    """
     theirs, ours = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    for model in (theirs, ours):
+        model.register_buffer("table", torch.ones(1), persistent=False)
     giving, taking = (ReplicaState(m, torch.optim.SGD(m.parameters(), lr=1.0)) for m in (theirs, ours))
     for model, value in ((theirs, 2.0), (ours, 5.0)):
         model.running_mean = torch.full((3,), value)
+        model.table = torch.ones(int(value))
+    assert giving.fingerprint() == taking.fingerprint()
     server = serve(giving)
     theirs.running_mean.fill_(7.0)
     got = receive(server.address, TOKEN, 3, 2.0, taking.check)
     taking.load(got.header, got.runs)
-    assert ours.running_mean.tolist() == [2.0] * 3
+    assert ours.running_mean.tolist() == [2.0] * 3 and len(ours.table) == 5
 
 
 def test_an_optimizer_that_refuses_leaves_the_weights_as_they_were(serve, monkeypatch):

@@ -23,6 +23,7 @@ dropped and counted.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -345,13 +346,16 @@ class SlicedTokens:
 
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Dispatch this rank's part of the common tokens."""
-        rows, counts, route = self.inner.dispatch(self._part(tokens), self._part(chosen), meanwhile)
+        more = () if meanwhile is None else (meanwhile,)
+        rows, counts, route = self.inner.dispatch(self._part(tokens), self._part(chosen), *more)
         route.extra["common"] = len(tokens)
         return rows, counts, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The tokens of all parts, on each rank."""
-        mine = self.inner.combine(outputs, self._part(weights), route)
+        part = self._part(weights)
+        mine = self.inner.combine(outputs, part, route)
+        check_made(self, "result of combine", mine, (len(part), outputs.shape[-1]))
         shape = torch.Size((route.extra["common"], *mine.shape[1:]))
         stride = torch.empty(shape, device="meta").stride()
         parts = DTensor.from_local(mine, self._mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -361,6 +365,22 @@ class SlicedTokens:
         """This rank's rows; backward gathers those of all."""
         common = DTensor.from_local(tensor, self._mesh, [Replicate()], run_check=False)
         return common.redistribute(placements=[Shard(0)]).to_local()
+
+
+def takes_work(dispatcher: Dispatcher) -> bool:
+    """Whether it has a moment for other work; one of the user's own need not have one."""
+    return "meanwhile" in inspect.signature(_own(dispatcher).dispatch).parameters
+
+
+def check_made(dispatcher: Dispatcher, what: str, made: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise unless a dispatcher keeps to its protocol: else rows without a count would become zeros."""
+    if made.shape != shape:
+        name = type(_own(dispatcher)).__name__
+        raise ValueError(f"{name}: {what} must have shape {shape}, got {tuple(made.shape)}.")
+
+
+def _own(dispatcher: Dispatcher) -> Dispatcher:
+    return dispatcher.inner if isinstance(dispatcher, SlicedTokens) else dispatcher
 
 
 def _check_group(name: str, mesh: DeviceMesh, split: ExpertSplit) -> None:

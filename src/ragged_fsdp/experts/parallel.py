@@ -22,7 +22,16 @@ from torch.distributed.tensor.placement_types import Placement
 from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
 from ragged_fsdp.experts.beside import SharedBeside
-from ragged_fsdp.experts.dispatch import AllGather, Dispatcher, Meanwhile, Route, SlicedTokens, all_to_all
+from ragged_fsdp.experts.dispatch import (
+    AllGather,
+    Dispatcher,
+    Meanwhile,
+    Route,
+    SlicedTokens,
+    all_to_all,
+    check_made,
+    takes_work,
+)
 from ragged_fsdp.experts.layers import apply_experts, expert_count, expert_modules, expert_parameters
 from ragged_fsdp.experts.levels import two_level
 from ragged_fsdp.experts.split import ExpertSplit
@@ -76,8 +85,7 @@ class SplitExperts:
         """Send tokens as ``split`` says from now on; the parameters must follow."""
         self.split, self.dispatcher = split, self._make(self.mesh, split)
         self._held = split.held[self.mesh.get_local_rank()]
-        # one of the user's own need not have such a moment
-        self._takes_work = "meanwhile" in inspect.signature(self.dispatcher.dispatch).parameters
+        self._takes_work = takes_work(self.dispatcher)
 
     @torch.compiler.disable  # the host must know how many rows there are, and ranks must meet in order
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -110,24 +118,16 @@ def mix(
 ) -> tuple[Tensor, Route]:
     """Tokens (N, D) through the experts that each was sent to, weighted; and where they went.
 
-    ``held`` is how many experts are here, where the dispatcher is somebody's own.
+    ``held`` is how many experts are here; without it, as many as the dispatcher counts.
     """
     more = () if meanwhile is None else (meanwhile,)
     rows, counts, route = dispatcher.dispatch(tokens, chosen, *more)
     held = counts.numel() if held is None else held
-    _check_made(dispatcher, "rows of dispatch", rows, (len(rows), tokens.shape[-1]))
-    _check_made(dispatcher, "counts of dispatch", counts, (held,))
+    check_made(dispatcher, "rows of dispatch", rows, (len(rows), tokens.shape[-1]))
+    check_made(dispatcher, "counts of dispatch", counts, (held,))
     mixed = dispatcher.combine(apply_experts(module, rows, counts), weights, route)
-    _check_made(dispatcher, "result of combine", mixed, tuple(tokens.shape))
+    check_made(dispatcher, "result of combine", mixed, tuple(tokens.shape))
     return mixed.to(tokens.dtype), route
-
-
-def _check_made(dispatcher: Dispatcher, what: str, made: Tensor, shape: tuple[int, ...]) -> None:
-    """Raise unless a dispatcher keeps to its protocol: else rows without a count would become zeros."""
-    if made.shape != shape:
-        raise ValueError(
-            f"{type(dispatcher).__name__}: {what} must have shape {shape}, got {tuple(made.shape)}."
-        )
 
 
 def expert_parallel(

@@ -108,9 +108,10 @@ class CollectiveWatch:
         launch = self._last[self._begun % self._remembered]
         self._begun += 1
         launch.started_s = math.nan  # first: else the thread would take it for as old as the last one here
-        launch.number = _launches.counts[name] = _launches.counts[name] + 1
         # not the group: it would be held in a cycle, and a dropped model would stay until the collector runs
         launch.phase, launch.group_name, launch.pg = phase, group.label, pg
+        # last: what has a number is written to a rank's record, by the thread, at any moment
+        launch.number = _launches.counts[name] = _launches.counts[name] + 1
         self.inside = launch
         return launch
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ragged_fsdp.fsdp.runtime.state import state_of
+from ragged_fsdp.fsdp.runtime.state import states_below
 from ragged_fsdp.optim.base import local_part, state_like
 from ragged_fsdp.replicas.state import reshard_all
 
@@ -40,8 +40,7 @@ class ReplicaGradients:
         self._params = list(model.parameters())
         self._group_of: dict[int, int] = {}
         """By the id of a parameter; those in no group are together."""
-        states = {id(state): state for module in model.modules() if (state := state_of(module)) is not None}
-        groups = (group for state in states.values() for group in state.groups)
+        groups = (group for state in states_below(model) for group in state.groups)
         for number, group in enumerate(groups):
             self._group_of |= {id(param.sharded): number for param in group.params}
         self._laid_out: list[tuple[bool, torch.Size]] | None = None

@@ -112,6 +112,10 @@ class ReplicaState:
         self._model = model
         reshard_all(model)
         self.params: dict[str, Tensor] = dict(model.named_parameters())
+        saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+        self._buffer_names = {name for name, buffer in model.named_buffers() if id(buffer) in saved}
+        """Of those that a checkpoint has. What a replica computes for itself (a table that grows with the
+        longest sequence) need not fit another one, nor what its modules know of it."""
         self._optimizer = optimizer
         self._extra = dict(extra or {})
         self._name_of = {id(param): name for name, param in self.params.items()}
@@ -181,7 +185,8 @@ class ReplicaState:
         return (optimizer._kind if isinstance(optimizer, OffloadedState) else type(optimizer)).__name__
 
     def _model_tensors(self) -> Iterator[tuple[Piece, Tensor]]:
-        buffers = dict(self._model.named_buffers())  # now: a forward may have put others in their place
+        now = self._model.named_buffers()  # a forward may have put others in their place
+        buffers = {name: buffer for name, buffer in now if name in self._buffer_names}
         for kind, tensors in (("param", self.params), ("buffer", buffers)):
             for name, tensor in tensors.items():
                 yield _piece(f"{kind}.{name}", tensor), tensor

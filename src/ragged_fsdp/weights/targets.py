@@ -14,7 +14,7 @@ from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.dtensor import ragged_layout
 from ragged_fsdp.dtensor.geometry import is_ragged, shard_box
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
-from ragged_fsdp.fsdp.runtime.state import state_of
+from ragged_fsdp.fsdp.runtime.state import states_below
 from ragged_fsdp.routes import Region
 from ragged_fsdp.torch_internals import local_of
 from ragged_fsdp.weights.names import plain_name
@@ -70,14 +70,9 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
+def groups_of(model: nn.Module) -> list[ParamGroup]:
     """The groups of parameters that ``fully_shard`` of this package made."""
-    seen: set[int] = set()
-    for module in model.modules():
-        state = state_of(module)
-        if state is not None and id(state) not in seen:
-            seen.add(id(state))
-            yield from state.groups
+    return [group for state in states_below(model) for group in state.groups]
 
 
 def region_of(name: str, tensor: Tensor) -> Region:

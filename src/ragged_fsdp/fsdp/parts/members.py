@@ -414,15 +414,13 @@ class Members:
 
     def launch(self, phase: str, pg: Any, collective: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call ``collective`` for this group: an error says where, a profiler that runs shows its name."""
+        if self.context.order_check is not None:
+            self.context.order_check.note(phase.replace("-", "_"), self.label, pg)
         try:
-            if self.context.order_check is not None:
-                self.context.order_check.note(phase.replace("-", "_"), self.label, pg)
             if not profiler_enabled():
                 return collective(*args, **options)
             with torch.profiler.record_function(f"FSDP::{phase.replace('-', '_')} ({self.label})"):
                 return collective(*args, **options)
-        except BaseException as error:
-            self.context.watch.inside = None  # else it would be reported as one that does not finish
-            if isinstance(error, RuntimeError):
-                explain(error, phase, self.label, pg)
+        except RuntimeError as error:
+            explain(error, phase, self.label, pg)
             raise

@@ -41,6 +41,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -499,10 +500,12 @@ class Exchange(GradTransport):
 
     def discard(self) -> None:
         """Drop the gradients, behind what an exchange that raised has left on the wire."""
-        # joined streams did not wait for it: its memory would be used again while it is sent and received
-        collectives.wait_all([*(work for _, work, _ in self._running), *self._on_rail])
+        works = [*(work for _, work, _ in self._running), *self._on_rail]
         self._running.clear()
         self._on_rail.clear()
+        # joined streams did not wait for it: its memory would be used again while it is sent and received
+        with suppress(RuntimeError):  # where one failed the group is broken: the rest would only time out
+            collectives.wait_all(works)
         super().discard()
 
 

@@ -179,7 +179,16 @@ class ParamGroup(Members):
     def unshard(self, async_op: bool | None = None) -> None:
         """Issue the gather, unless it is under way or done; ``None`` takes the setting of the group."""
         if self.residence is Residence.SHARDED or self.residence is Residence.PARKED:
-            self._issue_gather(self.settings.unshard_async_op if async_op is None else async_op)
+            try:
+                self._issue_gather(self.settings.unshard_async_op if async_op is None else async_op)
+            except BaseException:
+                self._forget_launch()
+                raise
+
+    def _forget_launch(self) -> None:
+        """It raised, or a hook of the user's beside it: the watch would report it as not finished."""
+        if self.context is not None:
+            self.context.watch.inside = None
 
     @on_parameters
     def _issue_gather(self, async_op: bool) -> None:
@@ -387,7 +396,11 @@ class ParamGroup(Members):
         if self.settings.reduce_grads:
             if zeros or self.settings.reduce_unused:
                 self.settle()  # it takes part even if it was not gathered since parameters were unfrozen
-            self.reducer.reduce(zeros=zeros)
+            try:
+                self.reducer.reduce(zeros=zeros)
+            except BaseException:
+                self._forget_launch()
+                raise
 
     def has_gradients(self) -> list[bool]:
         """For each parameter, whether there is a gradient of this rank to reduce."""
