@@ -3,7 +3,7 @@
 What is here has no outside: states that only the schedule knows, streams on a device that has none, memory
 that is kept and not used, a fault planted in the middle. Who changes the structure of the runtime changes
 this file, and no test. Only unit tests of pure functions import those functions themselves:
-``unit/test_fsdp_pure.py`` and ``gpu/test_code_kernels.py``.
+``unit/test_fsdp_pure.py``, ``gpu/test_code_kernels.py`` and ``gpu/test_kernel_compilation.py``.
 """
 
 from __future__ import annotations

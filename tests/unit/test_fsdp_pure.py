@@ -344,7 +344,12 @@ def test_two_levels_of_a_gather_need_consecutive_ranks() -> None:
             pick_gather("two_level", Levels.of(domains))
 
 
-MAY_IMPORT_THE_RUNTIME = {"fsdp_inside.py", "test_fsdp_pure.py", "test_code_kernels.py"}
+MAY_IMPORT_THE_RUNTIME = {
+    "fsdp_inside.py",
+    "test_fsdp_pure.py",
+    "test_code_kernels.py",
+    "test_kernel_compilation.py",
+}
 
 
 def _imported(tree):

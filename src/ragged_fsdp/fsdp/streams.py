@@ -84,6 +84,7 @@ class CommContext:
         self.device_module: Any = None
         """None on a device without streams (CPU), where everything runs in order."""
         self.streams: dict[str, Any] = {}
+        self._so_far: Any = None
         if device.type not in ("cpu", "meta"):
             self.device_module = torch.get_device_module(device)
             if device.index is None:
