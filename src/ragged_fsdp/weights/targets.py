@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_fsdp.dbuffer.checks import device_of
@@ -22,9 +23,11 @@ from ragged_fsdp.weights.names import plain_name
 __all__ = [
     "Target",
     "groups_of",
+    "holders_of",
     "local_flat",
     "materialize_meta",
     "region_of",
+    "reshard_all",
     "retie",
     "targets_of",
     "tied_names",
@@ -44,6 +47,13 @@ class Target:
         return self.names[0]
 
 
+def reshard_all(model: nn.Module) -> None:
+    """Release what is gathered, so that the model has its sharded parameters, here and in FSDP2's modules."""
+    for module in model.modules():
+        if isinstance(module, TorchFSDPModule):
+            module.reshard()
+
+
 def targets_of(model: nn.Module) -> list[Target]:
     """Parameters and persistent buffers, tied ones once, in the order of the state dict."""
     names: dict[int, list[str]] = {}
@@ -52,6 +62,12 @@ def targets_of(model: nn.Module) -> list[Target]:
         names.setdefault(id(value), []).append(plain_name(name))
         tensors[id(value)] = value
     return [Target(tuple(names[key]), tensors[key]) for key in names]
+
+
+def holders_of(targets: Iterable[Target]) -> list[int]:
+    """The ranks that a model is sharded over; none if it is not."""
+    meshes = [target.tensor.device_mesh for target in targets if isinstance(target.tensor, DTensor)]
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
 
 
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
