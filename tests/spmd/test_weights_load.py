@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ragged_fsdp import Rows, fully_shard, weights
@@ -478,11 +479,22 @@ def test_a_part_of_a_model_is_not_saved_for_the_whole(rank):
     """Stages of a pipeline: rank 0 would write its own, without a word of the others."""
     stage = nn.Sequential(*[nn.Linear(3, 3) for _ in range(1 + rank.rank)])
     fully_shard(stage, mesh=rank.mesh(2, 1, names=("stage", "shard"))["shard"])
-    with pytest.raises((ValueError, RuntimeError), match=r"has no part of the model of ranks \[1\], as in a"):
-        weights.save(stage, rank.shared_dir / "saved")
-    with pytest.raises(ValueError, match="rank 1 does not have the tensors that rank 0 has"):
-        weights.save(nn.Linear(3, 1 + rank.rank), rank.shared_dir / "saved")
+    for part in (stage, nn.Linear(3, 1 + rank.rank)):
+        with pytest.raises(ValueError, match="rank 1 does not have the tensors that rank 0 has"):
+            weights.save(part, rank.shared_dir / "saved")
     assert not list(rank.shared_dir.iterdir())
+
+
+@spmd(3)
+def test_of_copies_on_meshes_of_their_own_that_of_rank_0_is_saved(rank):
+    model = nn.Linear(3, 3)
+    nn.init.constant_(model.weight, rank.rank // 2)
+    meshes = [DeviceMesh(rank.device, ranks) for ranks in ([0, 1], [2])]
+    fully_shard(model, mesh=meshes[rank.rank // 2], reshard_after_forward=False)
+    model(torch.zeros(1, 3, device=rank.device))  # it stays gathered
+    weights.save(model, rank.shared_dir / "saved")
+    saved = load_file(rank.shared_dir / "saved/model.safetensors")
+    assert torch.equal(saved["weight"], torch.zeros(3, 3))
 
 
 class _Nested(nn.Module):

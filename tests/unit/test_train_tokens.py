@@ -89,7 +89,8 @@ def test_ids_that_have_their_marks_get_no_second_ones(tmp_path):
     import datasets
 
     save_words(tmp_path / "words", ["red", "<e>"], eos="<e>")
-    datasets.Dataset.from_dict({"input_ids": [[1, 2], [1]] * 9}).save_to_disk(tmp_path / "ids")
+    rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [1]] * 9})
+    rows.with_format("numpy").save_to_disk(tmp_path / "ids")  # it comes back in the format it was stored in
     tokens = _open(
         {
             "data": [str(tmp_path / "ids")],

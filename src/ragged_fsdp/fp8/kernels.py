@@ -242,9 +242,8 @@ def untile_kernel(
     first_row, first_column = tile_row * ROWS, tile_column * COLUMNS
     is_low, is_right = first_row >= whole_rows, first_column >= whole_columns
     # sizes of tiles lie behind each other: whole ones, right edge, lower edge, corner
-    part_rows = tl.where(is_low, rows - whole_rows, whole_rows).to(
-        tl.int64
-    )  # a matrix may have 2^31 elements
+    # in 64 bits: a matrix may have 2^31 elements
+    part_rows = tl.where(is_low, rows - whole_rows, whole_rows).to(tl.int64)
     width = tl.where(is_right, columns - whole_columns, COLUMNS)
     above, left = tl.cast(whole_rows, tl.int64) * columns, part_rows * whole_columns
     start = tl.where(is_low, above, 0) + tl.where(is_right, left, tile_column * COLUMNS * part_rows)

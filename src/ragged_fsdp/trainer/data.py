@@ -167,7 +167,8 @@ def _dataset(
         raise ConfigError(f"data: {folder} needs the package datasets, which is not installed")
     from datasets import load_from_disk
 
-    dataset, column = load_from_disk(str(folder)), config.text_column
+    # a dataset may be stored with a format, under which rows are arrays, or lack a column
+    dataset, column = load_from_disk(str(folder)).with_format(None), config.text_column
     if column not in dataset.column_names:
         raise ConfigError(f"text_column = {column!r}: {folder} has {', '.join(dataset.column_names)}")
     is_text = getattr(dataset.features[column], "dtype", "") in ("string", "large_string")

@@ -101,7 +101,7 @@ def _check_trained(path: Place, names: Collection[str], states: dict[str, Any]) 
         more = f" and {len(new) - 1} more" if len(new) > 1 else ""
         raise ConfigError(
             f"resume: {path} has no optimizer state of {new[0]}{more}; keep them frozen (--freeze), or begin "
-            "another run with the weights that 'ragged-fsdp export' writes"
+            "another run; a Hugging Face model can begin from the folder that 'ragged-fsdp export' writes"
         )
 
 

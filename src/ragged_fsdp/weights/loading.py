@@ -22,7 +22,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.checkpoint.place import Place, place
@@ -32,7 +31,13 @@ from ragged_fsdp.weights.files import Entry, read_header, safetensors_files
 from ragged_fsdp.weights.names import Naming, default_naming, ignored_unexpected
 from ragged_fsdp.weights.planning import Plan, keep_part
 from ragged_fsdp.weights.reading import Progress
-from ragged_fsdp.weights.targets import Target, materialize_meta, targets_of, uninitialised_buffers
+from ragged_fsdp.weights.targets import (
+    Target,
+    materialize_meta,
+    reshard_all,
+    targets_of,
+    uninitialised_buffers,
+)
 
 __all__ = ["LoadReport", "load"]
 
@@ -99,9 +104,7 @@ def load(
     began = time.perf_counter()
     ranks = _Ranks(group)
     where = ranks.done(lambda: _checked(folder, strict, device, threads))
-    for module in model.modules():
-        if isinstance(module, TorchFSDPModule):
-            module.reshard()  # what is gathered would keep the old values
+    reshard_all(model)  # what is gathered would keep the old values
     adapters = ranks.done(lambda: Adapters(model, merging=False))
     init = init or getattr(adapters.base, "_init_weights", None)
     kind = ranks.first(lambda: _kind(where))

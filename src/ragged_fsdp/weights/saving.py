@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -28,7 +29,7 @@ from ragged_fsdp.weights.adapters import Adapters
 from ragged_fsdp.weights.names import Naming
 from ragged_fsdp.weights.sources import whole_of
 from ragged_fsdp.weights.streaming import Stream, stream
-from ragged_fsdp.weights.targets import holders_of, targets_of
+from ragged_fsdp.weights.targets import holders_of, reshard_all, targets_of
 
 __all__ = ["copy_serving", "new_folder", "save"]
 
@@ -82,9 +83,16 @@ def save(
     if adapter is not None:
         _save_adapter(model, folder, adapter, dtype, first, overwrite)
         return
-    made = stream(model, dtype=dtype, names=names, to=0)
-    described = _on_all(lambda: made.description)  # the stream compares ranks that share a group alone
-    if other := next((rank for rank, text in enumerate(described) if text != described[0]), None):
+    streams: list[Stream] = []
+
+    def contents() -> str:
+        streams.append(stream(model, dtype=dtype, names=names, to=_receiver(model)))
+        records = [(record.name, record.shape, record.dtype) for record in streams[0].metadata()]
+        return hashlib.sha256(repr(records).encode()).hexdigest()
+
+    found = _on_all(contents)  # the stream compares ranks that share a group alone
+    made = streams[0]
+    if other := next((rank for rank, text in enumerate(found) if text != found[0]), None):
         raise ValueError(
             f"save: rank {other} does not have the tensors that rank 0 has, as in a pipeline; the folder "
             "would hold a part of the model"
@@ -118,12 +126,6 @@ def _checked(
     """The adapter to save; raises if an argument cannot be used."""
     if is_url(os.fspath(folder)):
         raise ValueError(f"save: weights are written to a folder; {folder} is a URL")
-    holders = holders_of(targets_of(model))
-    if holders and 0 not in holders:
-        raise ValueError(
-            f"save: rank 0, which writes, has no part of the model of ranks {holders}, as in a pipeline; the "
-            "folder would hold another"
-        )
     if type(max_file_bytes) is not int or max_file_bytes < 1:
         raise ValueError(f"save: max_file_bytes must be a positive number, got {max_file_bytes!r}")
     if adapter is None:
@@ -147,6 +149,13 @@ def _write(made: Stream, buckets: Any, folder: Path, max_file_bytes: int) -> Non
 
     write_safetensors(folder, planned, next_value, max_file_bytes=max_file_bytes)
     assert next(values, None) is None
+
+
+def _receiver(model: nn.Module) -> int:
+    """Rank 0, or of a copy on other ranks the first of them: what it gets is not written."""
+    reshard_all(model)
+    holders = holders_of(targets_of(model))
+    return 0 if 0 in holders or not holders else holders[0]
 
 
 def _on_all(action: Callable[[], T]) -> list[T]:

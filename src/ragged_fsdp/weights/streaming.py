@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import done_alike
@@ -33,7 +32,7 @@ from ragged_fsdp.weights.coded_source import CodedSource, coded_where_held
 from ragged_fsdp.weights.codes import coded, encoded_bucket, encoded_records
 from ragged_fsdp.weights.names import Naming, default_naming
 from ragged_fsdp.weights.sources import GroupSource, LooseSource, Member, member_of, sources_of
-from ragged_fsdp.weights.targets import Target, holders_of, targets_of
+from ragged_fsdp.weights.targets import Target, holders_of, reshard_all, targets_of
 
 __all__ = ["Stream", "stream"]
 
@@ -66,9 +65,7 @@ def stream(
         ValueError: on every rank, if an argument is not usable, a parameter has no memory yet, or the ranks
             do not stream the same.
     """
-    for module in model.modules():
-        if isinstance(module, TorchFSDPModule):
-            module.reshard()
+    reshard_all(model)
     groups, device = _groups_of(targets_of(model))
     made = done_alike(
         "stream",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.dtensor import ragged_layout
 from ragged_fsdp.dtensor.geometry import is_ragged, shard_box
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
-from ragged_fsdp.fsdp.runtime.state import states_below
+from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.routes import Region
 from ragged_fsdp.torch_internals import local_of
 from ragged_fsdp.weights.names import plain_name
@@ -26,6 +27,7 @@ __all__ = [
     "local_flat",
     "materialize_meta",
     "region_of",
+    "reshard_all",
     "retie",
     "targets_of",
     "tied_names",
@@ -45,10 +47,11 @@ class Target:
         return self.names[0]
 
 
-def holders_of(targets: Sequence[Target]) -> list[int]:
-    """The ranks over which the tensors lie; none if they are whole on this one."""
-    meshes = {target.tensor.device_mesh for target in targets if isinstance(target.tensor, DTensor)}
-    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+def reshard_all(model: nn.Module) -> None:
+    """Release what is gathered, so that the model has its sharded parameters, here and in FSDP2's modules."""
+    for module in model.modules():
+        if isinstance(module, TorchFSDPModule):
+            module.reshard()
 
 
 def targets_of(model: nn.Module) -> list[Target]:
@@ -61,6 +64,12 @@ def targets_of(model: nn.Module) -> list[Target]:
     return [Target(tuple(names[key]), tensors[key]) for key in names]
 
 
+def holders_of(targets: Iterable[Target]) -> list[int]:
+    """The ranks that a model is sharded over; none if it is not."""
+    meshes = [target.tensor.device_mesh for target in targets if isinstance(target.tensor, DTensor)]
+    return sorted({rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()})
+
+
 def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Names and the registered tensors themselves, without a state dict's hooks and copies."""
     persistent = set(model.state_dict(keep_vars=True))
@@ -70,9 +79,14 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
-def groups_of(model: nn.Module) -> list[ParamGroup]:
+def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
     """The groups of parameters that ``fully_shard`` of this package made."""
-    return [group for state in states_below(model) for group in state.groups]
+    seen: set[int] = set()
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
+            yield from state.groups
 
 
 def region_of(name: str, tensor: Tensor) -> Region:
