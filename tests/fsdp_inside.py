@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -200,27 +200,23 @@ def pool_memory(pg: dist.ProcessGroup, device: torch.device) -> tuple[Any, Any]:
     return comm, comm._pool
 
 
-@contextmanager
-def no_memory_for_shards() -> Iterator[None]:
+def no_memory_for_shards() -> AbstractContextManager[None]:
     """Let this rank run out of memory where it copies its shard in ``fully_shard``."""
+    return _no_memory(builder, "MainShard", "the shard")
 
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("no memory for the shard")
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(builder, "MainShard", fail)
-        yield
+def no_memory_to_decode() -> AbstractContextManager[None]:
+    """Let this rank run out of memory when codes have arrived."""
+    return _no_memory(Codes, "_decode", "what is decoded")
 
 
 @contextmanager
-def no_memory_to_decode() -> Iterator[None]:
-    """Let this rank run out of memory when codes have arrived."""
-
+def _no_memory(owner: Any, name: str, what: str) -> Iterator[None]:
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise torch.OutOfMemoryError("no memory for what is decoded")
+        raise torch.OutOfMemoryError(f"no memory for {what}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Codes, "_decode", fail)
+        patch.setattr(owner, name, fail)
         yield
 
 
@@ -348,22 +344,31 @@ class _Event:
 class SharedContext:
     """What roots share that compute on streams of their own, by name, and what these streams wait for."""
 
+    Event = _Event
+
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self._streams = {name: _Stream(name) for name in ("first", "second", "gather", "reduce")}
+        self._streams: dict[str, _Stream] = {}
         self._local = threading.local()
-        patch.setattr(torch, "Event", _Event)
-        patch.setattr(streams, "stream_getter", lambda device: lambda: self._local.now)
-        patch.setattr(storage, "stream_getter", lambda device: lambda: self._local.now)
+        pretend_streams(patch, self)
         self.computes_on("first")
         self._context = CommContext(torch.device("cpu"))
-        self._context.device_module = torch.cpu
-        self._context.streams = {name: self._streams[name] for name in ("gather", "reduce")}
-        self._context._so_far = streams._SoFar(torch.device("cpu"))
-        self._context.arena._has_streams, self._context.arena.nbytes = True, 16
+        self._context.arena.nbytes = 16
+
+    def named_stream(self, name: str) -> _Stream:
+        return self._streams.setdefault(name, _Stream(name))
+
+    def current_stream(self) -> _Stream:
+        return self._local.now
+
+    def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def later(self, collective: Callable[..., Any]) -> Callable[..., Any]:
+        return collective
 
     def computes_on(self, name: str) -> None:
         """Let this thread compute on a stream."""
-        self._local.now = self._streams[name]
+        self._local.now = self.named_stream(name)
 
     def waited_for(self, name: str) -> list[str]:
         """What a stream has waited for."""

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 import fsdp_inside
 from ragged_fsdp.collectives import wait_all
 
-__all__ = ["LateStream", "make_streams_late"]
+__all__ = ["LateStream", "make_streams_late", "touches_no_data"]
 
 _STREAM_OF = {"gather": "gather", "reduce": "reduce", "all_reduce": "reduce"}
-_AT_ONCE = ("alias", "detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_")
+_WITHOUT_DATA = ("alias", "detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_")
 
 
 class LateStream:
@@ -86,6 +86,13 @@ def _alias(value: Any) -> Any:
     return value.detach() if isinstance(value, torch.Tensor) else value
 
 
+def touches_no_data(func: Any) -> bool:
+    """Whether an operation makes views or memory alone; collectives are intercepted by themselves."""
+    schema = func._schema
+    is_view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    return is_view or func.namespace == "c10d" or func.overloadpacket.__name__ in _WITHOUT_DATA
+
+
 class _Late(TorchDispatchMode):
     """While it is active, operations go to a stream."""
 
@@ -96,8 +103,7 @@ class _Late(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         schema = func._schema
-        is_view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
-        if is_view or func.namespace == "c10d" or func.overloadpacket.__name__ in _AT_ONCE:
+        if touches_no_data(func):
             return func(*args, **kwargs)
         if not schema.is_mutable:
             return self.stream.launch_new(func, args, kwargs)

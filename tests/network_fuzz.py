@@ -8,7 +8,6 @@ travels. A model that is sharded in any way must have the values that are worked
 from __future__ import annotations
 
 import itertools
-import random
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,8 +25,9 @@ from late_streams import make_streams_late
 from ordered_streams import OrderedStreams
 from ragged_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Rows, Whole, share_comm_ctx
 from rank_pool import Rank
+from trials import Trial
 
-__all__ = ["Trial"]
+__all__ = ["NetworkTrial"]
 
 _FAILURE = "on purpose"
 _REFUSED = "needs nodes"
@@ -85,37 +85,14 @@ class Chain(Part):
 _RUNS = {"once": 1, "recomputed": 1, "unused": 0, "twice": 2}
 
 
-class Trial:
-    """All that a seed decides; the same on every rank."""
+class NetworkTrial(Trial):
+    """A model on a mesh, what is set of it, and its steps."""
 
-    def __init__(self, rank: Rank, seed: int) -> None:
-        self.rank, self.seed = rank, seed
-        self.draw = random.Random(seed)
-        self.notes: list[str] = []
+    def _run(self) -> None:
+        with pytest.MonkeyPatch.context() as patch, ExitStack() as modes:
+            self._try(patch, modes)
 
-    def chance(self, probability: float) -> bool:
-        return self.draw.random() < probability
-
-    def choose(self, what: str, *values: Any) -> Any:
-        value = self.draw.choice(values)
-        self.notes.append(f"{what}={value}")
-        return value
-
-    def __str__(self) -> str:
-        return f"seed {self.seed} on {self.rank.world_size} ranks: {', '.join(self.notes)}"
-
-    # -- what is tried -----------------------------------------------------------------------------
-
-    def run(self) -> None:
-        """Raise, with all that was drawn in a note, on any number that is not as it should be."""
-        try:
-            with pytest.MonkeyPatch.context() as patch, ExitStack() as modes:
-                self._run(patch, modes)
-        except BaseException as error:
-            error.add_note(str(self))
-            raise
-
-    def _run(self, patch: pytest.MonkeyPatch, modes: ExitStack) -> None:
+    def _try(self, patch: pytest.MonkeyPatch, modes: ExitStack) -> None:
         torch.manual_seed(self.seed)
         self._pretend(patch, modes)
         self.dtype = self.choose("dtype", *[torch.float32] * 3, torch.float64, torch.bfloat16)

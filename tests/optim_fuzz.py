@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
 from typing import Any
 
 import torch
@@ -39,8 +38,9 @@ from ragged_fsdp.optim import (
 from ragged_fsdp.optim.blocks import block_grid
 from ragged_fsdp.optim.offload import OffloadedState
 from rank_pool import Rank
+from trials import Trial
 
-__all__ = ["Trial"]
+__all__ = ["OptimizerTrial"]
 
 _BLOCKED = {
     Adam8bit: {"block_shape": (4, 4), "run": 16, "min_8bit_numel": 1},
@@ -69,33 +69,12 @@ class Sums(nn.Module):
         return x
 
 
-class Trial:
-    """All that a seed decides; the same on every rank."""
+class OptimizerTrial(Trial):
+    """Parameters, how they lie on ranks, an optimizer and its steps."""
 
     def __init__(self, rank: Rank, seed: int) -> None:
-        self.rank, self.seed = rank, seed
-        self.draw = random.Random(seed)
-        self.notes: list[str] = []
+        super().__init__(rank, seed)
         self.model: nn.Module | None = None
-
-    def __str__(self) -> str:
-        return f"seed {self.seed} on {self.rank.world_size} ranks: {', '.join(self.notes)}"
-
-    def chance(self, probability: float) -> bool:
-        return self.draw.random() < probability
-
-    def choose(self, what: str, *values: Any) -> Any:
-        value = self.draw.choice(values)
-        self.notes.append(f"{what}={getattr(value, '__name__', value)}")
-        return value
-
-    def run(self) -> None:
-        """Raise, with all that was drawn in a note, on any number that is not as it should be."""
-        try:
-            self._run()
-        except BaseException as error:
-            error.add_note(str(self))
-            raise
 
     def _run(self) -> None:
         torch.manual_seed(self.seed)

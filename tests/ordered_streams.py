@@ -31,11 +31,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_inside
+from late_streams import touches_no_data
 from ragged_fsdp.collectives import wait_all
 
 __all__ = ["OrderedStreams"]
 
-_NO_ACCESS = ("alias", "detach", "empty", "empty_like", "empty_strided", "new_empty", "resize_", "set_")
 Clock = Counter
 """By stream: how many of its operations are known to be done before what comes next."""
 
@@ -270,10 +270,8 @@ class _Noting(TorchDispatchMode):
         if any(kind is not torch.Tensor and kind is not torch.nn.Parameter for kind in types):
             return NotImplemented  # comes again with the local tensors
         made = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        schema = func._schema
-        is_view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
-        if is_view or func.namespace == "c10d" or name in _NO_ACCESS:
+        name, schema = func.overloadpacket.__name__, func._schema
+        if touches_no_data(func):
             self._allocated(made)
             return made
         given = {argument.name: value for argument, value in zip(schema.arguments, args)} | kwargs

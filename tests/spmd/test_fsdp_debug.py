@@ -237,6 +237,20 @@ def test_a_collective_that_raised_is_not_waited_for(rank: Rank) -> None:
     assert not said
 
 
+def _reported(watch: fsdp_inside.Watch, folder: Path) -> list[str]:
+    """What is logged of a collective that is found late, while all ranks keep records in ``folder``."""
+    watch.keep_records(folder)
+    try:
+        with logged() as said:
+            # the first to look writes, the others follow, then those that wait compare
+            for seconds in (0, 60, 60, 60):
+                watch.report(time.monotonic() + seconds)
+                dist.barrier()
+    finally:
+        watch.keep_records(None)
+    return said
+
+
 @spmd(3)
 def test_ranks_that_did_not_arrive_are_named_from_what_all_have_launched(rank: Rank) -> None:
     """Rank 2 never comes to the second gather: it is in no collective, and writes its launches too."""
@@ -245,15 +259,7 @@ def test_ranks_that_did_not_arrive_are_named_from_what_all_have_launched(rank: R
     watch.begin("all-gather", "layers.0", pg, returns=True)
     if rank.rank < 2:
         watch.begin("all-gather", "layers.1", pg, returns=False)
-    watch.keep_records(folder)
-    try:
-        with logged() as said:
-            # found there, late: the first to look writes, the others follow, then those that wait compare
-            for seconds in (0, 60, 60, 60):
-                watch.report(time.monotonic() + seconds)
-                dist.barrier()
-    finally:
-        watch.keep_records(None)
+    said = _reported(watch, folder)
     assert len(said) == (2 if rank.rank < 2 else 0), said
     records = {path.name: json.loads(path.read_text()) for path in folder.iterdir()}
     assert sorted(records) == [f"rank-0000{number}.json" for number in range(3)]
@@ -273,18 +279,11 @@ def test_ranks_that_did_not_arrive_are_named_from_what_all_have_launched(rank: R
 def test_a_rank_that_lost_the_order_is_named_with_the_first_collective_that_differs(rank: Rank) -> None:
     """All have launched as many: by numbers alone the collective itself would seem to stand still."""
     pg = dist.new_group(timeout=timedelta(seconds=100))
-    watch, folder = fsdp_inside.Watch(remembered=4), rank.shared_dir / "hangs"
+    watch = fsdp_inside.Watch(remembered=4)
     order = ["layers.0", "layers.2", "layers.1"] if rank.rank == 1 else ["layers.0", "layers.1", "layers.2"]
     for name in order:
         watch.begin("all-gather", name, pg, returns=name != order[-1])
-    watch.keep_records(folder)
-    try:
-        with logged() as said:
-            for seconds in (0, 60, 60, 60):
-                watch.report(time.monotonic() + seconds)
-                dist.barrier()
-    finally:
-        watch.keep_records(None)
+    said = _reported(watch, rank.shared_dir / "hangs")
     here, there = "all-gather of 'layers.1'", "all-gather of 'layers.2'"
     if rank.rank != 1:
         assert f"launched another collective in its place: rank 1 ({there}, here {here}). The" in said[1]

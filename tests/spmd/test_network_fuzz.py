@@ -3,7 +3,7 @@
 import pytest
 
 from fsdp_cases import ragged_only
-from network_fuzz import Trial
+from network_fuzz import NetworkTrial
 from rank_pool import DEVICE, Rank, spmd
 
 pytestmark = [ragged_only, pytest.mark.skipif(DEVICE != "cpu", reason="nodes and streams are pretended")]
@@ -13,4 +13,4 @@ SEEDS = {2: range(14), 3: range(6), 4: range(5)}
 @spmd(*SEEDS)
 def test_values_and_gradients_are_those_of_one_process(rank: Rank) -> None:
     for seed in SEEDS[rank.world_size]:
-        Trial(rank, seed).run()
+        NetworkTrial(rank, seed).run()

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.fsdp.runtime.state import states_below
 from ragged_fsdp.optim.base import local_part, state_like
-from ragged_fsdp.replicas.state import reshard_all
 
 __all__ = ["ReplicaGradients"]
 

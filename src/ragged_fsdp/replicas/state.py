@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.fsdp.runtime.module import FSDPModule
+from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.optim.base import local_part, state_like, wrap_state
 from ragged_fsdp.optim.offload import OffloadedState
 
-__all__ = ["Offer", "Piece", "ReplicaState", "reshard_all"]
+__all__ = ["Offer", "Piece", "ReplicaState"]
 
 VERSION = 2
 _PLAIN, _LIKE, _OTHER = "plain", "like", "other"
@@ -38,13 +38,6 @@ _DTYPES = {
     for dtype in vars(torch).values()
     if isinstance(dtype, torch.dtype)
 }
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Let the parameters of ``model`` be those that an optimizer has: an evaluation may leave others."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 @dataclass(frozen=True)

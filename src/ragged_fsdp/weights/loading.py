@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.checkpoint.place import Place, place
+from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.weights.adapters import Adapters, fresh
 from ragged_fsdp.weights.dcp_folder import of_run, read_index
 from ragged_fsdp.weights.files import Entry, read_header, safetensors_files
@@ -34,7 +35,6 @@ from ragged_fsdp.weights.reading import Progress
 from ragged_fsdp.weights.targets import (
     Target,
     materialize_meta,
-    reshard_all,
     targets_of,
     uninitialised_buffers,
 )

@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from ragged_fsdp.agreement import together
 from ragged_fsdp.checkpoint.place import is_url
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
+from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.packing import is_packed
 from ragged_fsdp.weights.adapters import Adapters
 from ragged_fsdp.weights.names import Naming
 from ragged_fsdp.weights.sources import whole_of
 from ragged_fsdp.weights.streaming import Stream, stream
-from ragged_fsdp.weights.targets import holders_of, reshard_all, targets_of
+from ragged_fsdp.weights.targets import holders_of, targets_of
 
 __all__ = ["copy_serving", "new_folder", "save"]
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.dbuffer.checks import device_of
+from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.topology import subgroup
 from ragged_fsdp.weights.adapters import Adapters
 from ragged_fsdp.weights.buckets import Bucket, Record
@@ -32,7 +33,7 @@ from ragged_fsdp.weights.coded_source import CodedSource, coded_where_held
 from ragged_fsdp.weights.codes import coded, encoded_bucket, encoded_records
 from ragged_fsdp.weights.names import Naming, default_naming
 from ragged_fsdp.weights.sources import GroupSource, LooseSource, Member, member_of, sources_of
-from ragged_fsdp.weights.targets import Target, holders_of, reshard_all, targets_of
+from ragged_fsdp.weights.targets import Target, holders_of, targets_of
 
 __all__ = ["Stream", "stream"]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_fsdp.dbuffer.checks import device_of
@@ -27,7 +26,6 @@ __all__ = [
     "local_flat",
     "materialize_meta",
     "region_of",
-    "reshard_all",
     "retie",
     "targets_of",
     "tied_names",
@@ -45,13 +43,6 @@ class Target:
     def name(self) -> str:
         """The first of its names, which errors use."""
         return self.names[0]
-
-
-def reshard_all(model: nn.Module) -> None:
-    """Release what is gathered, so that the model has its sharded parameters, here and in FSDP2's modules."""
-    for module in model.modules():
-        if isinstance(module, TorchFSDPModule):
-            module.reshard()
 
 
 def targets_of(model: nn.Module) -> list[Target]:

@@ -33,6 +33,7 @@ __all__ = [
     "UnshardHandle",
     "register_fsdp_forward_method",
     "register_stage",
+    "reshard_all",
     "share_comm_ctx",
     "swap_class",
 ]
@@ -386,6 +387,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             raise
 
     setattr(module, method_name, wrapped.__get__(module, type(module)))
+
+
+def reshard_all(model: nn.Module) -> None:
+    """Release what is gathered below ``model``, in FSDP2's modules too: an evaluation may have left it."""
+    for module in model.modules():
+        if isinstance(module, TorchFSDPModule):
+            module.reshard()
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
