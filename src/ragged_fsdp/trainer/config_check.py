@@ -43,7 +43,8 @@ def check(config: TrainConfig, world_size: int) -> ModelSource:
         raise ConfigError(problem)
     _check_experts(config.sharding, source)
     _check_rules(config.sharding, source)
-    freeze(source.build(), config.model.freeze)
+    if config.model.freeze:
+        freeze(source.build(), config.model.freeze)
     check_loggers(config.log)
     if source.positions is not None and not source.rotary and config.data.seq_len > source.positions:
         raise ConfigError(

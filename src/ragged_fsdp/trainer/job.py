@@ -31,7 +31,7 @@ from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
 from ragged_fsdp.trainer.ranks import Ranks, has_agent, on_first_rank, seed_everything
 from ragged_fsdp.trainer.rules import freeze
-from ragged_fsdp.trainer.run_folder import goes_on, identity_of, starting_point, take_places
+from ragged_fsdp.trainer.run_folder import how_to_go_on, identity_of, starting_point, take_places
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
 from ragged_fsdp.trainer.sharding import ShardedModel, dispatcher_for, prepare_layers, reductions, shard
@@ -113,8 +113,7 @@ class TrainingJob:
             self._save()
         self._saver.wait()
         if reason is not None and not finished:
-            how = "the same command" if goes_on(config) else "--resume auto"
-            saved = f"saved; {how} goes on from here" if wanted else "not saved"
+            saved = f"saved; {how_to_go_on(config)} goes on from here" if wanted else "not saved"
             if counters.step == first_step:
                 saved = "there is nothing new to save"
             why = {"time": "the time is up", "interrupted": "interrupted"}[reason]

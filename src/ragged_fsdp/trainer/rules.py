@@ -1,7 +1,7 @@
 """Settings by parameter name, such as ``granularity``: whose rule each is, and whether it fits."""
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from torch import nn
@@ -30,14 +30,22 @@ def match_rules(model: nn.Module, setting: str, rules: dict[str, str]) -> dict[n
         parsed = {pattern: _PARSERS[setting](text) for pattern, text in rules.items()}
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    chosen: dict[nn.Parameter, Any] = {}
+    found = _first_matches(setting, model.named_parameters(), parsed)
+    return {parameter: parsed[pattern] for parameter, pattern in found.items()}
+
+
+def _first_matches(
+    setting: str, named: Iterable[tuple[str, nn.Parameter]], patterns: Collection[str]
+) -> dict[nn.Parameter, str]:
+    """The first pattern that matches each parameter, if any; ``ConfigError`` for one that matches nothing."""
+    chosen: dict[nn.Parameter, str] = {}
     used: set[str] = set()
-    for name, parameter in model.named_parameters():
-        for pattern, rule in parsed.items():
+    for name, parameter in named:
+        for pattern in patterns:
             if fnmatch.fnmatchcase(plain_name(name), pattern):
                 used.add(pattern)
-                chosen.setdefault(parameter, rule)
-    if unused := sorted(set(parsed) - used):
+                chosen.setdefault(parameter, pattern)
+    if unused := sorted(set(patterns) - used):
         raise ConfigError(f"{setting} {unused[0]!r} matches no parameter name of the model")
     return chosen
 
@@ -47,14 +55,8 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
 
     Raises ``ConfigError`` for a pattern that matches nothing, and if nothing would be trained.
     """
-    unused = list(patterns)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        matching = [pattern for pattern in patterns if fnmatch.fnmatchcase(plain_name(name), pattern)]
-        if matching:
-            parameter.requires_grad_(False)
-            unused = [pattern for pattern in unused if pattern not in matching]
-    if unused:
-        raise ConfigError(f"freeze {unused[0]!r} matches no parameter name of the model")
+    for parameter in _first_matches("freeze", model.named_parameters(remove_duplicate=False), patterns):
+        parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(f"freeze = {patterns} leaves no parameter that is trained")
 

@@ -27,7 +27,7 @@ __all__ = [
     "Identity",
     "RunLock",
     "StartingPoint",
-    "goes_on",
+    "how_to_go_on",
     "identity_of",
     "starting_point",
     "take_places",
@@ -163,7 +163,7 @@ def starting_point(
     if changed_model:
         notes.append(f"the weights fit, but the model's config is another: {', '.join(changed_model)}")
     notes += _changed_settings(reader.info.get("config", {}), config)
-    if not goes_on(config):
+    if not _goes_on(config):
         step = reader.info.get("step", 0)
         aside = on_first_rank(lambda: _without_later(store, step), ranks)
         if aside is not None:
@@ -180,9 +180,14 @@ def _refuse_used(run_dir: Path, store: CheckpointStore) -> None:
         )
 
 
-def goes_on(config: TrainConfig) -> bool:
+def _goes_on(config: TrainConfig) -> bool:
     """Whether the same command, given again, goes on from the newest checkpoint of the run."""
     return config.run.resume in ("auto", "must")
+
+
+def how_to_go_on(config: TrainConfig) -> str:
+    """What goes on from the newest checkpoint of the run, in words."""
+    return "the same command" if _goes_on(config) else "--resume auto"
 
 
 def _without_later(store: CheckpointStore, step: int) -> Path | None:

@@ -11,7 +11,7 @@ from ragged_fsdp.trainer.config_check import check, check_vocabulary
 from ragged_fsdp.trainer.data import open_tokens
 from ragged_fsdp.trainer.launch import RankFailure, launch
 from ragged_fsdp.trainer.ranks import rank_variables
-from ragged_fsdp.trainer.run_folder import goes_on
+from ragged_fsdp.trainer.run_folder import how_to_go_on
 
 __all__ = ["local_processes", "start"]
 
@@ -51,5 +51,4 @@ def _what_is_left(config: TrainConfig) -> str:
     steps = open_store(config.checkpoint_place).steps()
     if not steps:
         return "there is no checkpoint yet: the same command begins at step 0"
-    how = "the same command" if goes_on(config) else "--resume auto"
-    return f"the newest checkpoint is of step {steps[-1]}; {how} goes on from there"
+    return f"the newest checkpoint is of step {steps[-1]}; {how_to_go_on(config)} goes on from there"
