@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ragged_fsdp.topology import LevelGroups
-from ragged_fsdp.torch_internals import backend_of
+from ragged_fsdp.torch_internals import backend_of, joins_gathers, one_launch
 
 __all__ = [
     "BytesComm",
@@ -242,14 +242,17 @@ class LevelComm(Comm):
     shared inside.
 
     A ring over N ranks takes N - 1 steps, most of them short hops inside a node that wait for long ones. Here
-    the long hops are independent, and while the slots of some nodes are shared those of the next arrive. The
-    nodes' ranks must be consecutive, so that the slots of a node are one run of the buffer.
+    the long hops are independent, and while the slots of some nodes are shared those of the next arrive. What
+    arrived together is shared with one launch where the backend has one, so their number does not grow with
+    that of the nodes. The nodes' ranks must be consecutive, so that the slots of a node are one run of the
+    buffer.
     """
 
-    def __init__(self, over: LevelGroups) -> None:
+    def __init__(self, over: LevelGroups, device: torch.device) -> None:
         if not over.levels.in_order:
             raise ValueError(f"LevelComm: the ranks of a node must be consecutive, got {over.levels.nodes}.")
         self._over = over
+        self._joins = joins_gathers(over.local, device)
 
     def gather(
         self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
@@ -260,31 +263,43 @@ class LevelComm(Comm):
             return super().gather(full, slot, group, async_op=async_op)
         if full.dtype not in _WIRE_DTYPES:
             full, slot = full.view(torch.uint8), slot.view(torch.uint8)
-        nodes = len(over.levels.nodes)
-        slots = full.view(nodes, over.levels.ranks_per_node, -1)
+        nodes, places = len(over.levels.nodes), over.levels.ranks_per_node
+        wholes = full.view(nodes, -1).unbind()
+        own = full.view(nodes, places, -1)[:, over.place].unbind()
         each = -(-(nodes - 1) // _GATHER_STEPS)
         steps = [range(first, min(first + each, nodes)) for first in range(1, nodes, each)]
-        arriving = [(step, self._cross(slots, slot, step)) for step in steps]
-        works = [self._share(slots, over.node, async_op)]
-        for step, crossing in arriving:
+        arriving = [([(over.node - ahead) % nodes for ahead in step], step) for step in steps]
+        crossings = [self._cross(own, slot, sources, step) for sources, step in arriving]
+        works = [self._share(wholes, own, [over.node], async_op)]
+        for (sources, _), crossing in zip(arriving, crossings):
             wait_all(crossing)
-            works += [self._share(slots, (over.node - ahead) % nodes, async_op) for ahead in step]
+            works.append(self._share(wholes, own, sources, async_op))
         return works if async_op else None
 
-    def _cross(self, slots: torch.Tensor, slot: torch.Tensor, step: range) -> Any:
-        """Send this rank's slot to the nodes so far ahead, and receive from those so far behind."""
+    def _cross(
+        self, own: Sequence[torch.Tensor], slot: torch.Tensor, sources: Sequence[int], step: range
+    ) -> Any:
+        """Send this rank's slot to the nodes so far ahead, and receive those of ``sources`` at its place."""
         over, rail = self._over, self._over.rail
         assert rail is not None
-        nodes = len(slots)
-        sent = {(over.node + ahead) % nodes: slot for ahead in step}
-        sources = [(over.node - ahead) % nodes for ahead in step]
-        return send_and_receive(sent, {node: slots[node, over.place] for node in sources}, rail)
+        sent = {(over.node + ahead) % len(own): slot for ahead in step}
+        return send_and_receive(sent, {node: own[node] for node in sources}, rail)
 
-    def _share(self, slots: torch.Tensor, node: int, async_op: bool) -> dist.Work | None:
-        """Gather the slots of one node from the ranks of this one."""
-        return super().gather(
-            slots[node].view(-1), slots[node, self._over.place], self._over.local, async_op=async_op
-        )
+    def _share(
+        self,
+        wholes: Sequence[torch.Tensor],
+        own: Sequence[torch.Tensor],
+        nodes: Sequence[int],
+        async_op: bool,
+    ) -> Any:
+        """Gather the slots of some nodes from the ranks of this one."""
+        local = self._over.local
+        if not self._joins or len(nodes) == 1:
+            return [super(LevelComm, self).gather(wholes[n], own[n], local, async_op=async_op) for n in nodes]
+        with one_launch(local, async_ops=async_op) as launched:
+            for node in nodes:
+                super().gather(wholes[node], own[node], local)
+        return launched if async_op else None
 
 
 class ProcessGroupComm(Comm):

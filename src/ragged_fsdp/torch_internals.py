@@ -545,7 +545,7 @@ def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
 def joins_gathers(pg: ProcessGroup, device: torch.device) -> bool:
     """Whether several gathers over ``pg`` can be one launch; a backend of the user's is not asked for it."""
     try:
-        return backend_of(pg, device).name() in ("nccl", "gloo")
+        return backend_of(pg, device).name() in ("nccl", "gloo", "fake")
     except (RuntimeError, AttributeError):  # a group in Python may have no backend, or be its own
         return False
 

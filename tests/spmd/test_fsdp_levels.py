@@ -338,7 +338,7 @@ def test_a_gather_in_two_levels_brings_the_same_bits(rank: Rank, case: str, asyn
 @spmd(6, timeout=170)
 def test_a_gather_over_three_nodes(rank: Rank) -> None:
     """Slots that come from nodes before and behind, also in steps of more than one node."""
-    flat, levels = Comm(), LevelComm(_over(rank, ranks_per_node=2))
+    flat, levels = Comm(), LevelComm(_over(rank, ranks_per_node=2), torch.device(rank.device))
     group = rank.mesh().get_group()
     for dtype in (torch.float32, torch.uint8, torch.float8_e4m3fn):
         for steps in (1, 2, 8):

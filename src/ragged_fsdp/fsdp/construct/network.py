@@ -102,7 +102,7 @@ def route(reduction: str, gather: str, pg: ProcessGroup, device: torch.device, o
     if levels.has_two and "two_level" in (reduction, gather):
         with explain_failure("making of groups for nodes", "", pg):
             over = level_groups(pg, levels, device)
-    comm = LevelComm(over) if over is not None and gather == "two_level" else None
+    comm = LevelComm(over, device) if over is not None and gather == "two_level" else None
     if reduction == "reduce_scatter":
         return ReduceScatter, comm
     over = over if reduction == "two_level" else None
