@@ -26,8 +26,8 @@ n and n' what a rank holds before and after):
     ragged               other tiles          all-to-all, uneven splits           n' - what it held
     ragged               other ragged         all-to-all, uneven splits           n' - what it held
     ragged, even         Replicate            all-gather                          N - n
-    ragged, uneven       Replicate            all-gather of padded pieces         m * max(n) - max(n)
-    ragged, very uneven  Replicate            all-to-all, uneven splits           N - n
+    ragged, uneven       Replicate            all-to-all, uneven splits           N - n
+    the same, large      Replicate            all-to-all to N / m, all-gather     less than N + N / m
     ragged on one rank   Replicate            broadcast                           N
     ragged               Shard(d)             all-to-all, uneven splits           n' - what it held
     Shard(d)             ragged               all-to-all, uneven splits           n' - what it held
@@ -40,8 +40,10 @@ n and n' what a rank holds before and after):
     anything             anything, other mesh raises                              -
     ===================  ===================  ==================================  ====================
 
-"Very uneven" means that padding would more than double the traffic: m * max(n) > 2 * N. Pending sums
-of other mesh dims that are reduced in the same call are reduced on the ragged pieces.
+"Very uneven" means that padding would more than double the traffic: m * max(n) > 2 * N. "Large" means
+m * max(n) of more than 2^20 elements: an owner that sent its piece to every rank would send, and hold, m
+times as much. Pending sums of other mesh dims that are reduced in the same call are reduced on the ragged
+pieces.
 
 Where placements of several mesh dims change at once, each mesh dim has its own step, in this order
 ("cut" is ragged or Shard), and a rank asks for nothing that it, or a rank behind it, does not need::

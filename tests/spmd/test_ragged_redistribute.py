@@ -9,7 +9,13 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ragged_cases import assert_same, fewer, numbers, world_units, worlds
-from ragged_fsdp.dtensor import RaggedShard, StridedRaggedShard, distribute_tensor, ragged_layout
+from ragged_fsdp.dtensor import (
+    RaggedShard,
+    StridedRaggedShard,
+    distribute_tensor,
+    ragged_layout,
+    redistribute,
+)
 from ragged_fsdp.dtensor.geometry import with_placements
 from ragged_fsdp.dtensor.redistribute import redistribute_local_tensor
 from rank_pool import spmd
@@ -64,7 +70,7 @@ def test_each_transition_uses_its_collective(rank):
         (Shard(1), rows, "all_to_all_single"),
         (Shard(0), rows, "all_to_all_single"),
         (even, Replicate(), "all_gather_into_tensor"),
-        (rows, Replicate(), "all_gather_into_tensor"),
+        (rows, Replicate(), "all_to_all_single"),
         (skewed, Replicate(), "all_to_all_single"),
         (one, Replicate(), "broadcast"),
         (Partial(), even, "reduce_scatter_tensor"),
@@ -81,6 +87,28 @@ def test_each_transition_uses_its_collective(rank):
         seen = {op.__name__.split(".")[-1]: n for op, n in comm.get_comm_counts().items() if n}
         assert seen == ({collective: 1} if collective else {}), (before, after, seen)
         assert_same(end, full)
+
+
+@spmd(2, 3, 4)
+def test_large_pieces_are_spread_before_they_are_gathered(rank):
+    """No rank sends its piece to all the others: each has an equal share to send, whoever owned it."""
+    mesh, world = rank.mesh(), rank.world_size
+    for shape, units in {
+        (12, 2): (1,) * (world - 1) + (12 - (world - 1),),  # 24 elements: equal shares
+        (11, 3): (10,) + (0,) * (world - 2) + (1,),  # 33: the last share is padded, middle ranks own nothing
+        (5,): (2, 3) + (0,) * (world - 2),  # shares of 2 on 4 ranks: the last rank has none
+    }.items():
+        full = numbers(1, *shape, device=rank.device)
+        ragged = distribute_tensor(full, mesh, [RaggedShard((0,), units)])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(redistribute, "_SENT_TO_ALL", 0)
+            for async_op in (False, True):
+                with CommDebugMode() as comm:
+                    whole = ragged.redistribute(placements=[Replicate()], async_op=async_op).to_local()
+                seen = {op.__name__.split(".")[-1]: n for op, n in comm.get_comm_counts().items() if n}
+                assert seen == {"all_to_all_single": 1, "all_gather_into_tensor": 1}
+                assert torch.equal(whole + 0, full)
+                assert whole.untyped_storage().nbytes() == full.nbytes
 
 
 @spmd(2, 4)
@@ -162,9 +190,9 @@ def test_collectives_of_moves_over_several_mesh_dims(rank):
         ((strided, Shard(0)), (Shard(0), Shard(1)), {exchange: 2}),
         ((strided, Shard(0)), fsdp2, {exchange: 1}),
         (fsdp2, (strided, Shard(0)), {exchange: 1}),
-        (fsdp2, (Replicate(), other), {exchange: 1, gather: 1}),
+        (fsdp2, (Replicate(), other), {exchange: 2}),
         ((Shard(0), Shard(0)), (strided, Shard(0)), {exchange: 2}),
-        ((strided, Shard(0)), (Replicate(), Shard(1)), {exchange: 1, gather: 1}),
+        ((strided, Shard(0)), (Replicate(), Shard(1)), {exchange: 2}),
         ((StridedRaggedShard((0,), (2, 2)), Shard(0)), (Replicate(), Replicate()), {gather: 2}),
         ((Replicate(), Replicate()), (strided, Shard(0)), {}),
         ((Replicate(), Shard(1)), (rows, Shard(1)), {}),

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -50,8 +51,13 @@ Shape = tuple[int, ...]
 Group = tuple[Any, int]
 """A mesh and the mesh dim to communicate over."""
 
-# Padding every piece to the longest is one fast collective, but not if it multiplies the traffic.
+# A reduce-scatter of pieces that are padded to the longest is one fast collective, but not if padding
+# multiplies the traffic.
 _MAX_PADDED_RATIO = 2
+
+# Up to so many elements every owner sends its piece to all ranks. More would keep its link busy, and its
+# memory with a copy for each of them, many times as long as all links together need.
+_SENT_TO_ALL = 1 << 20
 
 # How the addends of a pending reduction, one per row, combine.
 _COMBINE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -145,10 +151,18 @@ def _from_intervals(
     goal = ragged_layout(target)
     if source.counts == goal.counts:
         return local.reshape(goal.local_shape)
-    send = [overlap(source.start, source.numel, *there) for there in zip(goal.starts, goal.counts)]
-    receive = [overlap(goal.start, goal.numel, *there) for there in zip(source.starts, source.counts)]
-    out = functional.all_to_all_single(local.reshape(-1).contiguous(), receive, send, group)
-    return out.view(goal.local_shape)
+    return _cut_anew(local.reshape(-1), source.counts, goal.counts, group).view(goal.local_shape)
+
+
+def _cut_anew(flat: torch.Tensor, before: Sequence[int], after: Sequence[int], group: Group) -> torch.Tensor:
+    """Intervals of the lengths ``after``, one per rank, from those of the lengths ``before``."""
+    mesh, mesh_dim = group
+    here = mesh.get_local_rank(mesh_dim)
+    had, gets = (list(zip(accumulate(counts, initial=0), counts)) for counts in (before, after))
+    (start, numel), (new_start, new_numel) = had[here], gets[here]
+    send = [overlap(start, numel, *there) for there in gets]
+    receive = [overlap(new_start, new_numel, *there) for there in had]
+    return functional.all_to_all_single(flat.contiguous(), receive, send, group)
 
 
 def _is_scattered_sum(current: DTensorSpec, target: DTensorSpec) -> bool:
@@ -344,15 +358,22 @@ def _gathered(flat: torch.Tensor, counts: Sequence[int], group: Group, async_op:
         out = functional.broadcast(source, owners[0], group)
     elif len(set(counts)) == 1:
         out = all_gather(flat.contiguous(), 0, group)
-    elif async_op or _very_uneven(counts):
-        # The pieces arrive in their final places: nothing is left to do after the exchange.
+    elif ranks * max(counts) <= _SENT_TO_ALL:
         out = functional.all_to_all_single(flat.repeat(ranks), list(counts), [flat.numel()] * ranks, group)
     else:
-        longest = max(counts)
-        padded = torch.nn.functional.pad(flat, (0, longest - flat.numel()))
-        rows = _wait(all_gather(padded.contiguous(), 0, group)).view(ranks, longest)
-        out = torch.cat([rows[rank, :count] for rank, count in enumerate(counts) if count])
+        out = _spread_and_gathered(flat, counts, group)
     return out if async_op else _wait(out)
+
+
+def _spread_and_gathered(flat: torch.Tensor, counts: Sequence[int], group: Group) -> torch.Tensor:
+    """Pieces that some ranks hold are cut anew for all ranks alike, which then send each an equal share."""
+    ranks, numel = len(counts), sum(counts)
+    each = -(-numel // ranks)
+    share = _wait(_cut_anew(flat, counts, [max(0, min(each, numel - r * each)) for r in range(ranks)], group))
+    if share.numel() < each:
+        share = torch.nn.functional.pad(share, (0, each - share.numel()))
+    whole = all_gather(share, 0, group)
+    return whole if each * ranks == numel else _wait(whole)[:numel].clone()
 
 
 def _very_uneven(counts: Sequence[int]) -> bool:
