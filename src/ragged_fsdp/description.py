@@ -177,8 +177,8 @@ def _group_line(group: Any, prefixes: dict[int, str]) -> GroupLine:
     for index, param in enumerate(group.params):
         place = param.places[0]
         name = plain_name(f"{prefixes.get(id(place.module), '')}.{place.attribute}".lstrip("."))
-        parts = tuple(plan.local_range(index, rank).numel for rank in range(plan.layout.ranks))
-        block = plan.tensor_layout(index).specs[0].block_numel
+        layout = plan.tensor_layout(index)
+        parts, block = layout.local_numels(0), layout.specs[0].block_numel
         shape, placements = tuple(param.global_shape), tuple(param.spec.placements)
         tensors.append(TensorLine(name, shape, param.dtype, placements, block, parts))
     return GroupLine(

@@ -220,11 +220,8 @@ class GroupLayout:
             return LocalRange(0, 0 if shard_first <= start else spec.numel, 0)
         return LocalRange(first - shard_first, first - start, end - first)
 
-    def local_units(self, index: int) -> tuple[int, ...]:
-        """Blocks of tensor ``index`` on each rank; they sum to its block count.
-
-        Where its last block is short, parts of blocks instead, all alike.
-        """
+    def local_numels(self, index: int) -> tuple[int, ...]:
+        """Elements of tensor ``index`` on each rank."""
         spec, start, shard = self.specs[index], self.offsets[index], self.shard_numel
         if not spec.numel:
             return (0,) * self.ranks
@@ -233,9 +230,16 @@ class GroupLayout:
         inside = [spec.numel]
         if first < last:  # a head, whole shards, a tail
             inside = [(first + 1) * shard - start, *[shard] * (last - first - 1), end - last * shard]
+        return (*(0,) * first, *inside, *(0,) * (self.ranks - last - 1))
+
+    def local_units(self, index: int) -> tuple[int, ...]:
+        """Blocks of tensor ``index`` on each rank; they sum to its block count.
+
+        Where its last block is short, parts of blocks instead, all alike.
+        """
+        spec = self.specs[index]
         unit = math.gcd(spec.block_numel, spec.numel)
-        blocks = (numel // unit for numel in inside)
-        return (*(0,) * first, *blocks, *(0,) * (self.ranks - last - 1))
+        return tuple(numel // unit for numel in self.local_numels(index))
 
     def alone(self, index: int, cells: int = 1) -> "GroupLayout":
         """The layout of tensor ``index`` alone, over the same shards, in elements of ``cells`` cells each."""

@@ -66,12 +66,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 from torch.distributed.tensor.placement_types import Placement
 
-from ragged_fsdp.layout import GroupLayout, as_integer
+from ragged_fsdp.layout import GroupLayout, TensorSpec, as_integer
 from ragged_fsdp.policy import Elements, Granularity, Rows, Tiles, Whole
 
 __all__ = [
@@ -88,6 +89,7 @@ Units = tuple[int, ...]
 BlockShape = Sequence[int]
 
 _ELEMENTS = Elements(1)
+_MOST_LISTED = 16  # ranks whose units a placement shows one by one
 
 
 class RaggedShard(Placement):
@@ -171,7 +173,12 @@ class RaggedShard(Placement):
         return cls(ragged_dims(shape, math.prod(shape)), [int(r == root) for r in range(ranks)])
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is type(self) and self._key == other._key)
+        if self is other:
+            return True
+        if type(other) is not type(self) or self._hash != other._hash or self._key != other._key:
+            return False
+        self._key = other._key  # next time the same objects compare in no time, however many ranks there are
+        return True
 
     def __hash__(self) -> int:
         return self._hash
@@ -181,9 +188,9 @@ class RaggedShard(Placement):
         return type(self), (self.dims, self.local_units, self.tile)
 
     def __repr__(self) -> str:
-        # no address: it enters compile cache keys
+        # no address: it enters compile cache keys; and Python, which generated code runs
         tile = "" if self.tile is None else f", tile={self.tile}"
-        return f"{type(self).__name__}(dims={self.dims}, local_units={self.local_units}{tile})"
+        return f"{type(self).__name__}(dims={self.dims}, local_units={_written(self.local_units)}{tile})"
 
     __str__ = __repr__
 
@@ -308,12 +315,37 @@ def placement_from_layout(
         raise ValueError(
             f"{spec.name}: shape {shape} has {math.prod(shape)} elements, layout has {spec.numel}."
         )
-    kind = StridedRaggedShard if strided else RaggedShard
+    unnamed = TensorSpec("", spec.numel, spec.block_numel, spec.tile)
+    alone = GroupLayout((unnamed,), layout.ranks, 1, layout.shard_numel, (layout.offsets[index],), 0)
+    return _placement_of(alone, shape, StridedRaggedShard if strided else RaggedShard)
+
+
+@lru_cache(maxsize=4096)
+def _placement_of(alone: GroupLayout, shape: tuple[int, ...], kind: type[RaggedShard]) -> RaggedShard:
+    """Of the tensor that ``alone`` lays out. Cached: the equal layers of a model share one for all ranks."""
+    (spec,) = alone.specs
     # an empty tensor lies nowhere: any units describe it
-    units = layout.local_units(index) if spec.numel else (1,) * layout.ranks
+    units = alone.local_units(0) if spec.numel else (1,) * alone.ranks
     piece = spec.block_numel * math.gcd(*units) if spec.numel else 1
     dims = ragged_dims(shape, piece) if spec.tile is None else range(len(shape))
     return kind(dims, units, spec.tile)
+
+
+def _written(units: tuple[Any, ...]) -> str:
+    """The tuple as Python; of many ranks in runs of equal units, since errors and logs show placements."""
+    if len(units) <= _MOST_LISTED:
+        return repr(units)
+    runs: list[str] = []
+    listed: list[Any] = []
+    for unit, same in groupby(units):
+        count = len(list(same))
+        if count <= 2:
+            listed += [unit] * count
+            continue
+        runs += [repr(tuple(listed))] if listed else []
+        runs.append(f"({unit!r},) * {count}")
+        listed = []
+    return " + ".join(runs + ([repr(tuple(listed))] if listed else []))
 
 
 def _block_shape_numel(shape: tuple[int, ...], block: tuple[int, ...]) -> int:

@@ -43,6 +43,22 @@ def test_equality_is_of_layouts():
         assert torch.load(buffer, weights_only=True)["placement"] == placement
 
 
+def test_placements_over_many_ranks_are_short_to_read_and_quick_to_compare():
+    ranks = 65536
+    units = (3, *(5,) * 1000, 1, 2, *(0,) * (ranks - 1003))
+    placement, twin = RaggedShard((0,), units), RaggedShard((0,), list(units))
+    assert repr(placement) == (
+        f"RaggedShard(dims=(0,), local_units=(3,) + (5,) * 1000 + (1, 2) + (0,) * {ranks - 1003})"
+    )
+    assert eval(repr(placement)) == placement
+    assert placement.local_units is not twin.local_units and placement == twin
+    assert placement._key is twin._key, "what was found equal must not be compared unit by unit again"
+    assert placement != RaggedShard((0,), (*units[:-1], 1))
+    rows = StridedRaggedShard((0,), ((1, 2),) * 20 + ((2, 0),))
+    assert repr(rows) == "StridedRaggedShard(dims=(0,), local_units=((1, 2),) * 20 + ((1, 0),))"
+    assert eval(repr(rows)) == rows
+
+
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

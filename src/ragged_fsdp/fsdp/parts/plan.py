@@ -336,7 +336,7 @@ def _per_outer_shard(layout: GroupLayout, shapes: Sequence[tuple[int, ...]]) -> 
     rows, common = [], spec.block_numel
     for shape in shapes:
         own = replace(layout, specs=(TensorSpec(spec.name, math.prod(shape), spec.block_numel),))
-        counts = tuple(own.local_range(0, rank).numel for rank in range(layout.ranks))
+        counts = own.local_numels(0)
         rows.append(counts)
         common = math.gcd(common, *counts)
     prefix = max((ragged_dims(shape, common) for shape in shapes if math.prod(shape)), key=len)
