@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_inside
 from collective_calls import count, noted
 from fsdp_cases import MODES, Mode, ragged_only
+from ragged_fsdp import collectives
 from rank_pool import DEVICE, Rank
 
 pytestmark = [ragged_only, pytest.mark.skipif(DEVICE != "cpu", reason="dry runs need no device")]
@@ -87,6 +88,22 @@ def test_an_exchange_of_views_runs_without_other_ranks(rank, rounds):
         for _ in range(2):
             model(torch.ones(1, 64)).sum().backward()
     assert [call.name for call in notes.of("all_to_all")] == ["batch_isend_irecv"] * 2 * 3 * rounds
+
+
+def test_pieces_on_a_device_run_without_other_ranks(rank, monkeypatch):
+    """Torch's fake group copies part r of what is sent to part r of what is received, whatever their sizes."""
+    messages = []
+    monkeypatch.setattr(dist, "batch_isend_irecv", messages.extend)
+    sent, received = (
+        [torch.empty(n, device="meta") for n in sizes] for sizes in ((3, 2, 0, 1), (0, 2, 4, 1))
+    )
+    collectives.all_to_all_pieces(received, sent, dist.group.WORLD, async_op=True)
+    assert [(m.op, m.group_peer, m.tensor.numel()) for m in messages] == [
+        (dist.isend, 0, 3),
+        (dist.isend, 3, 1),
+        (dist.irecv, 2, 4),
+        (dist.irecv, 3, 1),
+    ]
 
 
 _BEFORE = """
