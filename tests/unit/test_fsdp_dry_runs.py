@@ -91,7 +91,7 @@ def test_an_exchange_of_views_runs_without_other_ranks(rank, rounds):
 
 
 def test_pieces_on_a_device_run_without_other_ranks(rank, monkeypatch):
-    """Torch's fake group copies part r of what is sent to part r of what is received, whatever their sizes."""
+    """Torch's fake group copies part r sent to part r received, whatever their sizes: messages are used."""
     messages = []
     monkeypatch.setattr(dist, "batch_isend_irecv", messages.extend)
     sent, received = (
