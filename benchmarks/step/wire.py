@@ -334,7 +334,7 @@ class WireGroup(dist.ProcessGroup):
         return BACKEND
 
     def _get_backend(self, device: torch.device) -> WireGroup:
-        """Itself, which has no ``supports_coalescing``: torch 2.15 asks for it before batched calls."""
+        """Itself, which has no ``supports_coalescing``: torch asks for it before batched calls since 2.14."""
         return self
 
     @property

@@ -600,8 +600,8 @@ def new_group_named(name: str) -> Iterator[None]:
 
     It has a communicator of its own also after ``init_process_group(device_id=...)``, whose device is
     forgotten meanwhile: torch would split it off the communicator of all ranks, and wait for those that know
-    nothing of it. It is not counted either: torch 2.15 names later groups by a count that it takes to be the
-    same on all ranks, and those that made none of this would wait for them under another name.
+    nothing of it. It is not counted either: since 2.14 torch names later groups by a count that it takes to
+    be the same on all ranks, and those that made none of this would wait for them under another name.
     """
     named, world = torch.distributed.distributed_c10d, torch.distributed.group.WORLD
     assert world is not None
@@ -650,7 +650,7 @@ def register_constant_class(kind: type, members: tuple[str, ...]) -> None:
     import torch._library.opaque_object as opaque
 
     real = dict.fromkeys(members, opaque.MemberType.USE_REAL)
-    if hasattr(opaque, "register_custom_class"):  # torch 2.15
+    if hasattr(opaque, "register_custom_class"):  # since torch 2.14
         opaque.register_custom_class(kind, typ="constant", members=real)
     else:
         opaque.register_opaque_type(kind, typ="value", members=real)

@@ -134,7 +134,7 @@ def _trained(config, folder, *flags, ranks=2):
 
 
 @pytest.mark.skipif(
-    not hasattr(torch.distributed, "set_timeout"), reason="the trainer of torchtitan 0.3.0 needs torch 2.15"
+    not hasattr(torch.distributed, "set_timeout"), reason="torchtitan 0.3.0 calls it; torch has it since 2.14"
 )
 @pytest.mark.timeout(1800)
 def test_the_example_trains_as_with_fsdp2_and_resumes(tmp_path):

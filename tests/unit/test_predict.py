@@ -275,6 +275,13 @@ def test_collectives_come_in_the_order_of_the_real_runtime(fake_ranks, reduction
     assert named == [entry for entry in replayed if entry[0] == "gather"]
 
 
+HOLDS_ONE_MORE = pytest.mark.xfail(
+    torch.__version__.startswith("2.12."),
+    strict=True,
+    reason="a loop variable of torch 2.12's FSDP2 holds a layer's gradients while the next one's are reduced",
+)
+
+
 class _Even(_Layers):
     """Equal layers, large beside their activations."""
 
@@ -288,7 +295,9 @@ class _Even(_Layers):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="torch's memory tracker counts CPU storages")
-@pytest.mark.parametrize(("sharding", "tokens"), [("ragged", 64), ("ragged", 256), ("fsdp2", 64)])
+@pytest.mark.parametrize(
+    ("sharding", "tokens"), [("ragged", 64), ("ragged", 256), pytest.param("fsdp2", 64, marks=HOLDS_ONE_MORE)]
+)
 def test_the_peak_is_that_of_a_real_run(fake_ranks, sharding, tokens):
     """Allocated bytes of steps of a sharded model, as torch's own tracker of storages counts them."""
     workload = _even_workload(6)

@@ -429,7 +429,7 @@ _TORCH_KEY: Any = torch.distributed.fsdp.fully_shard.__wrapped__  # type: ignore
 class _StageState:
     """What ``torch.distributed.pipelining`` reads of FSDP2's state to end the backward of a stage.
 
-    A stage runs the backward of each microbatch without reductions. Up to torch 2.13 it then asks torch's
+    A stage runs the backward of each microbatch without reductions. Up to torch 2.14 it then asks torch's
     ``fully_shard`` for the state of its module, lets every parameter group in it reduce, and calls the end of
     the backward; here there are no groups to walk, and an end that does it all. Later releases call
     ``finalize_backward``.
