@@ -124,8 +124,8 @@ def fully_shard(
         reshard_after_forward: True frees the gathered parameters after forward and gathers again in
             backward; False keeps them; an int keeps a larger shard, gathered over that many ranks; None is
             True, except for the root, which is needed again at once, and for the two modules with which
-            backward starts. ``"auto"`` is None, but the layers that
-            backward needs first stay gathered, as many as fit in ``gathered_budget_bytes``.
+            backward starts. ``"auto"`` is None, but also keeps the layers that backward needs first, as many
+            as fit in ``gathered_budget_bytes``.
         shard_placement_fn: per parameter, ``None``, ``Shard(dim)`` or a ``ShardPlacementResult`` with a mesh
             of its own. ``Shard(dim)`` gives FSDP2's equal chunks, with its copies, unless
             ``orig_param_policy`` names a granularity for the parameter.
@@ -153,15 +153,16 @@ def fully_shard(
         ranks_per_node: how many consecutive ranks share a fast link, for ``"two_level"`` and ``"auto"``.
             Default: the environment's ``RAGGED_FSDP_RANKS_PER_NODE``, else the ranks find out.
         internode_dtype: of the sums that ``"two_level"`` sends between nodes, ``torch.float32`` or
-            ``torch.bfloat16``. Default: that of the gradients.
+            ``torch.bfloat16``. Default: that of the gradients, but fp32 for fp16.
         conditional: whether a rank may leave ``module`` out of a forward while others run it, such as a tower
             for images. The ranks vote once per forward; those without a run reduce zeros.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
-        ValueError: a parameter, the mesh or a granularity cannot be used, or the ranks disagree. Raised on
-            every rank, naming the parameter, before anything is changed.
-        RuntimeError: another rank of the mesh failed; the message names it and has its error.
+        ValueError: the mesh, a parameter or a granularity cannot be used, or the ranks disagree; the message
+            names the parameter, and nothing is changed.
+        RuntimeError: another rank of the mesh failed; the message names it and has its error. Only of a mesh
+            that cannot be used the other ranks do not hear.
         AssertionError: the module was sharded before.
 
     Example::
