@@ -133,7 +133,7 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and optimizer state on the host.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: names the data-parallel dims of ``mesh``, on which the parameters already are DTensors.
-        orig_param_policy: ``policy(name, param)`` returns how much of a parameter must stay on one rank:
+        orig_param_policy: ``policy(name, param)`` returns what of a parameter must stay on one rank:
             ``Elements(n)``, ``Rows(n)``, ``Tiles(rows, columns)``, ``Whole()``, or None for no constraint.
             Names are relative to ``module``.
         reduction: ``"reduce_scatter"`` adds gradients on the wire, in ``reduce_dtype``. ``"all_to_all"``
@@ -142,9 +142,10 @@ def fully_shard(
             ranks of one node or NVLink domain. ``"two_level"`` does so inside each node, and then with the
             nodes' sums between them. ``"auto"`` picks by the network and logs what.
         gathered_budget_bytes: with ``reshard_after_forward="auto"``: bytes of gathered parameters, below one
-            root, that may stay between forward and backward. The largest value given counts.
-        max_buffers: into how many buffers the group may be split where blocks of different size would pad a
-            common one by more than a percent; each has a gather and a reduction of its own.
+            root, that may stay between forward and backward; the two modules with which backward starts stay
+            in any case. The largest value given counts.
+        max_buffers: into how many buffers the group may be split by block size, if each further one saves
+            more than a percent of padding; each has a gather and a reduction of its own.
         gather_policy: ``policy(name, param)`` returns ``BlockCodes``, in which the parameter is gathered and
             computed with, or None. Such parameters form a group of their own; main weights, gradients and
             checkpoints are as without it.
@@ -161,8 +162,8 @@ def fully_shard(
         TypeError: an argument has the wrong type; the message names it.
         ValueError: the mesh, a parameter or a granularity cannot be used, or the ranks disagree; the message
             names the parameter, and nothing is changed.
-        RuntimeError: another rank of the mesh failed; the message names it and has its error. Only of a mesh
-            that cannot be used the other ranks do not hear.
+        RuntimeError: another rank of the mesh failed; the message names it and has its error. (Other ranks are
+            not told of a mesh that cannot be used.)
         AssertionError: the module was sharded before.
 
     Example::
