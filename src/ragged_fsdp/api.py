@@ -162,8 +162,8 @@ def fully_shard(
         TypeError: an argument has the wrong type; the message names it.
         ValueError: the mesh, a parameter or a granularity cannot be used, or the ranks disagree; the message
             names the parameter, and nothing is changed.
-        RuntimeError: another rank of the mesh failed; the message names it and has its error. (Other ranks are
-            not told of a mesh that cannot be used.)
+        RuntimeError: another rank of the mesh failed; the message names it and has its error. (A mesh that
+            cannot be used raises on the rank that passed it, and the others are not told.)
         AssertionError: the module was sharded before.
 
     Example::
