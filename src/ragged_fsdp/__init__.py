@@ -14,9 +14,11 @@
     ragged_fsdp.optim                   AdamW8bit, Muon, Shampoo, FusedAdamW, clip_grad_norm_
     ragged_fsdp.weights                 load and stream the weights of a sharded model
     ragged_fsdp.experts                 experts spread over ranks
+    ragged_fsdp.fp8                     linear layers and experts that compute in FP8
+    ragged_fsdp.replicas                replicas that may fail
     ragged_fsdp.planner                 layouts of groups; needs no torch
     ragged_fsdp.checkpoint              folders of checkpoints, safetensors
-    ragged_fsdp.integrations            Accelerate and the Transformers Trainer, Lightning, torchtitan
+    ragged_fsdp.integrations            Accelerate, the Transformers Trainer, Lightning, torchtitan, torchft
     ragged_fsdp.models, .trainer        what ``ragged-fsdp train`` builds and runs
 
 Names and sub-packages are loaded on first use, so that ``ragged_fsdp.planner`` works without torch.
@@ -33,11 +35,13 @@ if TYPE_CHECKING:  # for editors and type checkers; keep in step with _HOMES and
     from ragged_fsdp import dbuffer as dbuffer
     from ragged_fsdp import dtensor as dtensor
     from ragged_fsdp import experts as experts
+    from ragged_fsdp import fp8 as fp8
     from ragged_fsdp import integrations as integrations
     from ragged_fsdp import models as models
     from ragged_fsdp import optim as optim
     from ragged_fsdp import planner as planner
     from ragged_fsdp import policy as policy
+    from ragged_fsdp import replicas as replicas
     from ragged_fsdp import trainer as trainer
     from ragged_fsdp import weights as weights
     from ragged_fsdp.api import CPUOffloadPolicy as CPUOffloadPolicy
@@ -91,11 +95,13 @@ _SUBPACKAGES = (
     "dbuffer",
     "dtensor",
     "experts",
+    "fp8",
     "integrations",
     "models",
     "optim",
     "planner",
     "policy",
+    "replicas",
     "trainer",
     "weights",
 )

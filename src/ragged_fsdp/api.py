@@ -124,8 +124,8 @@ def fully_shard(
         reshard_after_forward: True frees the gathered parameters after forward and gathers again in
             backward; False keeps them; an int keeps a larger shard, gathered over that many ranks; None is
             True, except for the root, which is needed again at once, and for the two modules with which
-            backward starts. ``"auto"`` is None, but the layers that
-            backward needs first stay gathered, as many as fit in ``gathered_budget_bytes``.
+            backward starts. ``"auto"`` is None, but also keeps the layers that backward needs first, as many
+            as fit in ``gathered_budget_bytes``.
         shard_placement_fn: per parameter, ``None``, ``Shard(dim)`` or a ``ShardPlacementResult`` with a mesh
             of its own. ``Shard(dim)`` gives FSDP2's equal chunks, with its copies, unless
             ``orig_param_policy`` names a granularity for the parameter.
@@ -133,7 +133,7 @@ def fully_shard(
         offload_policy: ``CPUOffloadPolicy`` keeps parameters, gradients and optimizer state on the host.
         ignored_params: parameters to leave alone.
         dp_mesh_dims: names the data-parallel dims of ``mesh``, on which the parameters already are DTensors.
-        orig_param_policy: ``policy(name, param)`` returns how much of a parameter must stay on one rank:
+        orig_param_policy: ``policy(name, param)`` returns what of a parameter must stay on one rank:
             ``Elements(n)``, ``Rows(n)``, ``Tiles(rows, columns)``, ``Whole()``, or None for no constraint.
             Names are relative to ``module``.
         reduction: ``"reduce_scatter"`` adds gradients on the wire, in ``reduce_dtype``. ``"all_to_all"``
@@ -142,9 +142,10 @@ def fully_shard(
             ranks of one node or NVLink domain. ``"two_level"`` does so inside each node, and then with the
             nodes' sums between them. ``"auto"`` picks by the network and logs what.
         gathered_budget_bytes: with ``reshard_after_forward="auto"``: bytes of gathered parameters, below one
-            root, that may stay between forward and backward. The largest value given counts.
-        max_buffers: into how many buffers the group may be split where blocks of different size would pad a
-            common one by more than a percent; each has a gather and a reduction of its own.
+            root, that may stay between forward and backward; the two modules with which backward starts stay
+            in any case. The largest value given counts.
+        max_buffers: into how many buffers the group may be split by block size, if each further one saves
+            more than a percent of padding; each has a gather and a reduction of its own.
         gather_policy: ``policy(name, param)`` returns ``BlockCodes``, in which the parameter is gathered and
             computed with, or None. Such parameters form a group of their own; main weights, gradients and
             checkpoints are as without it.
@@ -153,15 +154,16 @@ def fully_shard(
         ranks_per_node: how many consecutive ranks share a fast link, for ``"two_level"`` and ``"auto"``.
             Default: the environment's ``RAGGED_FSDP_RANKS_PER_NODE``, else the ranks find out.
         internode_dtype: of the sums that ``"two_level"`` sends between nodes, ``torch.float32`` or
-            ``torch.bfloat16``. Default: that of the gradients.
+            ``torch.bfloat16``. Default: that of the gradients, but fp32 for fp16.
         conditional: whether a rank may leave ``module`` out of a forward while others run it, such as a tower
             for images. The ranks vote once per forward; those without a run reduce zeros.
 
     Raises:
         TypeError: an argument has the wrong type; the message names it.
-        ValueError: a parameter, the mesh or a granularity cannot be used, or the ranks disagree. Raised on
-            every rank, naming the parameter, before anything is changed.
-        RuntimeError: another rank of the mesh failed; the message names it and has its error.
+        ValueError: the mesh, a parameter or a granularity cannot be used, or the ranks disagree; the message
+            names the parameter, and nothing is changed.
+        RuntimeError: another rank of the mesh failed; the message names it and has its error. (A mesh that
+            cannot be used raises on the rank that passed it, and the others are not told.)
         AssertionError: the module was sharded before.
 
     Example::

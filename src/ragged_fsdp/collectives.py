@@ -10,13 +10,14 @@ kind of memory or of collective, and nothing above it knows which:
     ProcessGroupComm    a pool of the process group's backend   torch.distributed's
     UserComm            the user's, if the object allocates     one object of the user's
     LevelComm           the device's common pool                gathers between nodes, then inside them
+    OverGroup           that of another comm                    another comm's reductions, over a group
     BytesComm           the device's common pool                gathers of bytes, whatever the dtype
     ==================  ======================================  ==========================================
 
-Collectives on symmetric memory will be one more. Torch's functions are called by their public names at every
-call, so whoever wraps them, or passes a process group of his own, sees every collective (newer releases call
-``all_gather_into_tensor`` ``all_gather_single``). Dtypes a backend does not know (float8, complex, ...)
-travel as bytes.
+Torch's functions are looked up by their public names at every call, so that a wrapper around them, or a
+process group of the user's own, sees every collective (newer releases call ``all_gather_into_tensor``
+``all_gather_single``). Dtypes a backend does not know (float8, complex, ...) are gathered and exchanged as
+bytes.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ times as much. Pending sums of other mesh dims that are reduced in the same call
 pieces.
 
 Where placements of several mesh dims change at once, each mesh dim has its own step, in this order
-("cut" is ragged or Shard), and a rank asks for nothing that it, or a rank behind it, does not need::
+("cut" is ragged or Shard); an element goes only to ranks that need it or pass it on::
 
     =====================  ====================  =================================  ======================
     along a mesh dim from  to                    step                               elements received
@@ -59,7 +59,7 @@ Where placements of several mesh dims change at once, each mesh dim has its own 
     Shard(d)               the same cut          none                               0
     =====================  ====================  =================================  ======================
 
-An element travels once along each mesh dim on which its place changes: once if that is one mesh dim.
+An element travels once along each mesh dim on which its place changes.
 """
 
 from __future__ import annotations

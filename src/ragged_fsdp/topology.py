@@ -9,8 +9,8 @@ Every rank can tell where it is: :func:`find_levels` lets the ranks of a group t
 hold different numbers of the group's ranks are divided into parts of equal size, the largest that fits all:
 the levels of 8 + 4 ranks are three nodes of four. Where only one fits there is no level inside.
 
-Users say it themselves with ``ranks_per_node``, or in the environment as ``RAGGED_FSDP_RANKS_PER_NODE``:
-that many consecutive ranks of the world are then a node.
+Users can set it with ``ranks_per_node``, or in the environment with ``RAGGED_FSDP_RANKS_PER_NODE``: that many
+consecutive ranks of the world are then a node.
 """
 
 from __future__ import annotations

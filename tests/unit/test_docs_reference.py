@@ -13,6 +13,7 @@ PAGE = (ROOT / "docs" / "api.md").read_text()
 DOCUMENTED = set(re.findall(r"^\.\. auto\w+:: ragged_fsdp\.(?:\w+\.)*(\w+)", PAGE, re.MULTILINE))
 MODULES = [
     "ragged_fsdp",
+    "ragged_fsdp.fp8",
     "ragged_fsdp.optim",
     "ragged_fsdp.planner",
     "ragged_fsdp.weights",

@@ -84,10 +84,12 @@ def test_type_checkers_see_what_is_loaded_on_first_use(name):
 
 
 def test_sub_packages_are_there_and_only_what_is_public_is_listed():
-    program = "import ragged_fsdp as r; r.optim.Muon; r.planner.plan; r.trainer; print(*dir(r))"
+    program = "import ragged_fsdp as r; r.optim.Muon; r.planner.plan; r.fp8.fits; r.trainer; print(*dir(r))"
     listed = _run(program=program).stdout.split()
     assert {"optim", "planner", "fully_shard", "describe"} <= set(listed)
     assert [n for n in listed if n.startswith("_") and not n.startswith("__")] == [] and "sys" not in listed
+    folders = {path.parent.name for path in (ROOT / "src" / "ragged_fsdp").glob("*/__init__.py")}
+    assert folders - set(ragged_fsdp._SUBPACKAGES) == {"cli", "fsdp", "predict"}
     for name in (*ragged_fsdp.__all__, *ragged_fsdp._SUBPACKAGES):
         assert name in ragged_fsdp.__doc__ or name in ("dbuffer", "dtensor", "policy") or name in _FSDP2, name
 

@@ -194,8 +194,8 @@ class DBuffer:
     def of(tensor: torch.Tensor) -> tuple[DBuffer, int] | None:
         """The buffer that holds a DTensor's local part, and the tensor's index in it; None if none does.
 
-        Empty local parts have no address of their own: they answer with the first tensor of equal
-        placement and shape.
+        Empty local parts have no address of their own: they answer with the first tensor of equal shape of
+        which this rank holds nothing.
         """
         expect(".of: tensor", tensor, torch.Tensor, "a tensor")
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor

@@ -50,8 +50,8 @@ class FlatStorage:
     """``nbytes`` of memory on ``device``, released and materialised on the stream that uses it.
 
     ``stream`` is the stream of the last allocation: the caching allocator orders any reuse of the memory
-    behind the work of that stream. Where memory is released on another stream, it first waits for that one;
-    uses on further streams must have been waited for by the stream that releases.
+    behind the work of that stream. Where memory is released on another stream, the stream of the allocation
+    waits for it; uses on further streams must have been waited for by the stream that releases.
     """
 
     def __init__(

@@ -111,7 +111,8 @@ def distribute_tensor(
     Args:
         tensor: the whole tensor, a contiguous leaf.
         device_mesh: the mesh; default is the current one.
-        placements: one per mesh dim, at most one of them ragged.
+        placements: one per mesh dim; at most one of them ragged, or a ``StridedRaggedShard`` and then a
+            ``RaggedShard`` of whole rows.
         src_data_rank: the rank whose values all get; None lets each rank keep its part of its own copy,
             without communication.
 

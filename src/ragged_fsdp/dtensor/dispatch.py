@@ -10,7 +10,7 @@ takes part. The cases an optimizer step needs are element-wise on lists, where e
 its own position (see :mod:`ragged_fsdp.dtensor.pointwise`), and scalars such as norms and clip factors, which
 are the same number on every rank once they are reduced. Norms of several meshes, stacked, lie on a *number
 mesh*: one with the ranks and groups of the first mesh, but with dim names of its own. What is computed from
-them lies on it too, so the clip factor is known for ours when it meets the gradients of any other mesh.
+them lies on it too, so a clip factor is recognised by its mesh when it meets the gradients of any other one.
 """
 
 from __future__ import annotations

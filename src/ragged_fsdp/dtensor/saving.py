@@ -1,8 +1,8 @@
 """How ragged tensors are saved, copied and loaded: checkpoints, pickles, full state dicts.
 
 A distributed checkpoint knows boxes of the global tensor only, and a piece is a run of its flat order: at
-most ``2 * ndim - 1`` boxes, each of them a view of the local tensor. Each rank writes and reads its own,
-without communication.
+most ``2 * ndim - 1`` boxes (more in the order of tiles), each of them a view of the local tensor. Each rank
+writes and reads its own, without communication.
 
 A DTensor that lies inside a larger buffer reports its local tensor's storage offset as its own, and torch
 takes a tensor with a non-zero data pointer for one that owns memory. It is pickled and copied as its part

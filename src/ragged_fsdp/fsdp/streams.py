@@ -1,8 +1,9 @@
 """CommContext: streams, events, memory and pending reductions of the groups below one root.
 
-Everything is allocated and freed on the compute stream (the stream current when hooks run); the other
-streams wait for it before they touch new memory, and it waits for their events before memory goes back.
-So the allocator never sees a cross-stream lifetime and ``record_stream`` is not needed. See docs/schedule.md.
+Memory that several streams use is allocated and freed on the compute stream (the one that is current when
+hooks run). The other streams wait for it before they touch new memory, and it waits for their events before
+memory goes back. So the allocator never sees a cross-stream lifetime, and ``record_stream`` is not needed.
+See docs/schedule.md.
 
 Two groups are gathered at a time and one gradient buffer is reduced, each the size of a layer. Given back to
 the allocator, their blocks would be cut up for activations and gradients, and the next layer would reserve

@@ -59,7 +59,8 @@ class Shampoo(ExactStateOptimizer):
         block_shape: rows and columns of a block, powers of two; also what a shard must keep whole. Leading
             dims are batches of matrices.
         root_interval: steps between renewals of the inverse roots.
-        start_step: Adam updates before the first preconditioned one, while statistics build up.
+        start_step: the first step with a preconditioned update; those before are Adam's, while statistics
+            build up.
         exponent: p of the inverse roots; 4 is Shampoo's for a matrix, 2 is close to a full-matrix Adam.
         damping: added to the eigenvalues of a preconditioner, relative to its largest.
         min_numel, exclude: parameters under so many elements, or with names that match one of these shell

@@ -5,8 +5,8 @@ One buffer can be wasteful: blocks of very different size force its shard up to 
 Apart, each buffer needs only its own. The price is one more collective per buffer, so a split must pay: it
 is taken only if it saves more than ``threshold`` of the group's elements per extra buffer.
 
-Nor is it even in what is trained: a tensor is one run of the buffer, so adapters that are small beside a
-frozen base lie on the few ranks where they happen to fall, and with them their gradients and optimizer state.
+One buffer can also be uneven in what is trained: a tensor is one run of it, so adapters that are small beside
+a frozen base lie on few ranks, and with them their gradients and optimizer state.
 """
 
 from collections import defaultdict, deque

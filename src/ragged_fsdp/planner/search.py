@@ -8,8 +8,8 @@ collective's unit, so most groups have some elements to spare. They buy two thin
 shard:
 
 - **alignment**: offsets that are multiples of the unit, or of the largest part of it that fits. A gathered
-  parameter then starts where an allocator would have put it, and cuts fall at multiples of it too, so
-  quantisation blocks and short rows stay whole unasked;
+  parameter is then aligned as one that an allocator has placed, and cuts fall at multiples of that too, so
+  that quantisation blocks and short rows stay whole without a policy;
 - **order**: tensors lie in the order in which they came, if that costs no alignment.
 
 ::

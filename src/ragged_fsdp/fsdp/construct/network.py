@@ -9,7 +9,8 @@
     =================  ===================================  ======================================
 
 ``auto`` is the exchange where gradients are added in a wider dtype than they have, through two levels if the
-group spans nodes; otherwise there are no bytes to save, and it is the reduce-scatter.
+group spans nodes. It is the reduce-scatter where there are no bytes to save: sums as wide as the gradients,
+nodes of one rank, or nodes whose numbers of ranks have only a small common divisor.
 
 A gather moves the same bytes over one level or two (:class:`~ragged_fsdp.collectives.LevelComm`); two have
 fewer steps that wait for each other, which counts where there are many ranks.

@@ -16,8 +16,8 @@ the kernels of ``codes_triton`` encode and decode. One rank alone does so too: t
 how many there are.
 
 Codes are decoded on the compute stream, just before the layer. Until then a prefetched layer takes one byte
-per element, and the next gather does not wait. Beside the computation it would be no sooner done: both want
-all of the memory's rate.
+per element, and the next gather does not wait. Decoding beside the computation would not be faster: both are
+bound by memory.
 """
 
 from __future__ import annotations

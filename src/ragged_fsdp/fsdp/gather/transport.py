@@ -1,7 +1,7 @@
 """How the shards of a group become the parameters its modules compute with, and how they are let go.
 
-A group has one :class:`Transport`, chosen when it is built. The group calls it in this order, the transport
-owns the memory in between:
+A group has one :class:`Transport`, chosen when it is built; a cast of some of its parameters may replace it
+(``Pieces``). The group calls it in this order, and the transport owns the memory in between:
 
     =========  ==============  ===================================================================
     call       on stream       what it does

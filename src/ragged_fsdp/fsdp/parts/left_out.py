@@ -3,8 +3,9 @@
 A parameter that is attached after ``fully_shard``, such as an adapter, is in no group: nobody reduces its
 gradient, and each rank trains a copy of its own. An optimizer that was made before ``fully_shard`` holds the
 parameters that it replaced: it steps tensors that no module uses any more. One that was made while a module
-was gathered, as the root is after a forward, holds what is freed at the next reshard. None would raise by
-itself. Nor would a forward with weights that were gathered before an optimizer step: steps are counted.
+was gathered, as the root is after a forward, holds what is freed at the next reshard. By themselves none of
+these would raise. Nor would a forward with weights that were gathered before an optimizer step, so steps are
+counted, and such weights are gathered again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From parameters and policies to the frozen plan of a group: the one source of where a parameter lies.
 
-The layout is counted in cells. Where all tensors are gathered with one item size a cell is an element,
-and the plan does not depend on the dtype. Where they differ (int8 codes beside bf16 norms) a cell is
-the greatest common divisor of the item sizes, so that one all-gather carries every dtype byte-exactly.
+The layout is counted in cells. Where all tensors are gathered with one item size a cell is an element, and
+the dtype decides only what offsets are multiples of. Where item sizes differ (int8 codes beside bf16 norms) a
+cell has their greatest common divisor in bytes, so that one all-gather carries every dtype exactly.
 
 A :class:`ChunkPlan` cuts every parameter by itself, into equal chunks along one dim, as ``Shard(dim)`` does::
 

@@ -16,7 +16,7 @@ everything but ``scatter`` runs on the compute stream:
     discard   drop what was collected
     ========  =====================================================================================
 
-:class:`ReduceScatter` casts gradients into one buffer as they come and reduces it with one
+:class:`ReduceScatter` casts gradients into one buffer and reduces it with one
 :meth:`~ragged_fsdp.DBuffer.redistribute`. ``exchange.py`` has the other.
 """
 
@@ -92,10 +92,9 @@ class GradTransport(ABC):
 
 
 class ReduceScatter(GradTransport):
-    """One buffer of the whole group in the reduction dtype, filled as gradients come, reduced in one
-    collective.
+    """One buffer of the whole group in the reduction dtype, reduced in one collective.
 
-    It exists from the first gradient of a backward to the end of its reduction (or, without gradient sync,
+    It exists from the first gradient that is stored to the end of its reduction (or, without gradient sync,
     of a later one).
     """
 
