@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ragged_fsdp import collectives, topology
+from ragged_fsdp import collectives, topology, watch
 from ragged_fsdp.dbuffer import redistribute, storage
-from ragged_fsdp.fsdp import streams, watch
+from ragged_fsdp.fsdp import streams
 from ragged_fsdp.fsdp.construct import builder, call, network
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.parts import left_out

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from torch import nn
 from ragged_fsdp import fully_shard
-from ragged_fsdp.fsdp.watch import keep_records
+from ragged_fsdp.watch import keep_records
 from ragged_fsdp.trainer.ranks import recorder_variables
 
 run, device, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import muon_cases as cases
+from fsdp_cases import logged
 from ragged_fsdp.optim.exchange import Exchanges, Flattened, Member
 from ragged_fsdp.optim.exchange.matrices import slabs_of
-from rank_pool import spmd
+from rank_pool import DEVICE, spmd
 
 SHAPES = {**{n: s for n, s in cases.SHAPES.items() if len(s) > 1}, "convolution": (6, 2, 3, 3)}
 ONE_DIM = ("ragged", "ragged_rows", "shard0", "shard_last", "replicate")
@@ -140,3 +146,24 @@ def test_ranks_that_differ_all_raise(rank):
         bind(Member("w", cut))
     (exchange,) = bind(Member(None, weight))
     assert exchange.names == ["parameter of shape (4, 6)"]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="over NCCL nothing raises: the backend ends the process")
+@spmd(2)
+def test_a_rank_that_stays_away_is_waited_for_by_name(rank):
+    """Its step raised before the transfer: the other says in which it waits, before it gives up and after."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=3)), "cpu")
+    weight = cases.place(torch.ones(4, 6), mesh, "shard0")
+    exchanges = Exchanges("Doubling", lambda rows, columns: rows, torch.float32)
+    (exchange,) = exchanges.bind([Member("w", weight)])
+    exchange.run(Work(exchange.parameters))
+    if rank.rank == 0:
+        with logged() as said:
+            with pytest.raises(RuntimeError) as caught:
+                exchange.run(Work(exchange.parameters))
+            exchange._watch.report(time.monotonic() + 1e6)  # it raised: nobody waits for it any more
+        (note,) = caught.value.__notes__
+        assert "all-to-all to the roots of group 'Doubling bucket 0' failed on rank 0 (rank 0 of 2" in note
+        (line,) = said
+        assert "rank 0: all-to-all to the roots of group 'Doubling bucket 0' (rank 0 of 2" in line
+    dist.barrier()

@@ -16,7 +16,7 @@ from optim_cases import (
     set_grads,
 )
 from ragged_fsdp.dbuffer import DBuffer
-from ragged_fsdp.optim import FusedAdam, FusedAdamW, FusedSGD
+from ragged_fsdp.optim import AdamW8bit, FusedAdam, FusedAdamW, FusedSGD
 from rank_pool import spmd
 
 CASES = {
@@ -93,6 +93,25 @@ def test_one_tensor_per_buffer_and_views_for_checkpoints(rank):
     assert len(storages) == 1
     for param in params.values():
         assert optimizer.state[param]["exp_avg"].placements == param.placements
+
+
+@spmd(2)
+@pytest.mark.parametrize("kind", [FusedAdamW, AdamW8bit])
+def test_sharded_parameters_that_get_other_memory(rank, kind):
+    """The local part is another tensor, or the same one with other memory, as after a move and back."""
+    plain = plain_parameters(rank.device)
+    params, reference = ragged_parameters(rank.mesh(), plain), ragged_parameters(rank.mesh(), plain)
+    ours, expected = kind(params.items()), kind(reference.items())
+    for step in range(3):
+        for of_step in (params, reference):
+            set_grads(of_step, gradients(step, rank.device))
+        ours.step()
+        expected.step()
+        if step == 0:
+            params["odd"]._local_tensor = params["odd"]._local_tensor.clone()
+        elif step == 1:
+            params["wide"]._local_tensor.data = params["wide"]._local_tensor.data.clone()
+    assert_same_numbers(ours, expected, list(SHAPES))
 
 
 @spmd(3)

@@ -284,6 +284,21 @@ def test_a_parameter_between_others_that_gets_other_memory(kind):
     assert not any(map(torch.equal, params, before))
 
 
+def test_memory_that_is_refused_is_refused_until_it_is_right():
+    """A step that raised must not take the new address for one it knows: it would update the old memory."""
+    weight = nn.Parameter(torch.ones(16, 8))
+    optimizer = FusedAdamW([("w", weight)])
+    weight.grad = torch.ones(16, 8)
+    optimizer.step()
+    weight.data = torch.ones(8, 16).t()
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"w: expected a contiguous parameter, got stride \(1, 16\)"):
+            optimizer.step()
+    weight.data = torch.ones(16, 8)
+    optimizer.step()
+    assert bool((weight < 1).all())
+
+
 def test_momentum_that_begins_late_and_no_state_without_it():
     params = [nn.Parameter(torch.ones(9)) for _ in range(4)]
     ours = FusedSGD(params[:2], lr=0.1, dampening=0.5)

@@ -31,8 +31,8 @@ import torch.distributed as dist
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dbuffer import FlatStorage, debug_enabled
 from ragged_fsdp.dbuffer.storage import stream_getter
-from ragged_fsdp.fsdp.watch import CollectiveWatch, Launch
 from ragged_fsdp.torch_internals import has_expandable_segments, peek_interpreter_stack
+from ragged_fsdp.watch import CollectiveWatch, Launch
 
 __all__ = [
     "Arena",

@@ -36,6 +36,7 @@ __all__ = [
     "ADAM_RANGES",
     "ExactStateOptimizer",
     "Gradients",
+    "ParamAddresses",
     "StateForm",
     "StepCounters",
     "are_same",
@@ -232,6 +233,26 @@ class Gradients:
             local = local_of(grad) if sharded else grad
             grads[index] = local if local.is_contiguous() else local.contiguous()
         return grads
+
+
+class ParamAddresses:
+    """Where the memory of parameters is, to see that one has got other memory since.
+
+    Each step asks, so all of them are asked within C: a Python call for each would take as long as kernels.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._plain = [param for param in params if not isinstance(param, DTensor)]
+        self._sharded = [param for param in params if isinstance(param, DTensor)]
+        self._noted = self._current()
+
+    def have_changed(self) -> bool:
+        """Whether a parameter is no longer where it was when this object was made."""
+        return self._noted != self._current()
+
+    def _current(self) -> list[int]:
+        address = Tensor.data_ptr
+        return [*map(address, self._plain), *map(address, map(local_of, self._sharded))]
 
 
 class StepCounters:

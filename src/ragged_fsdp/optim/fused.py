@@ -26,6 +26,7 @@ from torch import Tensor
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
     ExactStateOptimizer,
+    ParamAddresses,
     StateForm,
     StepCounters,
     as_tuple,
@@ -69,12 +70,6 @@ class _Chain:
         self.itemsize = self.weights.element_size()
         self.held = [member for member in self.members if member.numel]
         self.kind = (self.weights.dtype, self.weights.device)
-        self._params = [member.param for member in self.held]
-        self._addresses = [local_part(param).data_ptr() for param in self._params]
-
-    def has_moved(self) -> bool:
-        """Whether a parameter is no longer where the chain's weights are."""
-        return [local.data_ptr() for local in map(local_part, self._params)] != self._addresses
 
 
 class _Span(NamedTuple):
@@ -106,6 +101,8 @@ class _GroupChains:
     def __init__(self, named: Sequence[tuple[str, Tensor]], started: Container[Tensor]) -> None:
         self.chains = list(_find_chains(named, started))
         self.counters = StepCounters([param for _, param in named])
+        self.addresses = ParamAddresses([member.param for chain in self.chains for member in chain.held])
+        """Of the weights; chains are right as long as they do not change."""
         self.started: dict[tuple[str, ...], set[int]] = defaultdict(set)
         """Positions of the parameters that have state under these keys."""
         self.places = {member.position: (chain, member) for chain in self.chains for member in chain.members}
@@ -269,7 +266,7 @@ class _FlatOptimizer(ExactStateOptimizer):
     def _current_members(self) -> list[_GroupChains]:
         """The chains of each group; found again after parameters moved, were added or state was loaded."""
         known = self._members
-        if known is not None and not any(chain.has_moved() for members in known for chain in members.chains):
+        if known is not None and not any(members.addresses.have_changed() for members in known):
             return known
         started = {param for param, state in self.state.items() if state}
         named = [list(self.named_group_params(i)) for i in range(len(self.param_groups))]

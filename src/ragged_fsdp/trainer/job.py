@@ -15,7 +15,6 @@ from ragged_fsdp.checkpoint.store import open_store
 from ragged_fsdp.description import Description, describe
 from ragged_fsdp.experts import ExpertLoad, balanced_splits, expert_parallel, load_of, move_experts
 from ragged_fsdp.fp8 import Watch
-from ragged_fsdp.fsdp.watch import keep_records
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
 from ragged_fsdp.models.names import plain_name
@@ -39,6 +38,7 @@ from ragged_fsdp.trainer.state import Counters, restore, state_to_save
 from ragged_fsdp.trainer.step import StepResult, evaluate, train_step
 from ragged_fsdp.trainer.stop import StopRequest
 from ragged_fsdp.trainer.timing import StepClock, device_name, memory_bytes, peak_flops
+from ragged_fsdp.watch import keep_records
 from ragged_fsdp.weights import load as load_weights
 
 __all__ = ["TrainingJob"]

@@ -20,6 +20,7 @@ from ragged_fsdp.optim.adam8bit.reference import AdamScalars, BlockEntry, update
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
     ExactStateOptimizer,
+    ParamAddresses,
     StateForm,
     StepCounters,
     as_tuple,
@@ -101,11 +102,15 @@ class _Members:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.params = [param for _, param in named]
         self.counters = StepCounters(self.params)
+        self.addresses = ParamAddresses(self.params)
         self.slots: list[_Slot | None] = [None] * len(named)
         self.batches: dict[Any, _Batches] = {}
 
     def drop_moved(self) -> None:
         """Forget what was noted of parameters whose memory is another now."""
+        if not self.addresses.have_changed():
+            return
+        self.addresses = ParamAddresses(self.params)
         for index, (param, slot) in enumerate(zip(self.params, self.slots)):
             if slot is not None and local_part(param).data_ptr() != slot.address:
                 self.slots[index] = None

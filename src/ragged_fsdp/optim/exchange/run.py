@@ -16,11 +16,15 @@ With ``in_flight`` buckets at most between their start and their finish:
 
 so with 2 the gather of bucket k+1 overlaps the iteration of bucket k, and with 3 the way back of bucket
 k-1 does too. All buffers of a bucket live from its start to its finish.
+
+A rank whose step raised before leaves the others in a transfer: the watch names that transfer while they
+wait (:mod:`ragged_fsdp.watch`), and an error of the backend has a note that does.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +34,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from ragged_fsdp.collectives import explain
+from ragged_fsdp.dbuffer.storage import stream_getter
 from ragged_fsdp.optim.exchange.plan import ExchangePlan
 from ragged_fsdp.optim.exchange.program import (
     Batch,
@@ -40,8 +46,12 @@ from ragged_fsdp.optim.exchange.program import (
     Splits,
     bucket_program,
 )
+from ragged_fsdp.watch import CollectiveWatch, Launch
 
 __all__ = ["Exchange", "MatrixWork", "Team"]
+
+_WATCHED = 256
+"""Transfers that are remembered: more than are launched before the device has come to the first of them."""
 
 
 class MatrixWork(Protocol):
@@ -80,13 +90,15 @@ class Team:
 class _Bucket:
     """The buffers of one bucket in flight."""
 
+    label: str
+    """What errors and the watch call it."""
     program: BucketProgram
     batches: list[Tensor]
     packed: Tensor
     """What is being received, in either direction."""
     sent: Tensor
     """Kept until the transfer is over: its memory must not be used for anything else before."""
-    work: dist.Work | None
+    transfer: tuple[dist.Work, Launch] | None = None
 
 
 class Exchange:
@@ -108,6 +120,8 @@ class Exchange:
         self.dtype = dtype
         self.in_flight = in_flight
         self.programs = tuple(bucket_program(plan, b, team.index) for b in range(len(plan.buckets)))
+        self._watch = CollectiveWatch(team.device, _WATCHED)
+        self._stream = stream_getter(team.device)
 
     @property
     def names(self) -> list[str]:
@@ -124,27 +138,36 @@ class Exchange:
     def run(self, work: MatrixWork) -> None:
         """One step of all parameters of the plan. Every rank of the group must call it."""
         live: dict[int, _Bucket] = {}
-        for stage, index in _schedule(len(self.programs), self.in_flight):
-            with record_function(f"{self.label} {stage} {index}"):  # what profiles are read by
-                if stage == "start":
-                    live[index] = self._start(self.programs[index], work)
-                elif stage == "iterate":
-                    self._iterate(live[index], work)
-                else:
-                    self._finish(live.pop(index), work)
+        try:
+            for stage, index in _schedule(len(self.programs), self.in_flight):
+                with record_function(f"{self.label} {stage} {index}"):  # what profiles are read by
+                    if stage == "start":
+                        live[index] = self._start(index, work)
+                    elif stage == "iterate":
+                        self._iterate(live[index], work)
+                    else:
+                        self._finish(live.pop(index), work)
+        except RuntimeError as error:
+            if (inside := self._watch.inside) is not None:
+                explain(error, inside.phase, inside.group_name, inside.pg)
+            raise
+        finally:
+            self._watch.inside = None  # it raised: the watch would report it as not finished
 
-    def _start(self, program: BucketProgram, work: MatrixWork) -> _Bucket:
+    def _start(self, index: int, work: MatrixWork) -> _Bucket:
+        program = self.programs[index]
         batches = [self._empty(math.prod(batch.shape)) for batch in program.batches]
         sent = self._empty(sum(program.gather.send))
         for links in program.collected:
             work.collect(links, [sent, *batches])
-        bucket = _Bucket(program, batches, self._empty(sum(program.gather.receive)), sent, None)
-        bucket.work = self._transfer(bucket, program.gather)
+        received = self._empty(sum(program.gather.receive))
+        bucket = _Bucket(f"{self.label} bucket {index}", program, batches, received, sent)
+        self._transfer(bucket, program.gather, "all-to-all to the roots")
         return bucket
 
     def _iterate(self, bucket: _Bucket, work: MatrixWork) -> None:
         program = bucket.program
-        _wait(bucket)
+        self._wait(bucket)
         _copy([(a.near.view(bucket.batches[a.batch]), a.far.view(bucket.packed)) for a in program.incoming])
         for index, batch in enumerate(program.batches):
             slabs = bucket.batches[index].view(batch.shape)
@@ -152,28 +175,44 @@ class Exchange:
         bucket.sent = self._empty(sum(program.scatter.send))
         bucket.packed = self._empty(sum(program.scatter.receive))
         _copy([(a.far.view(bucket.sent), a.near.view(bucket.batches[a.batch])) for a in program.results])
-        bucket.work = self._transfer(bucket, program.scatter)
+        self._transfer(bucket, program.scatter, "all-to-all from the roots")
 
     def _finish(self, bucket: _Bucket, work: MatrixWork) -> None:
-        _wait(bucket)
+        self._wait(bucket)
         for links in bucket.program.applied:
             work.apply(links, [bucket.packed, *bucket.batches])
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.team.device)
 
-    def _transfer(self, bucket: _Bucket, splits: Splits) -> dist.Work | None:
+    def _transfer(self, bucket: _Bucket, splits: Splits, phase: str) -> None:
+        group = self.team.group
         # By what all ranks do, not by what this one sends: the others would wait for it.
-        if not bucket.program.moves:
-            return None
-        return dist.all_to_all_single(
+        if group is None or not bucket.program.moves:
+            return
+        launch = self._watch.begin(phase, bucket, group)
+        work = dist.all_to_all_single(
             bucket.packed,
             bucket.sent,
             list(splits.receive),
             list(splits.send),
-            group=self.team.group,
+            group=group,
             async_op=True,
         )
+        launch.started_s = time.monotonic()
+        self._watch.inside = None  # the host goes on, and is in it again when it waits
+        bucket.transfer = work, launch
+
+    def _wait(self, bucket: _Bucket) -> None:
+        if bucket.transfer is None:
+            return
+        work, launch = bucket.transfer
+        self._watch.inside = launch
+        work.wait()
+        bucket.transfer = self._watch.inside = None
+        stream = self._stream()
+        if stream is not None:  # the host did not wait: an event behind the transfer tells the watch
+            self._watch.record(launch, stream)
 
 
 def _schedule(buckets: int, in_flight: int) -> Iterator[tuple[str, int]]:
@@ -196,12 +235,6 @@ def _schedule(buckets: int, in_flight: int) -> Iterator[tuple[str, int]]:
 def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _wait(bucket: _Bucket) -> None:
-    if bucket.work is not None:
-        bucket.work.wait()
-        bucket.work = None
 
 
 def _worked_on(slabs: Tensor, batch: Batch, work: MatrixWork) -> Tensor:
