@@ -158,7 +158,7 @@ def test_a_rank_that_fails_alone_keeps_no_other_waiting(rank, what):
         if failing and what in ("checksum", "damage"):
             patch.setattr(f"ragged_fsdp.checkpoint.dcp.{what}", _fails)
         elif failing and what in ("commit", "steps"):
-            patch.setattr(store, what, _fails)
+            patch.setattr(CheckpointStore, what, _fails)
         with pytest.raises((RuntimeError, PermissionError), match=r"no access|no memory") as raised:
             if what == "damage":
                 shared_damage(rank.shared_dir, None)
@@ -185,6 +185,20 @@ def test_ranks_to_which_an_object_store_shows_different_lists_take_the_same_chec
         if rank.rank == 1:
             patch.setattr(type(store), "_complete_ones", _fails)
         assert str(newest_good(store, None, print)) == expected
+
+
+@spmd(2)
+def test_a_save_goes_to_where_the_saver_was_made_whatever_the_working_directory_is_then(rank):
+    (rank.shared_dir / "elsewhere").mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(rank.shared_dir)
+        saver = Saver(CheckpointStore(Path("relative")), background=True, timeout_s=30)
+        if rank.rank == 0:  # as a callback may do
+            patch.chdir(rank.shared_dir / "elsewhere")
+        saver.save(1, {"a": torch.ones(2)}, {})
+        saver.wait()
+    assert CheckpointStore(rank.shared_dir / "relative").steps() == [1]
+    assert not list((rank.shared_dir / "elsewhere").iterdir())
 
 
 class _SlowToGo:

@@ -488,13 +488,31 @@ def test_a_part_of_a_model_is_not_saved_for_the_whole(rank):
 @spmd(3)
 def test_of_copies_on_meshes_of_their_own_that_of_rank_0_is_saved(rank):
     model = nn.Linear(3, 3)
-    nn.init.constant_(model.weight, rank.rank // 2)
+    nn.init.constant_(model.weight, 2.0)
+    nn.init.zeros_(model.bias)
+    model.register_buffer("seen", torch.tensor(float(rank.rank // 2)))  # may differ: whose is written?
     meshes = [DeviceMesh(rank.device, ranks) for ranks in ([0, 1], [2])]
     fully_shard(model, mesh=meshes[rank.rank // 2], reshard_after_forward=False)
     model(torch.zeros(1, 3, device=rank.device))  # it stays gathered
     weights.save(model, rank.shared_dir / "saved")
     saved = load_file(rank.shared_dir / "saved/model.safetensors")
-    assert torch.equal(saved["weight"], torch.zeros(3, 3))
+    assert torch.equal(saved["weight"], torch.full((3, 3), 2.0)) and saved["seen"] == 0
+
+
+@spmd(3)
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_stages_with_equal_names_and_shapes_are_not_taken_for_copies(rank, is_sharded):
+    """Rank 0's stage would be written for the model, without a word of the other."""
+    stage = nn.Linear(3, 3)
+    nn.init.zeros_(stage.bias)
+    nn.init.constant_(stage.weight, rank.rank // 2)
+    if is_sharded:
+        meshes = [DeviceMesh(rank.device, ranks) for ranks in ([0, 1], [2])]
+        fully_shard(stage, mesh=meshes[rank.rank // 2])
+    with pytest.raises(ValueError, match="rank 2 has other values of 'weight' than rank 0"):
+        weights.save(stage, rank.shared_dir / "saved")
+    dist.barrier()  # rank 0 removes what it wrote after the others have heard
+    assert not list(rank.shared_dir.iterdir())
 
 
 class _Nested(nn.Module):

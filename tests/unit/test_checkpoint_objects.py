@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
+from ragged_fsdp.checkpoint import dcp as checkpoint_dcp
 from ragged_fsdp.checkpoint.contents import CheckpointReader
 from ragged_fsdp.checkpoint.object_files import ObjectWriter
 from ragged_fsdp.checkpoint.place import ObjectPath, place
@@ -189,3 +190,15 @@ def test_places_that_cannot_be_opened_say_what_is_missing(tmp_path, monkeypatch)
     ]:
         with pytest.raises(ConfigError, match=message):
             check(from_values({**small, **settings}, {}), 1)
+
+
+def test_a_later_attempt_is_told_by_what_is_in_the_store_and_not_by_a_clock(url, monkeypatch):
+    """The first start was on a host whose clock is ahead of that of the second."""
+    monkeypatch.setattr(checkpoint_dcp.dist, "get_rank", lambda: 0)
+    store = open_store(url)
+    store._drop_one = lambda path: None  # a crash between the manifest and the deletion
+    for now, value in [(2_000_000_000, 1.0), (1_000_000_000, 2.0), (1_500_000_000, 3.0)]:
+        monkeypatch.setattr(checkpoint_dcp.time, "time", lambda now=now: now)
+        store.attempt = checkpoint_dcp._new_attempt(store)
+        _save(store, 5, value=value)
+        assert _value(store.path(5)) == [value] * 3

@@ -6,6 +6,7 @@ the thread does not know. The state is any tree of dicts whose leaves are tensor
 placement, ours included) or picklable values.
 """
 
+import copy
 import secrets
 import threading
 import time
@@ -31,13 +32,13 @@ class Saver:
     """Writes checkpoints of one run, at most one at a time. Every rank calls every method."""
 
     def __init__(self, store: CheckpointStore, *, background: bool, timeout_s: float) -> None:
-        self._store = store
         self._background = background
         self._staging = Staging()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._pending: tuple[int, threading.Thread, Future[None]] | None = None
-        token = f"-{int(time.time()):08x}{secrets.token_hex(4)}"  # later attempts have later names
-        store.attempt = together(lambda: token, self._group)[0]
+        store.attempt = together(lambda: _new_attempt(store), self._group)[0]
+        self._store = copy.copy(store)
+        self._store.root = store.root.absolute()  # else a change of directory would move a save under way
 
     def save(self, step: int, state: dict[str, Any], info: dict[str, Any]) -> None:
         """Start to save ``state`` as the checkpoint of ``step``.
@@ -108,6 +109,16 @@ class Saver:
         sums = together(own_files, self._group)
         files = {name: file_sum for part in sums for name, file_sum in part.items()}
         together(lambda: self._store.commit(step, files, info) if rank == 0 else None, self._group)
+
+
+def _new_attempt(store: CheckpointStore) -> str:
+    """The name of a start: that of a later one sorts behind all in the store, whatever this host's clock says.
+
+    Rank 0's counts, and it alone lists what there is.
+    """
+    if dist.get_rank() != 0:
+        return ""
+    return f"-{max(int(time.time()), store.last_attempt() + 1):08x}{secrets.token_hex(4)}"
 
 
 def _in_thread(work: Callable[[], None]) -> tuple[threading.Thread, Future[None]]:

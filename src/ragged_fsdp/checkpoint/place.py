@@ -49,6 +49,10 @@ class ObjectPath:
         """Itself: there are no links."""
         return self
 
+    def absolute(self) -> ObjectPath:
+        """Itself: a URL does not depend on the working directory."""
+        return self
+
     def exists(self) -> bool:
         """Whether there is an object, or any below it."""
         self.fs.invalidate_cache()  # others write too: what was listed before may be wrong

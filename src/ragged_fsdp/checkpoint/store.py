@@ -132,6 +132,10 @@ class CheckpointStore:
         self._keep_last = keep_last
         self._keep_best = keep_best
 
+    def last_attempt(self) -> int:
+        """The number with which the latest attempt in the store begins; 0 where names do not have it."""
+        return 0
+
     def path(self, step: int) -> Any:
         """The folder of a complete checkpoint."""
         return self.final_path(step)
@@ -262,6 +266,11 @@ class CheckpointStore:
 class ObjectStore(CheckpointStore):
     """The checkpoints of one run in an object store: a manifest that is written last stands for a rename."""
 
+    def last_attempt(self) -> int:
+        """The number with which the latest attempt in the store begins, complete or not; 0 if there is none."""
+        matches = (_OBJECT_NAME.fullmatch(path.name) for path in self.root.iterdir())
+        return max((int(m.group(2)[1:9], 16) for m in matches if m and m.group(2)), default=0)
+
     def path(self, step: int) -> Any:
         """The folder of a complete checkpoint: of several attempts, the last."""
         return self._complete_ones().get(step, [self.final_path(step)])[-1]
@@ -321,7 +330,7 @@ class ObjectStore(CheckpointStore):
         return left
 
     def _complete_ones(self) -> dict[int, list[Any]]:
-        """Folders with a manifest, by step, those of one step by name: attempts begin with their time.
+        """Folders with a manifest, by step, those of one step by name: later attempts sort behind.
 
         One that was copied from a folder has no attempt, and counts as the first.
         """

@@ -96,6 +96,9 @@ class CommContext:
         self.current_stream: Callable[[], Any] = stream_getter(self.device)
         """The stream on which hooks launch; None without streams."""
         self.pending: deque[PendingReduction] = deque()
+        """Without a lock: one thread at a time touches it, the one that runs hooks. That is the caller's in
+        forward, and in backward autograd's, for which the caller waits. Roots that share this must not run in
+        two threads at once: their collectives would have no order that all ranks share."""
         self.max_grad_buffers = 1
         """Gradient buffers alive at once; see :meth:`ask_grad_buffers`."""
         self._asked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

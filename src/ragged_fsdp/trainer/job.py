@@ -54,15 +54,15 @@ class TrainingJob:
         self._store = open_store(
             config.checkpoint_place, keep_last=checkpoints.keep_last, keep_best=checkpoints.keep_best
         )
-        self._saver = dcp.Saver(
-            self._store, background=checkpoints.async_checkpoint, timeout_s=config.sharding.timeout
-        )
         self._source = find_model(
             config.model.model, config.model.model_set, random_weights=config.model.weights == "random"
         )
         # Half of the time that the other ranks wait for the answer.
         wait_s = config.sharding.timeout / 2 if has_agent() else 0.0
         self._locks = on_first_rank(lambda: take_places(config, self._store, wait_s), ranks) or []
+        self._saver = dcp.Saver(
+            self._store, background=checkpoints.async_checkpoint, timeout_s=config.sharding.timeout
+        )
         self._tokens = _open_together(config, ranks)
         check_vocabulary(self._source, self._tokens)
         twin = self._source.build()

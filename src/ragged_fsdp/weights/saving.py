@@ -12,7 +12,8 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,6 +94,7 @@ def save(
 
     found = _on_all(contents)  # the stream compares ranks that share a group alone
     made = streams[0]
+    several = len(set(_on_all(lambda: made.to))) > 1
     if other := next((rank for rank, text in enumerate(found) if text != found[0]), None):
         raise ValueError(
             f"save: rank {other} does not have the tensors that rank 0 has, as in a pipeline; the folder "
@@ -109,15 +111,19 @@ def save(
 
         writing = _on_all(begin)[0]
 
-        def pass_on() -> None:
+        def pass_on() -> dict[str, int]:
+            sums: dict[str, int] = {}
             with iter(made) as buckets:  # what fails on rank 0 ends the pass on all
+                values = _summed(made, buckets, sums if several else None)
                 if first and writing is not None:
-                    _write(made, buckets, writing, max_file_bytes)
+                    _write(made, values, writing, max_file_bytes)
                 else:
-                    for _ in buckets:
+                    for _ in values:
                         pass
+            return sums
 
-        _on_all(pass_on)  # after the last gather a pass tells nobody: the others would wait for rank 0 below
+        # after the last gather a pass tells nobody: the others would wait for rank 0 below
+        _refuse_others(_on_all(pass_on))
         _on_all(stack.pop_all().close)
 
 
@@ -139,24 +145,50 @@ def _checked(
     return adapter
 
 
-def _write(made: Stream, buckets: Any, folder: Path, max_file_bytes: int) -> None:
+def _summed(
+    made: Stream, buckets: Iterable[Any], sums: dict[str, int] | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a pass on the host, and in ``sums``, unless that is None, the CRC-32 of each parameter.
+
+    Buffers are not compared: copies of a model count what each of them has seen.
+    """
+    compared = made.parameter_names()
+    for bucket in buckets:
+        for name, value in bucket.tensors():
+            held = value.cpu()
+            if sums is not None and name in compared:
+                sums[name] = zlib.crc32(held.contiguous().view(-1).view(torch.uint8).numpy())
+            yield name, held
+
+
+def _refuse_others(sums: list[dict[str, int]]) -> None:
+    """Raise where a rank got other values than rank 0: stages with the same names, or copies that differ."""
+    for rank, own in enumerate(sums):  # ranks that get nothing have no sums
+        if other := next((name for name in own if own[name] != sums[0][name]), None):
+            raise ValueError(
+                f"save: rank {rank} has other values of {other!r} than rank 0, as equal stages of a pipeline, "
+                "or copies that were trained apart; the folder would hold a part of the model"
+            )
+
+
+def _write(made: Stream, values: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> None:
     planned = [TensorToWrite(r.name, r.shape, r.dtype, group=r.name) for r in made.metadata()]
-    values = (pair for bucket in buckets for pair in bucket.tensors())
 
     def next_value(expected: str) -> dict[str, Tensor]:
         name, value = next(values)
         assert name == expected, (name, expected)
-        return {name: value.cpu()}
+        return {name: value}
 
     write_safetensors(folder, planned, next_value, max_file_bytes=max_file_bytes)
     assert next(values, None) is None
 
 
 def _receiver(model: nn.Module) -> int:
-    """Rank 0, or of a copy on other ranks the first of them: what it gets is not written."""
+    """Rank 0, or of a copy on other ranks the first of them: what it gets is compared, and not written."""
     reshard_all(model)
-    holders = holders_of(targets_of(model))
-    return 0 if 0 in holders or not holders else holders[0]
+    own = dist.get_rank() if dist.is_initialized() else 0
+    holders = holders_of(targets_of(model)) or [own]
+    return 0 if 0 in holders else holders[0]
 
 
 def _on_all(action: Callable[[], T]) -> list[T]:

@@ -192,6 +192,12 @@ class Stream:
         """Names, dtypes and shapes, in the order of a pass; nothing is gathered. Offsets count in buckets."""
         return list(self._records)
 
+    def parameter_names(self) -> set[str]:
+        """The names, of those in :meth:`metadata`, of what is a parameter and no buffer."""
+        members = (member for source in self._sources for member in source.members)
+        trained = (member for member in members if isinstance(member.target.tensor, nn.Parameter))
+        return {part.stored for member in trained for part in member.parts}
+
     @property
     def device(self) -> torch.device:
         """Where buckets lie on this rank."""
