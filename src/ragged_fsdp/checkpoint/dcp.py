@@ -112,7 +112,7 @@ class Saver:
 
 
 def _new_attempt(store: CheckpointStore) -> str:
-    """The name of a start: that of a later one sorts behind all in the store, whatever this host's clock says.
+    """The name of a start: it sorts behind all that are in the store, whatever this host's clock says.
 
     Rank 0's counts, and it alone lists what there is.
     """

@@ -267,7 +267,7 @@ class ObjectStore(CheckpointStore):
     """The checkpoints of one run in an object store: a manifest that is written last stands for a rename."""
 
     def last_attempt(self) -> int:
-        """The number with which the latest attempt in the store begins, complete or not; 0 if there is none."""
+        """The number with which the latest attempt begins, complete or not; 0 if there is none."""
         matches = (_OBJECT_NAME.fullmatch(path.name) for path in self.root.iterdir())
         return max((int(m.group(2)[1:9], 16) for m in matches if m and m.group(2)), default=0)
 

@@ -166,8 +166,8 @@ def _refuse_others(sums: list[dict[str, int]]) -> None:
     for rank, own in enumerate(sums):  # ranks that get nothing have no sums
         if other := next((name for name in own if own[name] != sums[0][name]), None):
             raise ValueError(
-                f"save: rank {rank} has other values of {other!r} than rank 0, as equal stages of a pipeline, "
-                "or copies that were trained apart; the folder would hold a part of the model"
+                f"save: rank {rank} has other values of {other!r} than rank 0, as equal stages of a pipeline "
+                "have, or copies that were trained apart; the folder would hold a part of the model"
             )
 
 
