@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ragged_fsdp.topology import LevelGroups
-from ragged_fsdp.torch_internals import backend_of, joins_gathers, one_launch
+from ragged_fsdp.torch_internals import WIRE_DTYPES, backend_of, joins_gathers, one_launch
 
 __all__ = [
     "BytesComm",
@@ -51,18 +51,6 @@ __all__ = [
     "wait_all",
 ]
 
-_WIRE_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float64,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-    }
-)
 _RENAMED = hasattr(dist, "all_gather_single")
 _GATHER = "all_gather_single" if _RENAMED else "all_gather_into_tensor"
 _SCATTER = "reduce_scatter_single" if _RENAMED else "reduce_scatter_tensor"
@@ -81,7 +69,7 @@ def all_to_all(
     received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
 ) -> dist.Work | None:
     """Send the r-th equal part of ``sent`` to rank r; ``received`` holds one part from each rank."""
-    if sent.dtype not in _WIRE_DTYPES:
+    if sent.dtype not in WIRE_DTYPES:
         received, sent = received.view(torch.uint8), sent.view(torch.uint8)
     return dist.all_to_all_single(received, sent, group=group, async_op=async_op)
 
@@ -94,7 +82,7 @@ def all_to_all_pieces(
     async_op: bool = False,
 ) -> Any:
     """Send ``sent[r]`` to rank r and receive ``received[r]`` from it; parts lie anywhere and may be empty."""
-    if sent[0].dtype not in _WIRE_DTYPES:
+    if sent[0].dtype not in WIRE_DTYPES:
         received, sent = ([part.view(torch.uint8) for part in parts] for parts in (received, sent))
     # gloo has no all-to-all of lists, and torch's fake group one whose parts must be alike in both directions
     if sent[0].device.type != "cpu" and dist.get_backend(group) != "fake":
@@ -140,7 +128,7 @@ class Comm:
     """Whether any memory of the device will do: buffers may then be pooled, lent and kept by others."""
     allocates = False
     """Whether collectives work only on tensors from :meth:`allocate`; gathers are then copied out of them."""
-    gathered_dtypes = _WIRE_DTYPES
+    gathered_dtypes = WIRE_DTYPES
     """What is gathered as it is; other dtypes travel as bytes."""
 
     def memory(self, device: torch.device) -> AbstractContextManager:
@@ -203,7 +191,7 @@ class UserComm(Comm):
         self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
     ) -> Any:
         """Call the user's all-gather."""
-        if full.dtype not in _WIRE_DTYPES:
+        if full.dtype not in WIRE_DTYPES:
             full, slot = full.view(torch.uint8), slot.view(torch.uint8)
         return self.call(output_tensor=full, input_tensor=slot, group=group, async_op=async_op)
 
@@ -263,7 +251,7 @@ class LevelComm(Comm):
         over = self._over
         if over.rail is None or not over.are_of(group):
             return super().gather(full, slot, group, async_op=async_op)
-        if full.dtype not in _WIRE_DTYPES:
+        if full.dtype not in WIRE_DTYPES:
             full, slot = full.view(torch.uint8), slot.view(torch.uint8)
         nodes, places = len(over.levels.nodes), over.levels.ranks_per_node
         wholes = full.view(nodes, -1).unbind()

@@ -45,6 +45,7 @@ __all__ = [
     "REPLACED",
     "STATE_KEY",
     "STOCK",
+    "WIRE_DTYPES",
     "AsyncCollectiveTensor",
     "CreationMeta",
     "DTensorSpec",
@@ -489,6 +490,21 @@ set_code_exec_strategy = _frames.set_code_exec_strategy
 
 all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+
+
+WIRE_DTYPES = frozenset(
+    {
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""What every backend sends as it is; others (float8, complex, ...) travel as bytes."""
 
 
 _REPLACED = {name: record for record in REPLACED for name in record.names}

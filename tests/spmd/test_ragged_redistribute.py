@@ -111,6 +111,33 @@ def test_large_pieces_are_spread_before_they_are_gathered(rank):
                 assert whole.untyped_storage().nbytes() == full.nbytes
 
 
+@spmd(1, 3)
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.float8_e4m3fn, torch.int16, torch.bool, torch.bfloat16], ids=str
+)
+def test_dtypes_that_no_backend_knows_move_as_bytes(rank, dtype):
+    """Gloo refuses complex, float8 and 16-bit integers: they could not be saved as a full state dict."""
+    mesh, world = rank.mesh(), rank.world_size
+    full = (numbers(1, 6, 4, device=rank.device) * 3).to(dtype)
+    bits = full.view(torch.uint8)
+    uneven = RaggedShard((0,), (6,) if world == 1 else (4,) + (0,) * (world - 2) + (2,))
+    others = [
+        Replicate(),
+        Shard(1),
+        RaggedShard((0,), (1,) * world),
+        RaggedShard.on_one_rank((6, 4), world, world - 1),
+    ]
+    ragged = distribute_tensor(full, mesh, [uneven], src_data_rank=None)
+    with pytest.MonkeyPatch.context() as patch:
+        for most in (0, redistribute._SENT_TO_ALL):
+            patch.setattr(redistribute, "_SENT_TO_ALL", most)
+            for other in others:
+                moved = ragged.redistribute(placements=[other]).redistribute(placements=[uneven])
+                whole = moved.redistribute(placements=[Replicate()], async_op=True).to_local()
+                assert torch.equal(whole.contiguous().view(torch.uint8), bits)
+                assert torch.equal(moved.full_tensor().view(torch.uint8), bits)
+
+
 @spmd(2, 4)
 def test_gradients_return_to_the_source_layout(rank):
     mesh, world = rank.mesh(), rank.world_size

@@ -35,6 +35,7 @@ from ragged_fsdp.routes import HopKind, Part, Region, Route, chunk_of_chunks, ov
 from ragged_fsdp.tiling import tiled, untiled
 from ragged_fsdp.torch_internals import (
     STOCK,
+    WIRE_DTYPES,
     AsyncCollectiveTensor,
     DTensorSpec,
     StridedShard,
@@ -162,7 +163,7 @@ def _cut_anew(flat: torch.Tensor, before: Sequence[int], after: Sequence[int], g
     (start, numel), (new_start, new_numel) = had[here], gets[here]
     send = [overlap(start, numel, *there) for there in gets]
     receive = [overlap(new_start, new_numel, *there) for there in had]
-    return functional.all_to_all_single(flat.contiguous(), receive, send, group)
+    return _exchanged(flat, receive, send, group)
 
 
 def _is_scattered_sum(current: DTensorSpec, target: DTensorSpec) -> bool:
@@ -332,7 +333,7 @@ def _follow(
         flat = _wait(buffer)
         if hop.picks is not None:
             flat = _joined(flat, [flat[start:stop] for start, stop in hop.picks])
-        buffer = functional.all_to_all_single(flat.contiguous(), list(hop.receive), list(hop.send), group)
+        buffer = _exchanged(flat, hop.receive, hop.send, group)
         if hop.kind is HopKind.REDUCE:
             blocks = _wait(buffer).view(len(hop.receive), hop.receive[0])
             buffer = _COMBINE[partials[hop.mesh_dim].reduce_op](blocks)
@@ -348,6 +349,9 @@ def _follow(
 
 def _gathered(flat: torch.Tensor, counts: Sequence[int], group: Group, async_op: bool) -> torch.Tensor:
     """The pieces of all ranks of the mesh dim, one after the other; ``counts`` are their lengths."""
+    if flat.dtype not in WIRE_DTYPES:
+        sizes = [count * flat.itemsize for count in counts]
+        return _gathered(flat.contiguous().view(torch.uint8), sizes, group, False).view(flat.dtype)
     ranks, owners = len(counts), [rank for rank, count in enumerate(counts) if count]
     if ranks == 1 or not owners:
         # A view of a buffer is copied as gathered pieces are: torch.save would write the whole buffer with
@@ -359,7 +363,7 @@ def _gathered(flat: torch.Tensor, counts: Sequence[int], group: Group, async_op:
     elif len(set(counts)) == 1:
         out = all_gather(flat.contiguous(), 0, group)
     elif ranks * max(counts) <= _SENT_TO_ALL:
-        out = functional.all_to_all_single(flat.repeat(ranks), list(counts), [flat.numel()] * ranks, group)
+        out = _exchanged(flat.repeat(ranks), counts, [flat.numel()] * ranks, group)
     else:
         out = _spread_and_gathered(flat, counts, group)
     return out if async_op else _wait(out)
@@ -374,6 +378,14 @@ def _spread_and_gathered(flat: torch.Tensor, counts: Sequence[int], group: Group
         share = torch.nn.functional.pad(share, (0, each - share.numel()))
     whole = all_gather(share, 0, group)
     return whole if each * ranks == numel else _wait(whole)[:numel].clone()
+
+
+def _exchanged(flat: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Group) -> torch.Tensor:
+    """An all-to-all of any dtype: as bytes where backends may not know it."""
+    if flat.dtype in WIRE_DTYPES:
+        return functional.all_to_all_single(flat.contiguous(), list(receive), list(send), group)
+    in_bytes = ([count * flat.itemsize for count in counts] for counts in (receive, send))
+    return _wait(_exchanged(flat.contiguous().view(torch.uint8), *in_bytes, group)).view(flat.dtype)
 
 
 def _very_uneven(counts: Sequence[int]) -> bool:
