@@ -384,8 +384,9 @@ def _exchanged(flat: torch.Tensor, receive: Sequence[int], send: Sequence[int], 
     """An all-to-all of any dtype: as bytes where backends may not know it."""
     if flat.dtype in WIRE_DTYPES:
         return functional.all_to_all_single(flat.contiguous(), list(receive), list(send), group)
-    in_bytes = ([count * flat.itemsize for count in counts] for counts in (receive, send))
-    return _wait(_exchanged(flat.contiguous().view(torch.uint8), *in_bytes, group)).view(flat.dtype)
+    flat, dtype, size = flat.contiguous().view(torch.uint8), flat.dtype, flat.itemsize
+    out = _exchanged(flat, [size * count for count in receive], [size * count for count in send], group)
+    return _wait(out).view(dtype)
 
 
 def _very_uneven(counts: Sequence[int]) -> bool:
