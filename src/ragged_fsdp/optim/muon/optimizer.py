@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ragged_fsdp.optim.base import (
+    CheckedStateOptimizer,
+    StateForm,
     check_options,
     form_like,
     local_part,
@@ -77,7 +78,7 @@ class _Options:
     adamw_defaults: dict[str, Any]
 
 
-class Muon(Optimizer):
+class Muon(CheckedStateOptimizer):
     """Muon for hidden matrices, AdamW for everything else, on plain tensors and on any DTensor parameters.
 
     Pass ``model.named_parameters()``: names tell embeddings and heads from hidden matrices. Each given
@@ -233,20 +234,18 @@ class Muon(Optimizer):
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; state that does not lie like its parameter raises, and nothing is changed."""
-        before = self.state, self.param_groups
-        try:
+        with self._unchanged_by_errors():
             super().load_state_dict(state_dict)
-            for group in self.param_groups:
-                for name, p in _members_of(group):
-                    if state := self.state.get(p):
-                        expected = {
-                            key: None if key == "step" else form_like(p)
-                            for key in _STATE_KEYS[group["algorithm"]]
-                        }
-                        require_state(Member(name, p).label, p, state, expected)
-        except Exception:
-            self.state, self.param_groups = before
-            raise
+            self._require_states()
+
+    def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a group with what errors call them."""
+        for name, param in _members_of(self.param_groups[group_index]):
+            yield Member(name, param).label, param
+
+    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
+        keys = _STATE_KEYS[group["algorithm"]]
+        return {key: None if key == "step" else form_like(param) for key in keys}
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
         return {**super().__getstate__(), "_options": self._options}
@@ -272,13 +271,12 @@ class Muon(Optimizer):
 
     def _checked(self, groups: list[dict[str, Any]]) -> dict[torch.device, list[FamilyStep]]:
         """What the Muon groups do in this step, by device; raises if a gradient, state or option is wrong."""
-        for group in self.param_groups:
+        for index, group in enumerate(self.param_groups):
             check_options(group, dict.fromkeys(("lr", "weight_decay", "eps"), "a number"))
-            for name, p in _members_of(group):
+            for name, p in self.named_group_params(index):
                 if p.grad is not None:
-                    label = Member(name, p).label
-                    require_matching_grad(label, p)
-                    _require_usable_state(label, p, group["algorithm"], self.state.get(p, {}))
+                    require_matching_grad(name, p)
+                    _require_usable_state(name, p, group["algorithm"], self.state.get(p, {}))
         devices = {work_device(p): None for group in groups for p in group["params"]}
         return {device: [self._family_step(group, device) for group in groups] for device in devices}
 
