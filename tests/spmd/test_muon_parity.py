@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.debug import CommDebugMode
 
 import muon_cases as cases
@@ -233,3 +233,63 @@ def test_disagreement_raises_everywhere(rank):
     optimizer = Muon([("layers.0.partial", torch.nn.Parameter(partial))])
     with pytest.raises(ValueError, match=r"layers\.0\.partial: placement Partial.* has no whole elements"):
         optimizer.step()
+
+
+def wrong_grad(optimizer: Muon, named, mesh) -> None:
+    parameter = named["layers.0.down.weight"]
+    parameter.grad = DTensor.from_local(
+        torch.ones_like(cases.local(parameter)), mesh, [Replicate()], run_check=False
+    )
+
+
+def wrong_state(optimizer: Muon, named, mesh) -> None:
+    optimizer.state[named["layers.0.norm.weight"]]["step"] = torch.zeros(())
+
+
+def wrong_option(optimizer: Muon, named, mesh) -> None:
+    optimizer.param_groups[0]["adjust_lr_fn"] = "unknown"
+
+
+def wrong_number(optimizer: Muon, named, mesh) -> None:
+    optimizer.param_groups[1]["lr"] = "fast"
+
+
+def wrong_plain(optimizer: Muon, named, mesh) -> None:
+    parameter = named["layers.0.own.weight"]
+    parameter.grad = DTensor.from_local(parameter.grad, mesh, [Replicate()], run_check=False)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "text"),
+    [
+        (wrong_grad, RuntimeError, "layers.0.down.weight: the gradient's placements"),
+        (wrong_state, RuntimeError, "layers.0.norm.weight: state ['exp_avg', 'exp_avg_sq'] is missing"),
+        (wrong_option, ValueError, "adjust_lr_fn must be one of"),
+        (wrong_number, ValueError, "lr must be a number, got 'fast'"),
+        (wrong_plain, RuntimeError, "layers.0.own.weight: the gradient's placements"),
+    ],
+)
+@spmd(2, 3)
+def test_what_one_rank_cannot_prepare_is_told_to_all(rank, spoil, error, text):
+    """In the first step, before anything changes; the others do not wait, and a mended step is the first."""
+    mesh = rank.mesh()
+    full = {f"layers.0.{kind}.weight": torch.ones(6, 4) for kind in ("up", "down", "own")}
+    full["layers.0.norm.weight"] = torch.ones(6)
+    named = {}
+    for name, value in full.items():
+        placed = value.to(rank.device) if "own" in name else cases.place(value, mesh, "ragged")
+        named[name] = torch.nn.Parameter(placed)
+        named[name].grad = torch.ones_like(named[name])
+    optimizer = Muon(named.items(), **OPTIONS)
+    last = rank.world_size - 1
+    if rank.rank == last:
+        spoil(optimizer, named, mesh)
+    before = {n: cases.local(p.detach()).clone() for n, p in named.items()}
+    entries = {p: dict(state) for p, state in optimizer.state.items()}
+    with pytest.raises(error if rank.rank == last else ValueError) as caught:
+        optimizer.step()
+    told = f"Muon cannot plan its exchange; by rank: {{{last}: " in str(caught.value)
+    assert told == (rank.rank != last) and text in str(caught.value).replace("\\'", "'")
+    assert all(torch.equal(cases.local(p.detach()), before[n]) for n, p in named.items())
+    assert {p: dict(state) for p, state in optimizer.state.items()} == entries
+    assert not optimizer.describe().count("on ranks")

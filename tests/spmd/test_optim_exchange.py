@@ -148,6 +148,30 @@ def test_ranks_that_differ_all_raise(rank):
     assert exchange.names == ["parameter of shape (4, 6)"]
 
 
+@spmd(4)
+def test_a_difference_in_one_of_several_groups_is_told_to_all(rank):
+    """Two groups of experts beside a matrix of the world: one rank fails, or plans otherwise."""
+    mesh = rank.mesh(2, 2, names=("outer", "inner"))
+    up = cases.place(torch.ones(8, 6), mesh, "ragged_tp")
+    experts = cases.place(torch.ones(4, 8, 6), mesh, "ragged_ep")
+
+    def bind(name, failure=None):
+        exchanges = Exchanges("Doubling", lambda rows, columns: rows, torch.float32)
+        return exchanges.bind([Member("up", up), Member(name, experts)], failure)
+
+    assert [exchange.plan.ranks for exchange in bind("experts")] == [4, 2]
+    with pytest.raises(RuntimeError, match=r"different Doubling plans.*'experts: .*'others: "):
+        bind("others" if rank.rank == 3 else "experts")
+    alone = LookupError("no gradient") if rank.rank == 3 else None
+    with pytest.raises((LookupError, ValueError), match="no gradient") as caught:
+        bind("experts", alone)
+    assert (caught.value is alone) == (rank.rank == 3)
+    with pytest.raises(RuntimeError, match=r"different Doubling plans.*dims \(0,\) of a mesh"):
+        members = [Member("up", up), Member("experts", experts)]
+        exchanges = Exchanges("Doubling", lambda rows, columns: rows, torch.float32)
+        exchanges.bind(members[:1] if rank.rank == 3 else members)
+
+
 @pytest.mark.skipif(DEVICE != "cpu", reason="over NCCL nothing raises: the backend ends the process")
 @spmd(2)
 def test_a_rank_that_stays_away_is_waited_for_by_name(rank):

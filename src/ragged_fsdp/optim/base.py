@@ -34,16 +34,19 @@ from ragged_fsdp.torch_internals import disable_dynamo, local_of, spec_of, versi
 
 __all__ = [
     "ADAM_RANGES",
+    "CheckedStateOptimizer",
     "ExactStateOptimizer",
     "Gradients",
     "ParamAddresses",
     "StateForm",
     "StepCounters",
+    "are_params_of",
     "are_same",
     "as_tuple",
     "between_load_hooks",
     "check_options",
     "form_like",
+    "fresh_moments",
     "is_excluded",
     "local_part",
     "loss_of",
@@ -54,6 +57,7 @@ __all__ = [
     "require_option",
     "require_state",
     "state_like",
+    "state_values",
     "wrap_state",
 ]
 
@@ -124,6 +128,15 @@ def local_part(tensor: Tensor) -> Tensor:
 def state_like(param: Tensor, local: Tensor) -> Tensor:
     """``local``, one value per element of the parameter's local part, laid out like the parameter."""
     return wrap_state(param, local, tuple(param.shape), getattr(param, "placements", ()))
+
+
+def fresh_moments(param: Tensor) -> dict[str, Tensor]:
+    """Adam's moments of a parameter before its first step, in fp32."""
+    local = local_part(param)
+    return {
+        key: state_like(param, torch.zeros(local.shape, dtype=torch.float32, device=local.device))
+        for key in ("exp_avg", "exp_avg_sq")
+    }
 
 
 def wrap_state(
@@ -310,7 +323,38 @@ class _Untouched:
     tensor: Tensor
 
 
-class ExactStateOptimizer(torch.optim.Optimizer):
+class CheckedStateOptimizer(torch.optim.Optimizer):
+    """An optimizer that refuses state which does not fit its parameters, by name, and is then unchanged."""
+
+    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
+        """What the state of a parameter must hold, if there is any."""
+        raise NotImplementedError
+
+    def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a group with the names given to the constructor, or their position."""
+        group = self.param_groups[group_index]
+        names = group.get("param_names")
+        for index, param in enumerate(group["params"]):
+            yield (names[index] if names else f"param_groups[{group_index}]['params'][{index}]"), param
+
+    def _require_states(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            for name, param in self.named_group_params(index):
+                if state := self.state.get(param):
+                    require_state(name, param, state, self._expected_state(param, group))
+
+    @contextmanager
+    def _unchanged_by_errors(self) -> Iterator[None]:
+        """Gives the optimizer its state and groups back if what runs inside raises."""
+        before = self.state, self.param_groups
+        try:
+            yield
+        except Exception:
+            self.state, self.param_groups = before
+            raise
+
+
+class ExactStateOptimizer(CheckedStateOptimizer):
     """An optimizer that plans each group as it is added, and whose state keeps its dtypes when loaded."""
 
     _planned: Sequence[tuple[list[Tensor], Gradients]] = ()
@@ -333,10 +377,6 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         """Drop what was prepared: groups or state have been replaced."""
         raise NotImplementedError
 
-    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
-        """What the state of a parameter must hold, if there is any."""
-        raise NotImplementedError
-
     def _update_all(self, every_grad: Sequence[dict[int, Tensor]]) -> None:
         """Update every parameter that has a gradient: for each group those, by their index in it."""
         raise NotImplementedError
@@ -350,7 +390,7 @@ class ExactStateOptimizer(torch.optim.Optimizer):
         every_grad = [gradients.read() for _, gradients in self._planned]  # raises before anything changes
         self._update_all(every_grad)
         if self._noted is None:
-            self._noted = self._state_values()
+            self._noted = state_values(self.state)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -362,13 +402,6 @@ class ExactStateOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         self._planned = (*self._planned, self._planned_group(len(self.param_groups) - 1))
-
-    def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
-        """The parameters of a group with the names given to the constructor, or their position."""
-        group = self.param_groups[group_index]
-        names = group.get("param_names")
-        for index, param in enumerate(group["params"]):
-            yield (names[index] if names else f"param_groups[{group_index}]['params'][{index}]"), param
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -393,21 +426,11 @@ class ExactStateOptimizer(torch.optim.Optimizer):
 
         Accelerate shards after making the optimizer; users clear state, or move it away and back.
         """
-        planned, current = [params for params, _ in self._planned], [g["params"] for g in self.param_groups]
-        if [*map(len, planned)] != [*map(len, current)] or not all(map(are_same, planned, current)):
+        if not are_params_of([params for params, _ in self._planned], self.param_groups):
             self._plan_all()
-        elif self._noted is not None and not are_same(self._noted, self._state_values()):
+        elif self._noted is not None and not are_same(self._noted, state_values(self.state)):
             self._require_states()
             self._plan_all()
-
-    def _state_values(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self.state.values())))
-
-    def _require_states(self) -> None:
-        for index, group in enumerate(self.param_groups):
-            for name, param in self.named_group_params(index):
-                if state := self.state.get(param):
-                    require_state(name, param, state, self._expected_state(param, group))
 
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -415,12 +438,10 @@ class ExactStateOptimizer(torch.optim.Optimizer):
 
         State or options that do not fit raise, naming the parameter, and nothing is changed.
         """
-        before = self.state, self.param_groups
         try:
-            with between_load_hooks(self, _hide_tensors, _show_tensors):
+            with self._unchanged_by_errors(), between_load_hooks(self, _hide_tensors, _show_tensors):
                 super().load_state_dict(state_dict)
         except Exception:
-            self.state, self.param_groups = before
             self._plan_all()
             raise
 
@@ -474,3 +495,15 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
 def are_same(left: list[Any], right: list[Any]) -> bool:
     """Whether two lists hold the same objects."""
     return len(left) == len(right) and all(map(operator.is_, left, right))
+
+
+def are_params_of(params: Sequence[list[Tensor]], groups: Sequence[dict[str, Any]]) -> bool:
+    """Whether these are the parameters of the groups, group by group and in their order."""
+    return len(params) == len(groups) and all(
+        are_same(noted, group["params"]) for noted, group in zip(params, groups)
+    )
+
+
+def state_values(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
+    """All that an optimizer's state holds; compared with :func:`are_same`, it tells what was exchanged."""
+    return list(chain.from_iterable(map(dict.values, state.values())))

@@ -29,7 +29,15 @@ from torch.optim import Optimizer
 
 from ragged_fsdp.dbuffer import FlatStorage
 from ragged_fsdp.dtensor import wrap_local
-from ragged_fsdp.optim.base import ExactStateOptimizer, are_same, between_load_hooks, local_part, loss_of
+from ragged_fsdp.optim.base import (
+    ExactStateOptimizer,
+    are_params_of,
+    are_same,
+    between_load_hooks,
+    local_part,
+    loss_of,
+    state_values,
+)
 from ragged_fsdp.torch_internals import DTensorSpec, disable_dynamo, spec_of
 
 __all__ = ["OffloadedState", "offload_state"]
@@ -386,7 +394,7 @@ class _Part:
 
     def publish(self, state: State) -> bool:
         """Write what has changed to the optimizer's state, tensors as on the host; whether anything had."""
-        values = _values(self.state)
+        values = state_values(self.state)
         if are_same(self.noted, values):
             return False
         self.noted = values
@@ -540,11 +548,10 @@ class _Offload:
 
     def is_stale(self) -> bool:
         """Whether parameters or state were exchanged since the last step."""
-        current = [group["params"] for group in self._whole.param_groups]
-        if len(current) != len(self._params) or not all(map(are_same, self._params, current)):
+        if not are_params_of(self._params, self._whole.param_groups):
             return True
         state: State = self._whole.__dict__["state"]
-        return state is not self._seen or not are_same(self._noted, _values(state))
+        return state is not self._seen or not are_same(self._noted, state_values(state))
 
     def take(self) -> None:
         """Move what state the optimizer has to the parts."""
@@ -573,7 +580,7 @@ class _Offload:
                 order = [param for params in self._params for param in params if param in state]
                 entries = {param: state.pop(param) for param in order}
                 state.update(entries)
-            self._seen, self._noted = state, _values(state)
+            self._seen, self._noted = state, state_values(state)
         self._pending = [event for lane in self._lanes.values() if (event := lane.record()) is not None]
 
 
@@ -624,7 +631,3 @@ def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
 
 def _all_bytes(memory: FlatStorage) -> Tensor:
     return memory.tensor(0, (memory.nbytes,), torch.uint8)
-
-
-def _values(state: State) -> list[Any]:
-    return [value for entries in state.values() for value in entries.values()]

@@ -27,11 +27,11 @@ from ragged_fsdp.optim.base import (
     as_tuple,
     check_options,
     form_like,
+    fresh_moments,
     is_excluded,
     local_part,
     name_patterns,
     require_optimisable,
-    state_like,
 )
 from ragged_fsdp.optim.blocks import (
     LocalBlocks,
@@ -187,16 +187,13 @@ _RANGES = {
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
-    local = local_part(param)
-    state = {"step": torch.zeros((), dtype=torch.float32)}
-    for key in ("exp_avg", "exp_avg_sq"):
-        zeros = torch.zeros(local.shape, dtype=torch.float32, device=local.device)
-        state[key] = state_like(param, zeros)
+    state = {"step": torch.zeros((), dtype=torch.float32), **fresh_moments(param)}
     if blocks is not None:
+        device = local_part(param).device
         count = blocks.grid_rows * blocks.grid_cols
         for key in _STATISTICS:
             side = _side(key, blocks)
-            zeros = torch.zeros(count, side, side, dtype=torch.float32, device=local.device)
+            zeros = torch.zeros(count, side, side, dtype=torch.float32, device=device)
             state[key] = state_over_blocks(param, blocks.grid, zeros)
     return state
 

@@ -26,6 +26,7 @@ from ragged_fsdp.optim.base import (
     as_tuple,
     check_options,
     form_like,
+    fresh_moments,
     is_excluded,
     local_part,
     name_patterns,
@@ -352,21 +353,17 @@ class AdamW8bit(Adam8bit):
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
-    local = local_part(param)
     if blocks is None:
-        return {key: state_like(param, _filled_like(local, 0, torch.float32)) for key in _EXACT}
+        return fresh_moments(param)
+    local = local_part(param)
     count = blocks.grid_rows * blocks.grid_cols
     state = {}
     for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        codes = _filled_like(local, zero_code(signed), torch.uint8)
+        codes = torch.full(local.shape, zero_code(signed), dtype=torch.uint8, device=local.device)
         scales = torch.zeros(count, dtype=torch.float32, device=local.device)
         state[f"{key}_codes"] = state_like(param, codes)
         state[f"{key}_scales"] = state_over_blocks(param, blocks.grid, scales)
     return state
-
-
-def _filled_like(local: Tensor, value: int, dtype: torch.dtype) -> Tensor:
-    return torch.full(local.shape, value, dtype=dtype, device=local.device)
 
 
 def _update_others(

@@ -16,7 +16,8 @@ DTensor, 1-D mesh                      the mesh
 Partial                                raises
 =====================================  ==========================================================
 
-There is one exchange per group (and device). Its ranks compare what they planned before its first use.
+There is one exchange per group (and device). Ranks compare all that they planned, and what one of
+them could not, before the first use of any.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from ragged_fsdp.agreement import compare
+from ragged_fsdp.agreement import Disagreement, compare
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.dtensor.geometry import regions_of, shard_box
 from ragged_fsdp.optim.base import number
@@ -48,7 +49,7 @@ from ragged_fsdp.routes import Box, region_numel
 from ragged_fsdp.topology import subgroup
 from ragged_fsdp.torch_internals import StridedShard, local_of
 
-__all__ = ["Exchanges", "Member", "Spread", "matrix_layout", "spread_of"]
+__all__ = ["Exchanges", "Member", "Spread", "matrix_layout", "spread_of", "work_device"]
 
 
 class Member(NamedTuple):
@@ -96,6 +97,24 @@ class Spread:
         return [coordinate for _, coordinate in sorted(zip(ranks, itertools.product(*ranges)))]
 
 
+@dataclass(frozen=True)
+class _Draft:
+    """An exchange that this rank has planned, or why it could not; the ranks have yet to compare it."""
+
+    spread: Spread
+    team: Team
+    parameters: list[Tensor]
+    plan: ExchangePlan | None
+    error: Exception | None
+
+    @property
+    def where(self) -> str:
+        """Its group in words that are the same on ranks whose groups are neighbours in one mesh."""
+        assert self.spread.mesh is not None
+        shape, kind = tuple(self.spread.mesh.shape), self.team.device.type
+        return f"an exchange over dims {self.spread.mesh_dims} of a mesh of shape {shape} on {kind}"
+
+
 _LOCAL_RANKS = (0,)
 # Per default group, so that groups of a destroyed world are not used in the next one.
 _GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -135,35 +154,49 @@ class Exchanges:
         self._in_flight = buckets_in_flight
         self._known: dict[Hashable, tuple[Exchange, ...]] = {}
 
-    def remembered(self, key: Hashable, members: Callable[[], Sequence[Member]]) -> tuple[Exchange, ...]:
-        """What :meth:`bind` made when this key was first seen.
+    def remembered(
+        self, key: Hashable, members: Callable[[], Sequence[Member]], failure: Exception | None = None
+    ) -> tuple[Exchange, ...]:
+        """What :meth:`bind` made when this key was first seen; a failure of this rank is raised.
 
         A few keys are remembered (layers may be frozen and thawed); the oldest is forgotten, so that
         parameters taken out of the optimizer are freed. Ranks that ask for the same keys in the same order
         forget alike: sets that may differ between ranks belong in an object of their own.
         """
         if key not in self._known:
-            made = self.bind(members())
+            made = self.bind(members(), failure)
             if len(self._known) == self._MOST:
                 del self._known[next(iter(self._known))]
             self._known[key] = made
+        elif failure is not None:
+            raise failure  # alone: telling the others would take a collective in every step
         return self._known[key]
 
-    def bind(self, members: Sequence[Member]) -> tuple[Exchange, ...]:
+    def bind(self, members: Sequence[Member], failure: Exception | None = None) -> tuple[Exchange, ...]:
         """One exchange per group of ranks (and device), in the order in which the parameters name them.
 
         Every rank must call this with the same parameters in the same order; if they differ, all raise.
+        A rank that cannot go on passes why as ``failure``: it raises that, and all others raise, naming it.
         """
         by_group: dict[tuple[tuple[int, ...], torch.device], list[tuple[Member, Spread]]] = {}
         for member in members:
             try:
                 spread = spread_of(member.parameter, member.rule)
-            except ValueError as error:
-                raise ValueError(f"{member.label}: {error}") from None
-            by_group.setdefault((spread.ranks, _device(member, spread)), []).append((member, spread))
-        return tuple(self._bind(items, device) for (_, device), items in by_group.items())
+            except ValueError as error:  # not in the mesh, whose ranks do not wait for this one
+                failure = failure or ValueError(f"{member.label}: {error}")
+                continue
+            by_group.setdefault((spread.ranks, work_device(member.parameter)), []).append((member, spread))
+        drafts = [self._draft(items, device) for (_, device), items in by_group.items()]
+        self._agree(drafts, failure)
+        exchanges = []
+        for draft in drafts:
+            assert draft.plan is not None  # _agree raises on every rank otherwise
+            exchanges.append(
+                Exchange(self._label, draft.plan, draft.parameters, draft.team, self._dtype, self._in_flight)
+            )
+        return tuple(exchanges)
 
-    def _bind(self, items: list[tuple[Member, Spread]], device: torch.device) -> Exchange:
+    def _draft(self, items: list[tuple[Member, Spread]], device: torch.device) -> _Draft:
         spread = items[0][1]
         ranks = spread.ranks if spread.mesh_dims else (dist.get_rank() if dist.is_initialized() else 0,)
         team = Team(ranks, spread.index, _process_group(spread, device), device)
@@ -174,20 +207,19 @@ class Exchanges:
                 for member, own_spread in items
             ]
             plan = plan_exchange(planned, len(spread.ranks), self._bucket_numel, self._cost)
-        except ValueError as caught:
+        except Exception as caught:
             error = caught
-        self._agree(plan, error, team)
-        assert plan is not None  # _agree raises on every rank otherwise
-        parameters = [member.parameter for member, _ in items]
-        return Exchange(self._label, plan, parameters, team, self._dtype, self._in_flight)
+        return _Draft(spread, team, [member.parameter for member, _ in items], plan, error)
 
-    def _agree(self, plan: ExchangePlan | None, error: ValueError | None, team: Team) -> None:
-        """Compare plans between the ranks of the group, once: a difference raises everywhere, none hangs."""
-        text = ""
-        if plan is not None and team.group is not None:
-            text = f"{plan.text}\n{self._dtype}, buckets_in_flight {self._in_flight}"
-        failure = str(error) if error is not None else None
-        found = compare(text, [team.group], team.device, failure=failure)
+    def _agree(self, drafts: Sequence[_Draft], failure: Exception | None) -> None:
+        """Compare plans and failures between ranks, once: what one meets raises everywhere, none hangs."""
+        error = next((draft.error for draft in drafts if draft.error is not None), None)
+        told = str(error) if error is not None else None
+        if failure is not None:
+            told = f"{type(failure).__name__}: {failure}"
+        found = self._compare([draft for draft in drafts if draft.team.group is not None], told)
+        if failure is not None:
+            raise failure
         if found is None and error is not None:
             raise error  # alone, or all ranks alike
         if found is None:
@@ -201,6 +233,23 @@ class Exchanges:
             "shapes, placements and param groups, dtype, bucket_numel and buckets_in_flight must be the same "
             f"on all of them: {found.difference}."
         )
+
+    def _compare(self, drafts: list[_Draft], told: str | None) -> Disagreement | None:
+        """What the ranks of all exchange groups should raise, if anything."""
+        if not drafts:
+            return None
+        first = drafts[0].team
+        # A rank with other groups than its neighbours would wait for them in a comparison they do not make.
+        found = compare("\n".join(draft.where for draft in drafts), [first.group], first.device)
+        if found is not None:
+            return found
+        # Twice where there are several: what some ranks learn in the last group, those of the first must too.
+        for draft in drafts * min(2, len(drafts)):
+            text = "" if draft.plan is None else draft.plan.text
+            text += f"\n{self._dtype}, buckets_in_flight {self._in_flight}"
+            team = draft.team
+            found = compare(text, [team.group], team.device, failure=told, known=found)
+        return found
 
 
 def spread_of(parameter: Tensor, rule: MatrixRule) -> Spread:
@@ -226,11 +275,6 @@ def _exchange_dims(
     mesh: DeviceMesh, placements: Sequence[Placement], ndim: int, rule: MatrixRule
 ) -> tuple[int, ...]:
     dims = [d for d in range(mesh.ndim) if mesh.size(d) > 1]
-    for d in dims:
-        if not isinstance(placements[d], (Shard, StridedShard, RaggedShard, Replicate)):
-            raise ValueError(
-                f"placement {placements[d]!r} has no whole elements; reduce it before the optimizer."
-            )
     sharded = [p for p in placements if not isinstance(p, Replicate)]
     if len(sharded) < 2 or isinstance(rule, Flattened):
         return tuple(dims)
@@ -260,11 +304,9 @@ def _process_group(spread: Spread, device: torch.device) -> dist.ProcessGroup | 
     return made[spread.ranks]
 
 
-def _device(member: Member, spread: Spread) -> torch.device:
+def work_device(parameter: Tensor) -> torch.device:
     """Work is done on the device of the mesh; parameters may be offloaded to the host."""
-    if spread.mesh is None:
-        return member.parameter.device
-    return device_of(spread.mesh)
+    return device_of(parameter.device_mesh) if isinstance(parameter, DTensor) else parameter.device
 
 
 def _checked_layout(member: Member, spread: Spread) -> MatrixLayout:
@@ -272,6 +314,7 @@ def _checked_layout(member: Member, spread: Spread) -> MatrixLayout:
     parameter = member.parameter
     placements = tuple(parameter.placements) if isinstance(parameter, DTensor) else ()
     try:
+        _require_whole_elements(placements, spread)
         layout = matrix_layout(tuple(parameter.shape), placements, member.rule, spread)
     except ValueError as error:
         raise ValueError(f"{member.label}: {error}") from None
@@ -283,6 +326,14 @@ def _checked_layout(member: Member, spread: Spread) -> MatrixLayout:
                 f"{found}."
             )
     return layout
+
+
+def _require_whole_elements(placements: Sequence[Placement], spread: Spread) -> None:
+    for d in spread.mesh_dims:
+        if not isinstance(placements[d], (Shard, StridedShard, RaggedShard, Replicate)):
+            raise ValueError(
+                f"placement {placements[d]!r} has no whole elements; reduce it before the optimizer."
+            )
 
 
 @lru_cache(maxsize=1024)

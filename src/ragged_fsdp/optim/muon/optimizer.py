@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from ragged_fsdp.optim.base import (
+    CheckedStateOptimizer,
+    StateForm,
     check_options,
     form_like,
     local_part,
@@ -39,6 +40,7 @@ from ragged_fsdp.optim.base import (
 )
 from ragged_fsdp.optim.exchange import Exchange, Exchanges, MatrixRule, Member
 from ragged_fsdp.optim.exchange.matrices import slabs_of
+from ragged_fsdp.optim.exchange.members import work_device
 from ragged_fsdp.optim.muon.newton_schulz import (
     Coefficients,
     check_backend,
@@ -76,7 +78,7 @@ class _Options:
     adamw_defaults: dict[str, Any]
 
 
-class Muon(Optimizer):
+class Muon(CheckedStateOptimizer):
     """Muon for hidden matrices, AdamW for everything else, on plain tensors and on any DTensor parameters.
 
     Pass ``model.named_parameters()``: names tell embeddings and heads from hidden matrices. Each given
@@ -193,16 +195,18 @@ class Muon(Optimizer):
         """One step of all parameters that have a gradient."""
         loss = loss_of(closure)
         groups = [group for group in self.param_groups if group["algorithm"] == _MUON]
-        # Everything that can be wrong is looked at before anything is changed or sent.
-        for group in self.param_groups:
-            for name, p in _members_of(group):
-                if p.grad is not None:
-                    require_matching_grad(Member(name, p).label, p)
+        # Everything that can be wrong is looked at before anything is changed or sent. What this rank alone
+        # cannot do travels in the comparison of new plans: raised ahead of that, it would let others wait.
+        failure: Exception | None = None
+        families: dict[torch.device, list[FamilyStep]] = {}
+        try:
+            families = self._checked(groups)
+        except Exception as error:
+            failure = error
         prepared = []
-        for exchange in self._exchanges(groups):
-            states = [self._local_state(name, p) for name, p in zip(exchange.names, exchange.parameters)]
-            families = [self._family_step(group, exchange.team.device) for group in groups]
-            prepared.append((exchange, MuonWork(states, families)))
+        for exchange in self._exchanges(groups, failure):
+            states = [self._local_state(p) for p in exchange.parameters]
+            prepared.append((exchange, MuonWork(states, families[exchange.team.device])))
         for group in self.param_groups:
             if group["algorithm"] == _ADAMW:
                 adamw_step(group, self.state)
@@ -230,20 +234,18 @@ class Muon(Optimizer):
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; state that does not lie like its parameter raises, and nothing is changed."""
-        before = self.state, self.param_groups
-        try:
+        with self._unchanged_by_errors():
             super().load_state_dict(state_dict)
-            for group in self.param_groups:
-                for name, p in _members_of(group):
-                    if state := self.state.get(p):
-                        expected = {
-                            key: None if key == "step" else form_like(p)
-                            for key in _STATE_KEYS[group["algorithm"]]
-                        }
-                        require_state(Member(name, p).label, p, state, expected)
-        except Exception:
-            self.state, self.param_groups = before
-            raise
+            self._require_states()
+
+    def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
+        """The parameters of a group with what errors call them."""
+        for name, param in _members_of(self.param_groups[group_index]):
+            yield Member(name, param).label, param
+
+    def _expected_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, StateForm | None]:
+        keys = _STATE_KEYS[group["algorithm"]]
+        return {key: None if key == "step" else form_like(param) for key in keys}
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[override]
         return {**super().__getstate__(), "_options": self._options}
@@ -267,8 +269,21 @@ class Muon(Optimizer):
     def _rule_of(self, name: str | None, parameter: Tensor) -> MatrixRule:
         return self._options.split(name, parameter) if self._options.split is not None else None
 
-    def _exchanges(self, groups: list[dict[str, Any]]) -> tuple[Exchange, ...]:
-        """The exchanges of the trainable parameters, made when that set is first seen.
+    def _checked(self, groups: list[dict[str, Any]]) -> dict[torch.device, list[FamilyStep]]:
+        """What the Muon groups do in this step, by device; raises if a gradient, state or option is wrong."""
+        for index, group in enumerate(self.param_groups):
+            check_options(group, dict.fromkeys(("lr", "weight_decay", "eps"), "a number"))
+            for name, p in self.named_group_params(index):
+                if p.grad is not None:
+                    require_matching_grad(name, p)
+                    _require_usable_state(name, p, group["algorithm"], self.state.get(p, {}))
+        devices = {work_device(p): None for group in groups for p in group["params"]}
+        return {device: [self._family_step(group, device) for group in groups] for device in devices}
+
+    def _exchanges(
+        self, groups: list[dict[str, Any]], failure: Exception | None = None
+    ) -> tuple[Exchange, ...]:
+        """The exchanges of the trainable parameters, made when that set is first seen; raises a failure.
 
         Sharded parameters without a gradient take part all the same: which gradients there are may differ
         between ranks, and neither a plan nor a transfer must depend on that. Others need a gradient.
@@ -276,12 +291,23 @@ class Muon(Optimizer):
         trainable = [[p for p in group["params"] if p.requires_grad] for group in groups]
         sharded = [[p for p in params if _is_sharded(p)] for params in trainable]
         local = [[p for p in params if p.grad is not None and not _is_sharded(p)] for params in trainable]
-        found: tuple[Exchange, ...] = ()
-        for exchanges, chosen in ((self._sharded, sharded), (self._local, local)):
-            key = tuple(tuple(map(id, params)) for params in chosen)
-            found += exchanges.remembered(key, partial(self._members, groups, chosen))
-        self._latest = found
-        return found
+        alone: tuple[Exchange, ...] = ()
+        try:  # those of this rank first: what it cannot plan there goes into the comparison of the others
+            alone = self._remembered(self._local, groups, local, failure)
+        except Exception as error:
+            failure = error
+        self._latest = self._remembered(self._sharded, groups, sharded, failure) + alone
+        return self._latest
+
+    def _remembered(
+        self,
+        exchanges: Exchanges,
+        groups: list[dict[str, Any]],
+        chosen: list[list[Tensor]],
+        failure: Exception | None,
+    ) -> tuple[Exchange, ...]:
+        key = tuple(tuple(map(id, params)) for params in chosen)
+        return exchanges.remembered(key, partial(self._members, groups, chosen), failure)
 
     def _members(self, groups: list[dict[str, Any]], chosen: list[list[Tensor]]) -> list[Member]:
         members: list[Member] = []
@@ -291,7 +317,7 @@ class Muon(Optimizer):
             members += [Member(name, p, self._rule_of(name, p), family) for name, p in pairs]
         return members
 
-    def _local_state(self, name: str, parameter: Tensor) -> LocalState:
+    def _local_state(self, parameter: Tensor) -> LocalState:
         gradient = parameter.grad
         if gradient is None:
             local = local_part(parameter)
@@ -300,8 +326,6 @@ class Muon(Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         buffer = local_part(state["momentum_buffer"])
-        if not buffer.is_contiguous():
-            raise ValueError(f"{name}: momentum_buffer must be contiguous, got strides {buffer.stride()}.")
         return LocalState(local_part(parameter), local_part(gradient).contiguous(), buffer)
 
     def _family_step(self, group: dict[str, Any], device: torch.device) -> FamilyStep:
@@ -339,6 +363,17 @@ def _named(params: Any) -> list[tuple[str | None, Tensor]]:
             found = type(p).__name__ if name is None else f"{name!r} and {type(p).__name__}"
             raise TypeError(f"Muon needs parameters, or pairs of a name and a parameter, got {found}.")
     return named
+
+
+def _require_usable_state(label: str, parameter: Tensor, algorithm: str, state: dict[str, Any]) -> None:
+    """Raise unless a step can use what state there is."""
+    if algorithm == _ADAMW:
+        if state:
+            require_state(label, parameter, state, dict.fromkeys(_STATE_KEYS[_ADAMW]))
+    elif "momentum_buffer" in state:
+        buffer = local_part(state["momentum_buffer"])
+        if not buffer.is_contiguous():
+            raise ValueError(f"{label}: momentum_buffer must be contiguous, got strides {buffer.stride()}.")
 
 
 def _matrices_text(parameter: Tensor, rule: MatrixRule) -> str:
