@@ -224,7 +224,12 @@ class CheckpointStore:
         if (
             eval_loss is None
             or not math.isfinite(eval_loss)
-            or (best and best["step"] in self.steps() and best["eval_loss"] <= eval_loss)
+            or (
+                best
+                and best["step"] in self.steps()
+                and best["eval_loss"] <= eval_loss
+                and best["step"] != step
+            )
         ):
             return
         self._put("best.json", json.dumps({"step": step, "eval_loss": eval_loss}))
@@ -287,23 +292,30 @@ class ObjectStore(CheckpointStore):
         """Steps that have a folder with a manifest, oldest first; it may still be damaged."""
         return sorted(self._complete_ones())
 
-    def claim(self, owner: str) -> None:
+    def claim(self, owner: str) -> bool:
         """Note who writes here; ``ValueError`` if that is another. Shows early whether it can be written.
 
-        Two runs in one place would take each other's unfinished checkpoints for left over.
+        Two runs in one place would take each other's unfinished checkpoints for left over. Returns whether
+        nobody had claimed it.
         """
+        noted = None
         try:
             noted = json.loads((self.root / _OWNER).read_text())["owner"]
         except FileNotFoundError:
-            noted = owner
+            pass
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.root / _OWNER} is damaged: {error}") from error
-        if noted != owner:
+        if noted not in (None, owner):
             raise ValueError(
                 f"it belongs to the run in {noted}; use another, or remove {self.root / _OWNER} if that run "
                 "has ended for good"
             )
         self._put(_OWNER, json.dumps({"owner": owner, "time": time.time()}))
+        return noted is None
+
+    def disclaim(self) -> None:
+        """Forget who writes here."""
+        (self.root / _OWNER).remove()
 
     def move_aside(self, after: int = -1) -> None:
         """Refused: it would be a copy of everything."""
