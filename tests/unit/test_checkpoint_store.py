@@ -49,6 +49,8 @@ def test_a_step_that_is_saved_again_has_its_new_loss(tmp_path):
     for step, loss in [(1, 1.0), (1, 3.0), (2, 2.0)]:
         _save(store, step, loss)
     assert store.best_step() == 2 and store.steps() == [2]
+    _save(store, 2)  # which was not evaluated
+    assert store.best_step() is None
 
 
 def test_saving_a_step_again_replaces_it(tmp_path, monkeypatch):

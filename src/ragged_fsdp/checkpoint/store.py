@@ -220,19 +220,14 @@ class CheckpointStore:
         return left
 
     def _note_best(self, step: int, eval_loss: float | None) -> None:
-        best = self._read_best()
-        if (
-            eval_loss is None
-            or not math.isfinite(eval_loss)
-            or (
-                best
-                and best["step"] in self.steps()
-                and best["eval_loss"] <= eval_loss
-                and best["step"] != step
-            )
-        ):
-            return
-        self._put("best.json", json.dumps({"step": step, "eval_loss": eval_loss}))
+        noted = best = self._read_best()
+        if best and (best["step"] == step or best["step"] not in self.steps()):
+            best = None  # what had that loss is gone
+        known = eval_loss is not None and math.isfinite(eval_loss)
+        if known and (best is None or eval_loss < best["eval_loss"]):
+            best = {"step": step, "eval_loss": eval_loss}
+        if best != noted:
+            self._put("best.json", json.dumps(best))
 
     def _put(self, name: str, text: str) -> None:
         _write_durably(self.root / name, text)
