@@ -242,7 +242,7 @@ class TrainingJob:
         begin, warnings = self._begin, likely_mistakes(self.config, self._source)
         if begin.path is None:
             return [*warnings, *begin.notes]
-        notes = restore(begin.path, self.model.module, self.optimizer, self.ranks)
+        notes = restore(begin.path, begin.info, self.model.module, self.optimizer, self.ranks)
         self._counters = Counters.from_info(begin.info)
         return [*warnings, *begin.notes, *notes, f"resumed from {begin.path} at step {self._counters.step}"]
 
