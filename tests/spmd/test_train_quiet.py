@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fsdp_inside
+from ragged_fsdp.checkpoint.contents import CheckpointReader
 from ragged_fsdp.checkpoint.store import CheckpointStore
 from ragged_fsdp.trainer.metrics import losses_by_step
 from rank_pool import spmd
@@ -60,6 +61,26 @@ def test_a_run_taken_back_to_an_older_checkpoint_goes_on_from_its_own(rank):
     assert f"resumed from {store.path(3)} at step 3" in said_on_pool(run, lr=1e-3, stop_at=4)
     said = said_on_pool(run, resume="never", checkpoint_dir=str(rank.shared_dir / "elsewhere"))
     assert f"resume = never: {run} already holds the metrics of a run" in said
+
+
+@spmd(2)
+def test_ranks_that_begin_to_share_their_data_draw_alike(rank):
+    """They once took up the random states of ranks with data of their own: dropout on what tensor-parallel
+    ranks hold in common was another on each of them."""
+    run = rank.shared_dir / "run"
+    heads = {"model_set": {"kv_heads": "2"}}
+
+    def states(step: int) -> list[torch.Tensor]:
+        reader = CheckpointReader(run / f"checkpoints/step-{step:08d}")
+        return [reader.load(t) for t in reader.tensors("rng.") if t.name.endswith(".torch")]
+
+    said_on_pool(run, stop_at=1, keep_last=0, **heads)
+    first, second = states(1)
+    assert not first.equal(second)
+    assert "tp was 1: random states (dropout) start anew" in said_on_pool(run, stop_at=2, tp=2, **heads)
+    first, second = states(2)
+    assert first.equal(second)
+    assert "random states" not in said_on_pool(run, stop_at=3, tp=2, **heads)
 
 
 def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

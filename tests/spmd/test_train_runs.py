@@ -1,5 +1,6 @@
 """Whole runs of the trainer on its own processes: the same curve however it is spread, stopped or broken."""
 
+import fcntl
 import json
 import os
 import random
@@ -366,8 +367,60 @@ def test_refusals_come_from_the_ranks_as_such(tmp_path):
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     with pytest.raises(ConfigError, match="is not in the model's vocabulary of 256"):
         train(tmp_path / "tokens", data=[str(tmp_path / "tokens.bin")])
-    with pytest.raises(ConfigError, match="holds no complete checkpoint"):
-        train(tmp_path / "other", resume="must")
+
+
+def _everything(folder: Path) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def test_a_refused_start_leaves_nothing_and_touches_nothing(tmp_path):
+    """What only the ranks can find once left a new folder with a lock, or checkpoints that were moved."""
+    run, own = tmp_path / "run", tmp_path / "mine" / "run"
+    train(run, stop_at=2, checkpoint_every=1, keep_last=0, freeze=["lm_head*"])
+    objects, foreign = tmp_path / "objects", tmp_path / "foreign"
+    for folder in (own, objects, foreign):
+        folder.mkdir(parents=True)
+    (foreign / ".metadata").write_bytes(b"none")
+    before = _everything(tmp_path)
+    new, cut = tmp_path / "new", {"layers.*": "elements:1"}
+    first = str(run / "checkpoints/step-00000001")
+    for folder, message, changes in (
+        (new / "run", "holds no complete checkpoint", {"resume": "must"}),
+        (own, "holds no complete checkpoint", {"resume": "must", "checkpoint_dir": str(new / "checkpoints")}),
+        (own, "holds no complete checkpoint", {"resume": "must", "checkpoint_dir": f"file://{objects}"}),
+        (new / "run", "damaged or no index", {"resume": str(foreign)}),
+        (run, "no optimizer state of lm_head", {"resume": first}),
+        (run, "optimizer = shampoo: ", {"resume": "restart", "optimizer": "shampoo", "granularity": cut}),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train(folder, **changes)
+        (run / ".lock").write_bytes(before[run / ".lock"] or b"")  # it names who had it last
+        assert _everything(tmp_path) == before, message
+
+
+def test_a_lock_on_a_file_that_was_removed_is_taken_again(tmp_path, monkeypatch):
+    """A refused run removes the file that another has opened meanwhile, whose lock would keep nobody out."""
+    refused = RunLock(tmp_path / "run")
+    flock = fcntl.flock
+
+    def removed_before(file, operation):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        refused.undo()
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", removed_before)
+    taken = RunLock(tmp_path / "run")
+    with pytest.raises(ConfigError, match="in use by process"):
+        RunLock(tmp_path / "run")
+    (tmp_path / "run/mine").touch()
+    taken.undo()
+    assert _everything(tmp_path) == {tmp_path / "run": None, tmp_path / "run/mine": b""}
+
+
+def test_checkpoints_may_lie_in_the_run_s_own_folder(tmp_path):
+    """The lock was once taken twice, and the run refused by its own process."""
+    train(tmp_path, steps=2, checkpoint_dir=str(tmp_path))
+    assert CheckpointStore(tmp_path).steps() == [2]
 
 
 def test_metrics_trace_sample_and_time_limit(tmp_path):

@@ -43,6 +43,16 @@ def test_the_last_and_the_best_are_kept(tmp_path):
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
+def test_a_step_that_is_saved_again_has_its_new_loss(tmp_path):
+    """The loss of the checkpoint that it replaced once stayed in best.json: no later one could be better."""
+    store = CheckpointStore(tmp_path, keep_last=1)
+    for step, loss in [(1, 1.0), (1, 3.0), (2, 2.0)]:
+        _save(store, step, loss)
+    assert store.best_step() == 2 and store.steps() == [2]
+    _save(store, 2)  # which was not evaluated
+    assert store.best_step() is None
+
+
 def test_saving_a_step_again_replaces_it(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     _save(store, 1, text="old")

@@ -46,6 +46,20 @@ def test_a_saved_file_gives_the_same_settings_back(tmp_path):
     assert from_values(load_toml(tmp_path / "config.toml"), {"steps": 9}).run.steps == 9
 
 
+def test_a_full_disk_does_not_cost_the_settings(tmp_path, monkeypatch):
+    """A file that is opened for writing is empty: the settings of a run were lost when it was resumed."""
+    save_toml(from_values({"steps": 7}), tmp_path / "config.toml")
+
+    def full(path, *args, **kwargs):
+        path.open("w").close()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        save_toml(from_values({"steps": 8}), tmp_path / "config.toml")
+    assert load_toml(tmp_path / "config.toml")["steps"] == 7
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

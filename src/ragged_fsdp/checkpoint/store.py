@@ -220,14 +220,14 @@ class CheckpointStore:
         return left
 
     def _note_best(self, step: int, eval_loss: float | None) -> None:
-        best = self._read_best()
-        if (
-            eval_loss is None
-            or not math.isfinite(eval_loss)
-            or (best and best["step"] in self.steps() and best["eval_loss"] <= eval_loss)
-        ):
-            return
-        self._put("best.json", json.dumps({"step": step, "eval_loss": eval_loss}))
+        noted = best = self._read_best()
+        if best and (best["step"] == step or best["step"] not in self.steps()):
+            best = None  # what had that loss is gone
+        known = eval_loss is not None and math.isfinite(eval_loss)
+        if known and (best is None or eval_loss < best["eval_loss"]):
+            best = {"step": step, "eval_loss": eval_loss}
+        if best != noted:
+            self._put("best.json", json.dumps(best))
 
     def _put(self, name: str, text: str) -> None:
         _write_durably(self.root / name, text)
@@ -287,23 +287,30 @@ class ObjectStore(CheckpointStore):
         """Steps that have a folder with a manifest, oldest first; it may still be damaged."""
         return sorted(self._complete_ones())
 
-    def claim(self, owner: str) -> None:
+    def claim(self, owner: str) -> bool:
         """Note who writes here; ``ValueError`` if that is another. Shows early whether it can be written.
 
-        Two runs in one place would take each other's unfinished checkpoints for left over.
+        Two runs in one place would take each other's unfinished checkpoints for left over. Returns whether
+        nobody had claimed it.
         """
+        noted = None
         try:
             noted = json.loads((self.root / _OWNER).read_text())["owner"]
         except FileNotFoundError:
-            noted = owner
+            pass
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{self.root / _OWNER} is damaged: {error}") from error
-        if noted != owner:
+        if noted not in (None, owner):
             raise ValueError(
                 f"it belongs to the run in {noted}; use another, or remove {self.root / _OWNER} if that run "
                 "has ended for good"
             )
         self._put(_OWNER, json.dumps({"owner": owner, "time": time.time()}))
+        return noted is None
+
+    def disclaim(self) -> None:
+        """Forget who writes here."""
+        (self.root / _OWNER).remove()
 
     def move_aside(self, after: int = -1) -> None:
         """Refused: it would be a copy of everything."""

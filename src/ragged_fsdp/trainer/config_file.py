@@ -6,6 +6,7 @@ with other settings than its owner believes.
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -72,8 +73,10 @@ def from_values(*layers: Mapping[str, Any]) -> TrainConfig:
 
 
 def save_toml(config: TrainConfig, path: Path) -> None:
-    """Write all settings, so that the file alone repeats the run."""
-    path.write_text(tomli_w.dumps(asdict(config)), encoding="utf-8")
+    """Write all settings, so that the file alone repeats the run. On a full disk what was there stays."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(tomli_w.dumps(asdict(config)), encoding="utf-8")
+    os.replace(temporary, path)
 
 
 def _checked(field: Any, hint: Any, value: Any) -> Any:

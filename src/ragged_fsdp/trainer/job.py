@@ -22,7 +22,7 @@ from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_check import check_vocabulary, likely_mistakes
-from ragged_fsdp.trainer.config_file import save_toml
+from ragged_fsdp.trainer.config_file import ConfigError, save_toml
 from ragged_fsdp.trainer.data import Tokens, open_tokens
 from ragged_fsdp.trainer.loggers import Loggers, open_loggers
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
@@ -59,7 +59,17 @@ class TrainingJob:
         )
         # Half of the time that the other ranks wait for the answer.
         wait_s = config.sharding.timeout / 2 if has_agent() else 0.0
-        self._locks = on_first_rank(lambda: take_places(config, self._store, wait_s), ranks) or []
+        self._places = on_first_rank(lambda: take_places(config, self._store, wait_s), ranks)
+        try:
+            self._set_up()
+        except ConfigError:  # a start that is refused leaves nothing behind
+            if self._places is not None:
+                self._places.undo()
+            raise
+
+    def _set_up(self) -> None:
+        """Everything that can refuse to start; nothing is written before it is done."""
+        config, ranks, checkpoints = self.config, self.ranks, self.config.checkpoint
         self._saver = dcp.Saver(
             self._store, background=checkpoints.async_checkpoint, timeout_s=config.sharding.timeout
         )
@@ -78,6 +88,7 @@ class TrainingJob:
         self._metrics: Loggers | None = None
         self._pending: tuple[int, StepResult, dict[str, Any]] | None = None
         self._rows_since_move: dict[str, torch.Tensor] = {}
+        self._messages = self._resume()
 
     def run(self) -> dict[str, Any]:
         """Train to the last step, or until asked to stop; returns what came of it."""
@@ -172,11 +183,11 @@ class TrainingJob:
         self._eval_data = Batches(self._tokens.evaluation, data.seq_len, 0, vocab)  # the same in every run
 
     def _start(self) -> None:
-        """Resume if there is something to resume, then say what is about to run."""
-        messages = self._resume()
+        """Take the folder into use, and say what is about to run."""
         ranks, config, step = self.ranks, self.config, self._counters.step
         layout = describe(self.model.module)
         if ranks.rank == 0:
+            self._messages += self._begin.move_aside(self._store)
             self._store.remove_leftovers()
             self._run_dir.mkdir(parents=True, exist_ok=True)
             save_toml(config, self._run_dir / "config.toml")
@@ -200,7 +211,7 @@ class TrainingJob:
             )
         self._view = open_view(ranks.rank, config.run.steps, config.log.log_every, step)
         self._introduce(layout)
-        for message in messages:
+        for message in self._messages:
             self._view.say(message)
             if self._metrics is not None:
                 self._metrics.write("note", step, text=message)
@@ -231,7 +242,7 @@ class TrainingJob:
         begin, warnings = self._begin, likely_mistakes(self.config, self._source)
         if begin.path is None:
             return [*warnings, *begin.notes]
-        notes = restore(begin.path, self.model.module, self.optimizer, self.ranks)
+        notes = restore(begin.path, begin.info, self.model.module, self.optimizer, self.ranks)
         self._counters = Counters.from_info(begin.info)
         return [*warnings, *begin.notes, *notes, f"resumed from {begin.path} at step {self._counters.step}"]
 
@@ -367,8 +378,8 @@ class TrainingJob:
         if self._metrics is not None:
             self._metrics.write("end", **outcome)
             self._metrics.close()
-        for lock in self._locks:
-            lock.release()
+        if self._places is not None:
+            self._places.release()
         self._view.close()
         return outcome
 

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ragged_fsdp.trainer.ranks import Ranks, on_first_rank
 
 __all__ = [
     "Identity",
+    "Places",
     "RunLock",
     "StartingPoint",
     "how_to_go_on",
@@ -52,50 +54,100 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, wait_s: float = 0.0, setting: str = "run_dir") -> None:
+        self._path = run_dir / ".lock"
+        self._made: list[Path] = []
+        """What was not there before, innermost first."""
+        until = time.monotonic() + wait_s
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            self.file = (run_dir / ".lock").open("a+")
+            while not self._taken():
+                if time.monotonic() >= until:
+                    self.file.seek(0)
+                    holder = self.file.read().strip() or "another process"
+                    self.file.close()
+                    raise ConfigError(f"{setting} = {str(run_dir)!r} is in use by {holder}; use another one")
+                self.file.close()
+                time.sleep(0.2)
         except OSError as error:
             raise ConfigError(f"{setting} = {str(run_dir)!r} cannot be used: {error.strerror}") from error
-        until = time.monotonic() + wait_s
-        while not self._taken():
-            if time.monotonic() >= until:
-                self.file.seek(0)
-                holder = self.file.read().strip() or "another process"
-                self.file.close()
-                raise ConfigError(f"{setting} = {str(run_dir)!r} is in use by {holder}; use another one")
-            time.sleep(0.2)
         self.file.truncate(0)
         self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
         self.file.flush()
 
     def _taken(self) -> bool:
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+        """Lock the file under its name. One that :meth:`undo` of another run has removed meanwhile is opened
+        again: a lock on it would keep nobody out."""
+        folder = self._path.parent
+        while True:
+            self._made = [path for path in (self._path, folder, *folder.parents) if not path.exists()]
+            folder.mkdir(parents=True, exist_ok=True)
+            self.file = self._path.open("a+")
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self.file.fileno()), self._path.stat()):
+                    return True
+            self.file.close()
 
     def release(self) -> None:
         """Let the next run have the folder."""
         self.file.close()
 
+    def undo(self) -> None:
+        """Let go, and remove what was made to take it, unless something else is in there by now."""
+        with suppress(OSError):
+            for path in self._made:
+                path.unlink() if path == self._path else path.rmdir()
+        self.file.close()  # after it: who takes the lock then sees that the file has lost its name
 
-def take_places(config: TrainConfig, store: CheckpointStore, wait_s: float) -> list[RunLock]:
+
+@dataclass(frozen=True)
+class Places:
+    """The folders that a run has to itself, and the object store that is told whose it is."""
+
+    locks: list[RunLock]
+    claimed: ObjectStore | None
+    """Set if nobody had claimed it before."""
+
+    def release(self) -> None:
+        """Let the next run have them."""
+        for lock in self.locks:
+            lock.release()
+
+    def undo(self) -> None:
+        """Leave them as they were: the run is refused."""
+        if self.claimed is not None:
+            self.claimed.disclaim()
+        for lock in reversed(self.locks):
+            lock.undo()
+
+
+def take_places(config: TrainConfig, store: CheckpointStore, wait_s: float) -> Places:
     """Locks on the run's folder and on that of its checkpoints; an object store is told whose it is.
 
     The first rank's part. That way two runs that write into one object store are found by the name of the
-    run's folder, which one run alone can have locked.
+    run's folder, which one run alone can have locked. A refusal leaves nothing behind.
     """
-    locks = [RunLock(Path(config.run.run_dir), wait_s)]
-    if isinstance(store, ObjectStore):
-        try:
-            store.claim(str(Path(config.run.run_dir).absolute()))
-        except Exception as error:  # of the store's library: a name, an account, a network
-            raise ConfigError(f"checkpoint_dir = {str(store.root)!r} cannot be used: {error}") from error
-    elif config.checkpoint.checkpoint_dir:
-        locks.append(RunLock(store.root, wait_s, "checkpoint_dir"))
-    return locks
+    run_dir = Path(config.run.run_dir)
+    locks = [RunLock(run_dir, wait_s)]
+    try:
+        if isinstance(store, ObjectStore):
+            is_new = _claim(store, run_dir)
+            return Places(locks, store if is_new else None)
+        if config.checkpoint.checkpoint_dir and store.root.resolve() != run_dir.resolve():
+            locks.append(RunLock(store.root, wait_s, "checkpoint_dir"))
+        return Places(locks, None)
+    except ConfigError:
+        locks[0].undo()
+        raise
+
+
+def _claim(store: ObjectStore, run_dir: Path) -> bool:
+    try:
+        return store.claim(str(run_dir.absolute()))
+    except Exception as error:  # of the store's library: a name, an account, a network
+        raise ConfigError(f"checkpoint_dir = {str(store.root)!r} cannot be used: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -106,6 +158,16 @@ class StartingPoint:
     info: dict[str, Any]
     notes: list[str]
     """Lines for the user: damaged checkpoints that were passed over, settings that were changed."""
+    last_kept: int | None = None
+    """Checkpoints of later steps are to be moved aside, once nothing can refuse the run; None: none are."""
+
+    def move_aside(self, store: CheckpointStore) -> list[str]:
+        """The first rank's part, before the run writes; returns what to tell the user."""
+        aside = store.move_aside(after=self.last_kept) if self.last_kept is not None else None
+        if aside is None:
+            return []
+        which = "" if self.path is None else f"of later steps than {self.last_kept} "
+        return [f"the checkpoints {which}that were there are in {aside}"]
 
 
 @dataclass(frozen=True)
@@ -152,8 +214,11 @@ def starting_point(
     path = _find(config.run, store, ranks, notes.append)
     dist.barrier(group=ranks.control)  # nobody writes before all have looked
     if path is None:
-        return StartingPoint(None, {}, notes)
-    reader = CheckpointReader(path)
+        return StartingPoint(None, {}, notes, last_kept=-1 if config.run.resume == "restart" else None)
+    try:
+        reader = CheckpointReader(path)
+    except ValueError as error:  # of another tool: ours were compared with their manifest
+        raise ConfigError(f"resume: {error}") from error
     changed_model = _changed_model(reader.info.get("model", {}), identity.model_settings)
     _check_weights(reader, identity, changed_model)
     reasons = _changed_dtypes(reader, identity) + _changed_data(reader.info.get("data", {}), identity.data)
@@ -163,12 +228,12 @@ def starting_point(
     if changed_model:
         notes.append(f"the weights fit, but the model's config is another: {', '.join(changed_model)}")
     notes += _changed_settings(reader.info.get("config", {}), config)
-    if not _goes_on(config):
-        step = reader.info.get("step", 0)
-        aside = on_first_rank(lambda: _without_later(store, step), ranks)
-        if aside is not None:
-            notes.append(f"checkpoints of later steps than {step} that were there are in {aside}")
-    return StartingPoint(path, reader.info, notes)
+    if _goes_on(config):
+        return StartingPoint(path, reader.info, notes)
+    step = reader.info.get("step", 0)
+    if isinstance(store, ObjectStore):
+        on_first_rank(lambda: _refuse_later(store, step), ranks)
+    return StartingPoint(path, reader.info, notes, last_kept=step)
 
 
 def _refuse_used(run_dir: Path, store: CheckpointStore) -> None:
@@ -190,10 +255,10 @@ def how_to_go_on(config: TrainConfig) -> str:
     return "the same command" if _goes_on(config) else "--resume auto"
 
 
-def _without_later(store: CheckpointStore, step: int) -> Path | None:
+def _refuse_later(store: ObjectStore, step: int) -> None:
     try:
-        return store.move_aside(after=step)
-    except ValueError as error:  # of an object store
+        store.move_aside(after=step)
+    except ValueError as error:
         raise ConfigError(f"checkpoint_dir: {error}") from error
 
 
@@ -203,9 +268,6 @@ def _find(run: RunConfig, store: CheckpointStore, ranks: Ranks, warn: Callable[[
         on_first_rank(lambda: _refuse_used(Path(run.run_dir), store), ranks)  # others may see no folder
         return None
     if mode == "restart":
-        aside = on_first_rank(store.move_aside, ranks)
-        if aside is not None:
-            warn(f"the checkpoints that were there are in {aside}")
         return None
     if mode in ("auto", "must"):
         damaged: list[str] = []

@@ -58,8 +58,11 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ran
     }
 
 
-def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks) -> list[str]:
-    """Take up the state in ``path``; returns what could not be taken up exactly, in words.
+def restore(
+    path: Place, info: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> list[str]:
+    """Take up the state in ``path``, of whose manifest ``info`` is; returns what could not be taken up
+    exactly, in words.
 
     Of the optimizer that is its moments: decay, betas and the like stay those that it was built with. A
     checkpoint of another tool may hold the model alone: the optimizer then starts anew.
@@ -78,8 +81,14 @@ def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ran
     stored_ranks = {name.split(".")[1] for name in names if name.startswith("rng.")}
     same_ranks = stored_ranks == {str(rank) for rank in range(ranks.world_size)}
     same_form = f"rng.{ranks.rank}.python.words" in names  # else written before random states were tensors
-    if not (same_ranks and same_form):
-        why = "another number of processes" if not same_ranks else "a checkpoint of an older version"
+    # Ranks that share their data draw alike: with states of ranks that did not, what they hold in common
+    # would drift apart.
+    tp = info.get("config", {}).get("sharding", {}).get("tp", 1)
+    same_sharing = tp == ranks.world_size // ranks.data_parts
+    takes_random = same_ranks and same_form and same_sharing
+    if not takes_random:
+        why = "a checkpoint of an older version" if same_sharing else f"tp was {tp}"
+        why = why if same_ranks else "another number of processes"
         notes.append(f"{why}: random states (dropout) start anew, data order goes on")
         del state["rng"]
     try:
@@ -88,7 +97,7 @@ def restore(path: Place, model: nn.Module, optimizer: torch.optim.Optimizer, ran
         raise ConfigError(f"resume: {error}") from error
     optimizer_state = {**state["optim"], "param_groups": groups} if "optim" in state else {}
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=optimizer_state)
-    if same_ranks and same_form:
+    if takes_random:
         _set_random_state(state["rng"][str(ranks.rank)], ranks.device)
     return notes
 
