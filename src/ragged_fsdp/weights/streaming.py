@@ -189,7 +189,7 @@ class Stream:
             self._side.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
 
     def metadata(self) -> list[Record]:
-        """Names, dtypes and shapes, in the order of a pass; nothing is gathered. Offsets, in a bucket, are 0 here."""
+        """Names, dtypes and shapes, in the order of a pass; nothing is gathered. Offsets are 0 here."""
         return list(self._records)
 
     def parameter_names(self) -> set[str]:
