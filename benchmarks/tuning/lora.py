@@ -3,7 +3,10 @@
 All 32 layers of Llama-3-8B with adapters of rank 16 on their seven matrices, every layer recomputed in
 backward, 8192 tokens per rank, as rank 0 of 8 in one node. Embedding and head are left out. Implementations
 differ in ``fully_shard`` alone; "codes" rows gather the frozen matrices as 8-bit codes, the "frozen" row
-stores them so. Losses mean nothing here: the part of rank 0 stands for those of all.
+stores them so. Losses mean nothing here, and differ between rows: a gather delivers rank 0's part for every
+rank, in FSDP2 rows of the same matrix, in ours a slice of the layer's buffer, with pieces of other matrices
+and norms. Shapes, bytes and launches are those of true weights; the data of
+products, and so their power and the clock, are not: what that adds to a row's time was not measured.
 """
 
 from __future__ import annotations

@@ -22,8 +22,10 @@ __all__ = ["BLOCK", "IsCoded", "block_fp8", "coded", "encoded_bucket", "encoded_
 IsCoded = Callable[[str, tuple[int, ...]], bool]
 BLOCK = 128
 """Rows and columns of a block."""
-# what DeepSeek-V3's own checkpoints, and transformers' converter, leave as it is
-_KEPT = re.compile(r"(^|\.)(lm_head|embed_\w+|wte|wpe|\w*norm\w*|gate|router)\.weight$")
+# what DeepSeek-V3's own checkpoints, and transformers' converter, leave as it is, by any of its usual names
+_KEPT = re.compile(
+    r"(^|\.)(lm_head|output|score|classifier|\w*embed\w*|wte|wpe|\w*norm\w*|gate|router)\.weight$"
+)
 
 
 def coded(codes: str | IsCoded | None) -> IsCoded | None:

@@ -2,9 +2,9 @@
 
 A :class:`GroupSource` gathers the shard of a group into one flat tensor, in which the outside tensors are
 views: nothing is copied. A :class:`CodedSource` does so with float8 codes, made by whoever holds a block. A
-:class:`LooseSource` holds what cannot be had that way (tensor and expert parallelism, explicit ``Shard``,
-dtypes of several sizes where the group was planned for one, quantised weights, which are decoded, torch's
-FSDP, plain tensors): its tensors are gathered one by one and, unless there is only one, copied into one run.
+:class:`LooseSource` holds what cannot be had that way (tensor and expert parallelism, tiles, explicit
+``Shard``, item sizes that the group was not planned for, quantised weights, which are decoded, torch's FSDP,
+plain tensors): its tensors are gathered one by one and, unless there is only one, copied into one run.
 
 What adapters add to a weight is added by the ranks that hold it, before the gather.
 """

@@ -134,7 +134,7 @@ class Stream:
             if snapshot and isinstance(source, LooseSource) and split:
                 raise ValueError(
                     f"stream: snapshot=True, but {split[0].name!r} is gathered over process groups of the "
-                    "model (tensor or expert parallelism, an explicit Shard, dtypes of several sizes)"
+                    "model (tensor or expert parallelism, tiles, an explicit Shard, dtypes of several sizes)"
                 )
             if delta and isinstance(source, GroupSource) and source.copied:
                 member, at = source.members[source.copied[0][0]], source.copied[0][1]
@@ -189,7 +189,7 @@ class Stream:
             self._side.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
 
     def metadata(self) -> list[Record]:
-        """Names, dtypes and shapes, in the order of a pass; nothing is gathered. Offsets count in buckets."""
+        """Names, dtypes and shapes, in the order of a pass; nothing is gathered. Offsets are 0 here."""
         return list(self._records)
 
     def parameter_names(self) -> set[str]:
