@@ -583,6 +583,13 @@ def test_search_keeps_more_layers_where_there_is_room():
     assert "[reshard_after_forward=False for the last 8 layers]" in kept[8].flags
 
 
+@pytest.mark.parametrize("reduction", ["all_to_all", "two_level"])
+def test_search_keeps_the_reduction_that_was_chosen(reduction):
+    setup = Setup(gpus=16, tokens_per_gpu=64, seq_len=64, reduction=reduction)
+    found = search(workload_of("nano"), setup, CARD, PROFILES["h200-400g"], most=50)
+    assert {entry.prediction.reduction for entry in found} == {reduction}
+
+
 def test_search_names_the_host_where_it_binds():
     setup = Setup(gpus=16, tokens_per_gpu=256, seq_len=64, host=Host(collective_s=1e-3))
     found = search(workload_of("nano"), setup, CARD, PROFILES["h200-400g"])

@@ -104,7 +104,8 @@ def _spreads(setup: Setup, network: Network) -> Iterator[Setup]:
 
 def _moves(setup: Setup, workload: Workload, network: Network, allow_codes: bool) -> Iterator[Setup]:
     node = network.ranks_per_node or 0
-    yield replace(setup, reduction="reduce_scatter")
+    if setup.reduction == "auto":  # else the user has chosen
+        yield replace(setup, reduction="reduce_scatter")
     yield replace(setup, reshard_after_forward=False)
     yield from (replace(setup, kept=kept) for kept in _KEPT if kept < len(workload.order))
     if 1 < node < setup.shard and setup.shard % node == 0:
