@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 from ragged_fsdp.topology import LevelGroups
-from ragged_fsdp.torch_internals import WIRE_DTYPES, backend_of, joins_gathers, one_launch
+from ragged_fsdp.torch_internals import WIRE_DTYPES, backend_name, backend_of, joins_gathers, one_launch
 
 __all__ = [
     "BytesComm",
@@ -85,7 +85,7 @@ def all_to_all_pieces(
     if sent[0].dtype not in WIRE_DTYPES:
         received, sent = ([part.view(torch.uint8) for part in parts] for parts in (received, sent))
     # gloo has no all-to-all of lists, and torch's fake group one whose parts must be alike in both directions
-    if sent[0].device.type != "cpu" and dist.get_backend(group) != "fake":
+    if sent[0].device.type != "cpu" and backend_name(group, sent[0].device) != "fake":
         return dist.all_to_all(received, sent, group=group, async_op=async_op)
     mine = group.rank()
     received[mine].copy_(sent[mine])

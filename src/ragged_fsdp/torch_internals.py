@@ -64,6 +64,7 @@ __all__ = [
     "accelerator_get_stream",
     "all_gather",
     "are_functorch_transforms_active",
+    "backend_name",
     "backend_of",
     "base_of",
     "bound_arguments",
@@ -558,12 +559,17 @@ def backend_of(pg: ProcessGroup, device: torch.device) -> Any:
     return pg._get_backend(device)
 
 
+def backend_name(pg: ProcessGroup, device: torch.device) -> str:
+    """The name of the backend of ``pg`` on ``device``; empty where it has none, or none with a name."""
+    try:
+        return str(backend_of(pg, device).name())
+    except (RuntimeError, AttributeError):  # a group in Python may have no backend, or be its own
+        return ""
+
+
 def joins_gathers(pg: ProcessGroup, device: torch.device) -> bool:
     """Whether several gathers over ``pg`` can be one launch; a backend of the user's is not asked for it."""
-    try:
-        return backend_of(pg, device).name() in ("nccl", "gloo", "fake")
-    except (RuntimeError, AttributeError):  # a group in Python may have no backend, or be its own
-        return False
+    return backend_name(pg, device) in ("nccl", "gloo", "fake")
 
 
 def reaches_host(pg: ProcessGroup) -> bool:

@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import fsdp_inside
 from collective_calls import count, noted
 from fsdp_cases import MODES, Mode, ragged_only
-from ragged_fsdp import collectives
+from ragged_fsdp import collectives, torch_internals
 from rank_pool import DEVICE, Rank
 
 pytestmark = [ragged_only, pytest.mark.skipif(DEVICE != "cpu", reason="dry runs need no device")]
@@ -94,6 +94,8 @@ def test_pieces_on_a_device_run_without_other_ranks(rank, monkeypatch):
     """Torch's fake group copies part r sent to part r received, whatever their sizes: messages are used."""
     messages = []
     monkeypatch.setattr(dist, "batch_isend_irecv", messages.extend)
+    on_gpu = dist.group.WORLD._get_backend(torch.device("cuda"))
+    monkeypatch.setattr(torch_internals, "backend_of", lambda pg, device: on_gpu)  # meta stands for a GPU
     sent, received = (
         [torch.empty(n, device="meta") for n in sizes] for sizes in ((3, 2, 0, 1), (0, 2, 4, 1))
     )
@@ -104,6 +106,16 @@ def test_pieces_on_a_device_run_without_other_ranks(rank, monkeypatch):
         (dist.irecv, 2, 4),
         (dist.irecv, 3, 1),
     ]
+
+
+def test_pieces_on_a_device_go_over_a_group_that_torch_does_not_know(rank, monkeypatch):
+    """One in Python that nobody registered: torch's collectives take it, but do not tell its backend."""
+    asked = []
+    monkeypatch.setattr(dist, "all_to_all", lambda received, sent, group, async_op: asked.append(group))
+    group = dist.ProcessGroup(0, 4)
+    parts = [torch.empty(2, device="meta") for _ in range(4)]
+    collectives.all_to_all_pieces(parts, parts, group)
+    assert asked == [group]
 
 
 _BEFORE = """
