@@ -1,4 +1,4 @@
-"""How tokens come to their experts and the outputs back: an interface, and four ways.
+"""How tokens come to their experts and the outputs back: an interface, and four ways; ``levels`` has a fifth.
 
 =================  =============================================  ==========================================
                    dispatch                                       combine
