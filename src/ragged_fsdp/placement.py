@@ -320,7 +320,7 @@ def placement_from_layout(
     return _placement_of(alone, shape, StridedRaggedShard if strided else RaggedShard)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # one takes half a megabyte where there are 65,536 ranks
 def _placement_of(alone: GroupLayout, shape: tuple[int, ...], kind: type[RaggedShard]) -> RaggedShard:
     """Of the tensor that ``alone`` lays out. Cached: the equal layers of a model share one for all ranks."""
     (spec,) = alone.specs

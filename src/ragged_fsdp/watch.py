@@ -49,7 +49,8 @@ class _Launches:
     def __init__(self) -> None:
         self.counts: defaultdict[str, int] = defaultdict(int)
         """Launches by the name of the process group."""
-        self.watches: weakref.WeakSet[CollectiveWatch] = weakref.WeakSet()
+        self.watches: list[weakref.ref[CollectiveWatch]] = []
+        """Replaced, never changed: another thread may be reading it."""
         self.folder: Path | None = None
         self.written: set[Path] = set()
         self.named: set[Path] = set()
@@ -95,7 +96,7 @@ class CollectiveWatch:
         """A collective that the host is in: over gloo it returns when all ranks have come."""
         self._last = [Launch() for _ in range(remembered)]
         self._begun = 0
-        _launches.watches.add(self)
+        _launches.watches = [*(ref for ref in _launches.watches if ref() is not None), weakref.ref(self)]
 
     def begin(self, phase: str, group: Any, pg: dist.ProcessGroup) -> Launch:
         """Note a collective of ``group``, which has a label, that is about to be launched: for ``record``.
@@ -238,7 +239,8 @@ class CollectiveWatch:
     def _record(self, late: Launch | None) -> dict[str, Any]:
         last = [
             {**_named(launch), "number": launch.number}
-            for watch in _launches.watches
+            for ref in _launches.watches
+            if (watch := ref()) is not None
             for launch in watch._in_order()
         ]
         return {

@@ -5,6 +5,7 @@ import io
 import itertools
 import math
 import sys
+import time
 import types
 
 import numpy as np
@@ -496,8 +497,13 @@ def test_the_real_weights_and_biases_writes_one_run_over_a_resume(tmp_path, monk
         loggers.write("train", resumed + 1, loss=2.0, memory={"held": 3})
         loggers.close()
     identity = (tmp_path / "wandb-id").read_text()
-    written = list(tmp_path.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb"))
-    assert written and all(path.stat().st_size > 100 for path in written)
+    until = time.monotonic() + 60  # wandb's own process may still be writing
+    while time.monotonic() < until:
+        written = list(tmp_path.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb"))
+        if written and all(path.stat().st_size > 100 for path in written):
+            return
+        time.sleep(0.2)
+    pytest.fail(f"wandb wrote {[(path.name, path.stat().st_size) for path in written]}")
 
 
 @pytest.mark.parametrize(("sent", "failed"), [([("result", None)], False), ([], True)])
