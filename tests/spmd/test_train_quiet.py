@@ -12,9 +12,10 @@ import torch
 import fsdp_inside
 from ragged_fsdp.checkpoint.contents import CheckpointReader
 from ragged_fsdp.checkpoint.store import CheckpointStore
+from ragged_fsdp.trainer.launch import RankFailure
 from ragged_fsdp.trainer.metrics import losses_by_step
 from rank_pool import spmd
-from train_cases import on_one, said_on_pool
+from train_cases import on_one, said_on_pool, train
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +82,22 @@ def test_ranks_that_begin_to_share_their_data_draw_alike(rank):
     first, second = states(2)
     assert first.equal(second)
     assert "random states" not in said_on_pool(run, stop_at=3, tp=2, **heads)
+
+
+@spmd(2)
+def test_a_stop_that_saves_nothing_says_so(rank):
+    said = said_on_pool(rank.shared_dir / "run", stop_at=1, save_on_interrupt=False)
+    assert "stopped after step 1 of 8; not saved" in said
+
+
+def test_a_store_that_cannot_be_listed_does_not_hide_why_a_run_failed(tmp_path, monkeypatch):
+    def fails(*_: object) -> None:
+        raise RankFailure("rank 1 failed: of this")
+
+    monkeypatch.setattr("ragged_fsdp.trainer.start.launch", fails)
+    monkeypatch.setattr(CheckpointStore, "steps", lambda _: (_ for _ in ()).throw(OSError("no network")))
+    with pytest.raises(RankFailure, match=r"of this\nits checkpoints could not be listed: no network"):
+        train(tmp_path)
 
 
 def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

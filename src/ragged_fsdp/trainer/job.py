@@ -123,11 +123,11 @@ class TrainingJob:
         if wanted and saved_step != counters.step:
             self._save()
         self._saver.wait()
-        if reason is not None and not finished:
+        if not finished and (reason is not None or not wanted):
             saved = f"saved; {how_to_go_on(config)} goes on from here" if wanted else "not saved"
             if counters.step == first_step:
                 saved = "there is nothing new to save"
-            why = {"time": "the time is up", "interrupted": "interrupted"}[reason]
+            why = {"time": "the time is up", "interrupted": "interrupted", None: "stopped"}[reason]
             self._view.say(f"{why} after step {counters.step} of {config.run.steps}; {saved}")
         return self._finish("finished" if finished else reason or "stopped")
 

@@ -48,7 +48,10 @@ def start(config: TrainConfig) -> dict[str, Any]:
 
 def _what_is_left(config: TrainConfig) -> str:
     """Where the run can go on after a failure, in words."""
-    steps = open_store(config.checkpoint_place).steps()
+    try:
+        steps = open_store(config.checkpoint_place).steps()
+    except Exception as error:  # of a store's library: it must not take the place of why the run failed
+        return f"its checkpoints could not be listed: {error}"
     if not steps:
         return "there is no checkpoint yet: the same command begins at step 0"
     return f"the newest checkpoint is of step {steps[-1]}; {how_to_go_on(config)} goes on from there"
