@@ -248,12 +248,13 @@ def a_frozen_base_of_codes(fsdp: Any) -> str:
     """
     from ragged_fsdp import BlockCodes, encode_frozen
 
-    model = _layers().requires_grad_(False)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, rows = _layers().requires_grad_(False).to(device), _rows().to(device)
     encode_frozen(model, lambda name, weight: BlockCodes("int8", (4, 8)))
-    expected = model(_rows())
+    expected = model(rows)
     try:
         fsdp.fully_shard(model)
-        output = model(_rows())
+        output = model(rows)
     except NotImplementedError as error:
         return str(error).splitlines()[0]
     return "" if torch.equal(output, expected) else "the sharded model computes something else"

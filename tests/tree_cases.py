@@ -192,6 +192,7 @@ class Run:
         self.values = torch.Generator().manual_seed(1000 * seed + rank)
         # before the forward: after one without a backward the root is gathered, and has other parameters
         self.parameters = dict(model.named_parameters())
+        self.device = next(iter(self.parameters.values())).device
         self.can_ask = not any("recomputed, old" in node.how for node in nodes(model))
         """Whether gradients of inputs can be asked for: not through a reentrant checkpoint."""
         self.can_ask_twice = self.can_ask and not any(node.pair for node in nodes(model))
@@ -202,7 +203,7 @@ class Run:
         """Per step: gradients by parameter, those of the inputs, losses."""
 
     def rows(self, needs_grad: bool = False) -> Tensor:
-        x = torch.randn(3, WIDTH, generator=self.values, dtype=torch.float64)
+        x = torch.randn(3, WIDTH, generator=self.values, dtype=torch.float64).to(self.device)
         return x.requires_grad_(self.draw.random() < 0.5 or needs_grad)
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -269,6 +270,7 @@ class Run:
         node.late = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         for parameter in node.late.parameters():
             nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(self.log)))
+        node.late.to(self.device)
         if self.is_sharded:
             adopt_parameters(self.model)
         name = next(name for name, module in self.model.named_modules() if module is node.late)
@@ -320,7 +322,7 @@ class Run:
 def differences(seed: int, shard: Callable[..., Any], mesh: DeviceMesh, **options: Any) -> list[str]:
     """Where what the sharded tree computes is not what the unsharded one does, in words."""
     rank = dist.get_rank()
-    models = [tree(seed), tree(seed)]
+    models = [tree(seed).to(mesh.device_type), tree(seed).to(mesh.device_type)]
     shard_tree(models[0], seed, shard, mesh, **options)
     ours, theirs = (Run(model, seed, is_sharded=index == 0, rank=rank) for index, model in enumerate(models))
     wrong = []

@@ -84,7 +84,7 @@ _USE = tuple(_found(_spmd("fsdp")) - _found((*_RUNTIME, *_PIPELINE, *_HANG)))
 _RUNS = _spmd("train", "runs")
 _RESUMES, _CURVES = "bit_for_bit", "the_curve or world_sizes"
 _ENDS_RANKS = "killed or error_on_one_rank"
-_RACES, _GRAPHS = "held_memory or delays", "cuda_graph"
+_RACES, _GRAPHS = "held_memory or delays or beside_updates", "cuda_graph"
 
 
 def _by_ranks(name: str, what: str, files: tuple[str, ...], **more: dict[str, str]) -> dict[str, Group]:
@@ -138,8 +138,8 @@ GROUPS = {  # those that take longest first
         shares=False,
     ),
     "races": Group(
-        "delayed streams, memory that a stream still uses",
-        ("tests/gpu/test_fsdp_*.py",),
+        "delayed streams, copies beside updates, memory that a stream still uses",
+        ("tests/gpu/test_fsdp_*.py", "tests/gpu/test_optim_offload.py"),
         ("-k", _RACES),
         shares=False,
     ),

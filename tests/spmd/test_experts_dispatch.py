@@ -421,7 +421,7 @@ def test_what_cannot_be_spread_is_refused_and_left_as_it_was(rank):
     grid = rank.mesh(2, 1, names=("a", "b"))
 
     def model():
-        return nn.ModuleDict({"experts": Squares()})
+        return nn.ModuleDict({"experts": Squares()}).to(rank.device)
 
     for arguments, error in (
         ((nn.Linear(2, 2), mesh), "Linear has no module of experts"),

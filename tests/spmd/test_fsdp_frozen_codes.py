@@ -230,7 +230,9 @@ def test_merged_weights_are_streamed(rank, kind):
             inputs = torch.eye(module.lora_A["default"].in_features, device=rank.device)
             with torch.no_grad():
                 values = (module(inputs) - module.base_layer.bias).t()
-            torch.testing.assert_close(sent[f"{name}.weight"], values, atol=1e-5, rtol=1e-5)
+            # on a GPU bitsandbytes multiplies its 8 bits in fp16
+            close = 2e-4 if kind == "bitsandbytes int8" and rank.device == "cuda" else 1e-5
+            torch.testing.assert_close(sent[f"{name}.weight"], values, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("kind", ["our int8", "nf4, scales quantised", "bitsandbytes int8", "torchao int8"])

@@ -65,6 +65,8 @@ def _fsdp_anywhere():
 def _own_environment():
     """Trainers leave variables for the rest of the process; the legs of other cells run in it too."""
     before = dict(os.environ)
+    if DEVICE == "cuda":
+        os.environ["LOCAL_RANK"] = str(torch.cuda.current_device())  # Accelerate's barrier is on that device
     try:
         yield
     finally:
@@ -393,8 +395,11 @@ def test_a_cell_equals_one_process_and_fsdp2(tmp_path, method, loop):
         _run_on(ranks, "run_leg", tmp_path, method=method, loop=loop, how=how, start=start, stop=stop)
 
     first, second = (1, 4) if loop == "plain" and DEVICE == "cpu" else (2, 3)
+    # FSDP2 of torch 2.11 takes no weights of integers
+    has_stock = not (method == "qlora" and torch.__version__.startswith("2.11"))
     run(1, "whole", 0, STEPS)
-    run(2, "stock", 0, HALF)
+    if has_stock:
+        run(2, "stock", 0, HALF)
     run(first, "ours", 0, HALF)
     run(second, "ours", HALF, STEPS)
     # TRL casts the adapters of a quantised base to bf16: steps of one unit there
@@ -403,7 +408,8 @@ def test_a_cell_equals_one_process_and_fsdp2(tmp_path, method, loop):
     close_weights = max(close, 1e-3) if DEVICE == "cuda" else close
     expected = _losses(tmp_path, "whole", 0)
     assert len(set(expected)) == STEPS
-    assert _losses(tmp_path, "stock", 0) == pytest.approx(expected[:HALF], abs=close)
+    if has_stock:
+        assert _losses(tmp_path, "stock", 0) == pytest.approx(expected[:HALF], abs=close)
     assert [*_losses(tmp_path, "ours", 0), *_losses(tmp_path, "ours", HALF)] == pytest.approx(
         expected, abs=close
     )
