@@ -56,8 +56,7 @@ def take(tokens: Tensor, row_of: Tensor, rows: int, *, padded: bool = False) -> 
 
     Only with ``padded`` rows that belong to no slot are zeros; else they hold anything at all.
     """
-    taken: Tensor = _Take.apply(tokens, row_of, rows, padded)
-    return taken
+    return _apply(_Take, tokens, row_of, rows, padded)
 
 
 def combine(
@@ -75,11 +74,9 @@ def combine(
     :func:`take`.
     """
     if weights is None:
-        sums: Tensor = _Sum.apply(rows, row_of, tokens, padded)
-        return sums
+        return _apply(_Sum, rows, row_of, tokens, padded)
     dtype = dtype or torch.promote_types(rows.dtype, weights.dtype)
-    mixed: Tensor = _Combine.apply(rows, weights, row_of, dtype)
-    return mixed
+    return _apply(_Combine, rows, weights, row_of, dtype)
 
 
 def take_reference(source: Tensor, row_of: Tensor, rows: int) -> Tensor:
@@ -111,6 +108,21 @@ def _kernels(tensor: Tensor) -> Any:
     from ragged_fsdp.experts import permute_triton
 
     return permute_triton
+
+
+def _apply(function: Any, tensor: Tensor, *args: Any) -> Tensor:
+    apply = _apply_traced if _kernels(tensor) is None else _apply_untraced
+    applied: Tensor = apply(function, tensor, *args)
+    return applied
+
+
+def _apply_traced(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+@torch.compiler.disable  # dynamo of torch 2.11 fails inside of a function of autograd that launches kernels
+def _apply_untraced(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
 
 
 class _Take(torch.autograd.Function):
