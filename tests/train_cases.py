@@ -61,7 +61,7 @@ def train_on_pool(run_dir: Path, **changes: Any) -> dict[str, Any]:
     config = from_values(settings(run_dir, **changes))
     check(config, dist.get_world_size())
     device = torch.device(DEVICE, torch.cuda.current_device()) if DEVICE == "cuda" else torch.device("cpu")
-    outcome = TrainingJob(config, lay_out(config.sharding, device), StopRequest(0.0)).run()
+    outcome = TrainingJob(config, lay_out(config, device), StopRequest(0.0)).run()
     dist.barrier()  # what rank 0 wrote is there for all
     return outcome
 

@@ -146,7 +146,7 @@ def _run(
     }
     config = from_values(settings)
     check(config, dist.get_world_size())
-    TrainingJob(config, lay_out(config.sharding, device), StopRequest(0.0)).run()
+    TrainingJob(config, lay_out(config, device), StopRequest(0.0)).run()
     dist.barrier()  # what rank 0 wrote is there for all
     losses = losses_by_step(folder)
     last = [losses[step] for step in range(steps - max(1, steps // 10) + 1, steps + 1)]

@@ -13,17 +13,19 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
 
 from ragged_fsdp.checkpoint.dcp import Saver, newest_good, shared_damage
 from ragged_fsdp.checkpoint.store import CheckpointStore, open_store
 from ragged_fsdp.cli.main import main
+from ragged_fsdp.trainer import run_folder
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
 from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
 from ragged_fsdp.trainer.run_folder import RunLock
 from rank_pool import DEVICE, spmd
-from train_cases import settings, tensors, train
+from train_cases import settings, tensors, train, train_on_pool
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,67 @@ def test_a_rank_that_fails_alone_keeps_no_other_waiting(rank, what):
     saver.save(2, {"a": torch.ones(2)}, {})
     saver.wait()
     assert store.steps() == [2]
+
+
+@spmd(2)
+def test_ranks_that_were_started_otherwise_refuse_together(rank, monkeypatch):
+    """Nodes are started by a command each. Every rank says what differs, none waits, and nothing is left."""
+    monkeypatch.setattr("ragged_fsdp.trainer.run_folder._SEEN_WITHIN_S", 0.5)
+    first, run, own = rank.rank == 0, rank.shared_dir / "run", rank.shared_dir / f"run{rank.rank}"
+    text = rank.shared_dir / f"text{rank.rank}"
+    text.write_text(f"{rank.rank}" * 1000)
+    train_on_pool(rank.shared_dir / "before", steps=2, checkpoint_every=1)
+    stored = [str(rank.shared_dir / f"before/checkpoints/step-0000000{step}") for step in (1, 2)]
+    other_tokens = (
+        r"rank 0 has '901 training and 100 evaluation tokens \(digest \w+\), tokenizer bytes', rank 1"
+    )
+    for folder, message, on_0, on_1 in (
+        (run, r"started alike: rank 0 has 'lr = 0.01', rank 1 has 'lr = 0.1'", {}, {"lr": 0.1}),
+        (run, r"rank 0 has 'replicas = 1', rank 1 has 'replicas = 2'", {}, {"replicas": 2}),
+        (run, r"rank 0 has 'resume = 'auto'', rank 1 has", {}, {"resume": "never"}),
+        (
+            run,
+            r"'checkpoint_dir = 'a folder'', .* = 'file://",
+            *({"checkpoint_dir": f"{u}{own}"} for u in ("", "file://")),
+        ),
+        (run, f"do not open the data the same: {other_tokens}", {"data": [str(text)]}, {"data": [str(text)]}),
+        (run, r"data: .*missing' matches no file", {}, {"data": ["missing"]}),
+        (run, r"do not build the model the same: rank 0 has", {"model": "nano"}, {"model": "demo"}),
+        (run, r"read the checkpoint the same: rank 0 has 'manifest", *({"resume": s} for s in stored)),
+        (
+            run,
+            r"resume: \S+ is not a checkpoint folder",
+            {"resume": stored[0]},
+            {"resume": str(rank.shared_dir)},
+        ),
+        (own, r"run_dir = .*run1' is on .* another folder than the one that process", {}, {}),
+        (run, r"checkpoint_dir = .*run1' is on .* another", *[{"checkpoint_dir": str(own)}] * 2),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            train_on_pool(folder, **(on_0 if first else on_1))
+        dist.barrier()
+        assert not run.exists() and not own.exists(), message
+
+
+@spmd(2)
+def test_ranks_need_not_have_the_same_paths_nor_log_the_same(rank, monkeypatch):
+    """Nor see one folder where nothing is saved; and a folder is waited for until a node sees it."""
+    first, known = rank.rank == 0, run_folder._words_in
+    link = rank.shared_dir / f"node{rank.rank}"
+    link.symlink_to(rank.shared_dir)
+    unseen = [None] * (0 if first else 2)
+    monkeypatch.setattr(run_folder, "_words_in", lambda folder: unseen.pop() if unseen else known(folder))
+    text = link / "text"
+    if first:
+        text.write_text("text " * 1000)
+    dist.barrier()
+    common = {"steps": 2, "data": [str(text)], "log_every": 1 if first else 7}
+    train_on_pool(link / "run", checkpoint_every=1, checkpoint_dir=str(link / "checkpoints"), **common)
+    assert not unseen
+    saves_nothing = {"checkpoint_every": 0, "save_at_end": False, "save_on_interrupt": False}
+    stored = str(link / "checkpoints/step-00000001")
+    train_on_pool(rank.shared_dir / f"run{rank.rank}", resume=stored, **saves_nothing, **common)
+    assert list(losses_by_step(rank.shared_dir / "run0")) == [2]
 
 
 @spmd(2)

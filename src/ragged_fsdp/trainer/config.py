@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
+    "RESUME_MODES",
     "CheckpointConfig",
     "DataConfig",
     "EvalConfig",
@@ -22,6 +23,10 @@ __all__ = [
 ]
 
 
+RESUME_MODES = ("auto", "never", "must", "restart")
+"""What ``resume`` may be besides the place of a checkpoint."""
+
+
 def _option(
     default: Any,
     help: str,
@@ -29,8 +34,16 @@ def _option(
     choices: tuple[str, ...] = (),
     at_least: float | None = None,
     at_most: float | None = None,
+    per_node: bool = False,
 ) -> Any:
-    metadata = {"help": help, "choices": choices, "at_least": at_least, "at_most": at_most}
+    """A field with a default. ``per_node``: ranks of a run need not have the same value, such as a path."""
+    metadata = {
+        "help": help,
+        "choices": choices,
+        "at_least": at_least,
+        "at_most": at_most,
+        "per_node": per_node,
+    }
     if isinstance(default, list | dict):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -40,10 +53,12 @@ def _option(
 class RunConfig:
     """Where the run lives and how long it goes on."""
 
-    run_dir: str = _option("runs/default", "folder of the run: settings, metrics, checkpoints")
+    run_dir: str = _option("runs/default", "folder of the run: settings, metrics, checkpoints", per_node=True)
     steps: int = _option(200, "optimizer steps in all; the learning-rate schedule ends here", at_least=1)
     stop_at: int = _option(0, "stop after this step, as if interrupted (0: after the last)", at_least=0)
-    minutes: float = _option(0.0, "stop after this many minutes, saving (0: no limit)", at_least=0)
+    minutes: float = _option(
+        0.0, "stop after this many minutes, saving (0: no limit)", at_least=0, per_node=True
+    )
     seed: int = _option(
         0, "seed of the initial weights, the data order and dropout", at_least=0, at_most=2**40
     )
@@ -52,6 +67,7 @@ class RunConfig:
         "auto: from the newest good checkpoint if any; never: refuse a used folder; must: refuse an unused "
         "one; restart: move the folder's checkpoints aside and begin at step 0; or the path or the URL of a "
         "checkpoint",
+        per_node=True,
     )
     resume_changed: bool = _option(
         False, "resume although the tokenizer, the order of the data or a dtype is not the checkpoint's"
@@ -66,6 +82,7 @@ class ModelConfig:
         "demo",
         "a built-in size (nano, demo, small, medium, large), a published model's shapes (llama-3-8b), a "
         "Hugging Face config class (LlamaConfig), or a local Hugging Face folder",
+        per_node=True,
     )
     model_set: dict[str, str] = _option({}, "change a field of the model's config: --model-set layers=2")
     weights: str = _option(
@@ -88,11 +105,13 @@ class DataConfig:
         ["stdlib"],
         "'stdlib' (the Python standard library's sources), files or globs of text, one .bin or .npy file of "
         "tokens, or a local Hugging Face dataset folder; may be given several times",
+        per_node=True,
     )
     tokenizer: str = _option(
         "auto",
         "auto: that of the model's folder if it has one, else bytes; 'bytes'; or a local folder with a "
         "Hugging Face tokenizer",
+        per_node=True,
     )
     document_marks: str = _option(
         "auto",
@@ -152,6 +171,7 @@ class ShardingConfig:
         0,
         "local processes (0: one per GPU, or one per CPU core up to 4); torchrun and SLURM bring their own",
         at_least=0,
+        per_node=True,
     )
     device: str = _option("auto", "auto: cuda if there is one", choices=("auto", "cpu", "cuda"))
     tp: int = _option(
@@ -253,6 +273,7 @@ class CheckpointConfig:
         "",
         "where checkpoints go: a folder, or a URL that fsspec knows (s3://bucket/run, gs://bucket/run); "
         "default: 'checkpoints' in run_dir",
+        per_node=True,
     )
     keep_last: int = _option(2, "newest checkpoints to keep (0: all)", at_least=0)
     keep_best: bool = _option(True, "also keep the one with the lowest evaluation loss")

@@ -16,7 +16,7 @@ from ragged_fsdp.models.names import nearest, plain_name
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.policy import Tiles
-from ragged_fsdp.trainer.config import ShardingConfig, TrainConfig
+from ragged_fsdp.trainer.config import RESUME_MODES, ShardingConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.data import Tokens
 from ragged_fsdp.trainer.loggers import check_loggers
@@ -177,9 +177,8 @@ def _check_fp8_tiles(model: nn.Module, config: ShardingConfig) -> None:
 
 def _check_run(config: TrainConfig) -> None:
     resume = config.run.resume
-    modes = ("auto", "never", "must", "restart")
-    if resume not in modes and not is_url(resume) and not Path(resume).is_dir():
-        hint = nearest(resume, modes)
+    if resume not in RESUME_MODES and not is_url(resume) and not Path(resume).is_dir():
+        hint = nearest(resume, RESUME_MODES)
         raise ConfigError(f"resume = {resume!r}: no such folder, and not a mode; {hint}")
     _check_places(config)
     first, steps = config.log.profile_from, config.run.steps

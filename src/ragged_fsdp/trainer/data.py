@@ -15,6 +15,7 @@ import uuid
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class Tokens:
     tokenizer_description: str
     """Which tokenizer, and what stands between documents."""
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Of the number of tokens and of samples of them, the same wherever and however they are stored."""
         content = hashlib.sha256(f"{len(self.train)} {len(self.evaluation)}".encode())

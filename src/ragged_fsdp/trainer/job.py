@@ -28,9 +28,16 @@ from ragged_fsdp.trainer.loggers import Loggers, open_loggers
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
-from ragged_fsdp.trainer.ranks import Ranks, has_agent, on_first_rank, seed_everything
+from ragged_fsdp.trainer.ranks import Ranks, has_agent, on_every_rank, on_first_rank, seed_everything
 from ragged_fsdp.trainer.rules import freeze
-from ragged_fsdp.trainer.run_folder import how_to_go_on, identity_of, starting_point, take_places
+from ragged_fsdp.trainer.run_folder import (
+    Identity,
+    how_to_go_on,
+    identity_of,
+    refuse_unshared,
+    starting_point,
+    take_places,
+)
 from ragged_fsdp.trainer.sampling import sample_text
 from ragged_fsdp.trainer.schedule import lr_factor
 from ragged_fsdp.trainer.sharding import ShardedModel, dispatcher_for, prepare_layers, reductions, shard
@@ -61,6 +68,7 @@ class TrainingJob:
         wait_s = config.sharding.timeout / 2 if has_agent() else 0.0
         self._places = on_first_rank(lambda: take_places(config, self._store, wait_s), ranks)
         try:
+            refuse_unshared(config, self._store, self._places, ranks)
             self._set_up()
         except ConfigError:  # a start that is refused leaves nothing behind
             if self._places is not None:
@@ -74,11 +82,9 @@ class TrainingJob:
             self._store, background=checkpoints.async_checkpoint, timeout_s=config.sharding.timeout
         )
         self._tokens = _open_together(config, ranks)
-        check_vocabulary(self._source, self._tokens)
-        twin = self._source.build()
-        if config.sharding.precision == "fp64":
-            twin = twin.double()
-        self._identity = identity_of(twin, self._source.settings, self._tokens, config)
+        twin, self._identity = on_every_rank(
+            "build the model", self._twin, ranks, lambda made: made[1].lines()
+        )
         self._begin = starting_point(config, self._store, self._identity, ranks)
         seed_everything(config.run.seed, ranks.data_index)
         self._build(twin)
@@ -131,10 +137,18 @@ class TrainingJob:
             self._view.say(f"{why} after step {counters.step} of {config.run.steps}; {saved}")
         return self._finish("finished" if finished else reason or "stopped")
 
+    def _twin(self) -> tuple[nn.Module, Identity]:
+        """The model, unsharded and on the meta device, and what a checkpoint must share with it."""
+        check_vocabulary(self._source, self._tokens)
+        twin = self._source.build()
+        if self.config.sharding.precision == "fp64":
+            twin = twin.double()
+        return twin, identity_of(twin, self._source.settings, self._tokens, self.config)
+
     def _build(self, twin: nn.Module) -> None:
         """The model, sharded on the meta device, then given its values; and its optimizer.
 
-        ``twin`` is the same model, unsharded and on the meta device.
+        ``twin`` is the same model, of :meth:`_twin`.
         """
         config, ranks, source = self.config, self.ranks, self._source
         model = source.build()
@@ -389,9 +403,18 @@ def _due(step: int, every: int) -> bool:
 
 
 def _open_together(config: TrainConfig, ranks: Ranks) -> Tokens:
-    """Rank 0 opens the data first, so that a missing cache is built once."""
+    """Rank 0 opens the data first, so that a missing cache is built once; refuses ranks with other tokens.
+
+    Each rank reads its own part of a batch: with files of its own it would train on something else.
+    """
     data, model = config.data, config.model.model
-    return on_first_rank(lambda: open_tokens(data, model), ranks) or open_tokens(data, model)
+    first = on_first_rank(lambda: open_tokens(data, model), ranks)
+
+    def says(tokens: Tokens) -> str:
+        count = f"{len(tokens.train):,} training and {len(tokens.evaluation):,} evaluation tokens"
+        return f"{count} (digest {tokens.digest}), tokenizer {tokens.tokenizer.digest}"
+
+    return on_every_rank("open the data", lambda: first or open_tokens(data, model), ranks, says)
 
 
 def _first_weights(source: ModelSource, config: TrainConfig) -> str:

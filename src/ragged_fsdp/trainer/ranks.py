@@ -4,17 +4,19 @@ import os
 import random
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ragged_fsdp.trainer.config import ShardingConfig
+from ragged_fsdp.agreement import compare
+from ragged_fsdp.checkpoint.place import is_url
+from ragged_fsdp.trainer.config import RESUME_MODES, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "join",
     "lay_out",
     "leave",
+    "on_every_rank",
     "on_first_rank",
     "rank_variables",
     "recorder_variables",
@@ -158,10 +161,11 @@ def _first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first.group() if first else "")
 
 
-def join(config: ShardingConfig) -> Ranks:
+def join(config: TrainConfig) -> Ranks:
     """Join the process group that the environment describes, and lay the meshes over it."""
+    sharding = config.sharding
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    cuda = sharding.device == "cuda" or (sharding.device == "auto" and torch.cuda.is_available())
     if cuda:
         os.environ.update(allocator_variables(os.environ))
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -171,7 +175,7 @@ def join(config: ShardingConfig) -> Ranks:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    timeout = timedelta(seconds=config.timeout)
+    timeout = timedelta(seconds=sharding.timeout)
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if LAUNCHER_STORE in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -182,19 +186,46 @@ def join(config: ShardingConfig) -> Ranks:
     return lay_out(config, device)
 
 
-def lay_out(config: ShardingConfig, device: torch.device) -> Ranks:
-    """The meshes of a run over the process group that there is."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    replicas = {"replica": config.replicas} if config.replicas > 1 else {}
-    mesh = _mesh(device, {**replicas, "shard": world // config.replicas})
+def lay_out(config: TrainConfig, device: torch.device) -> Ranks:
+    """The meshes of a run over the process group that there is; refuses ranks with other settings."""
+    rank, world, sharding = dist.get_rank(), dist.get_world_size(), config.sharding
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=sharding.timeout))
+    _refuse_other_settings(config, device, control)  # first: meshes of other sizes wait for each other
+    replicas = {"replica": sharding.replicas} if sharding.replicas > 1 else {}
+    mesh = _mesh(device, {**replicas, "shard": world // sharding.replicas})
     splits: dict[str, SplitMesh | None] = {"tp": None, "ep": None}
-    for name, size in (("tp", config.tp), ("ep", config.ep)):
+    for name, size in (("tp", sharding.tp), ("ep", sharding.ep)):
         if size > 1:
             names = (*replicas, "shard")
-            root = _mesh(device, {**replicas, "shard": world // config.replicas // size, name: size})
+            root = _mesh(device, {**replicas, "shard": world // sharding.replicas // size, name: size})
             splits[name] = SplitMesh(name, root[name], root[names] if replicas else root["shard"])
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.timeout))
     return Ranks(rank, world, device, mesh, splits["tp"], splits["ep"], control)
+
+
+def _refuse_other_settings(config: TrainConfig, device: torch.device, group: dist.ProcessGroup) -> None:
+    """Nodes are started by a command each: one with another learning rate would train all the same."""
+    values = {**_of_all_ranks(config), "device": device.type}
+    lines = [f"torch {torch.__version__}", *(f"{name} = {value!r}" for name, value in values.items())]
+    found = compare("\n".join(lines), [group], torch.device("cpu"))
+    if found is not None:
+        raise ConfigError(f"the ranks were not started alike: {found.difference}")
+
+
+def _of_all_ranks(config: TrainConfig) -> dict[str, Any]:
+    """The settings that every rank must have alike; what is logged is rank 0's own matter.
+
+    A folder may have another path on each node, a URL is the same everywhere.
+    """
+    sections = [getattr(config, f.name) for f in fields(config) if f.name != "log"]
+    alike = {
+        f.name: getattr(section, f.name)
+        for section in sections
+        for f in fields(section)
+        if not f.metadata["per_node"]
+    }
+    for name, text in (("resume", config.run.resume), ("checkpoint_dir", config.checkpoint.checkpoint_dir)):
+        alike[name] = text if text in ("", *RESUME_MODES) or is_url(text) else "a folder"
+    return alike
 
 
 def _dims(mesh: DeviceMesh) -> list[tuple[str, int]]:
@@ -217,6 +248,33 @@ def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T | None:
     dist.broadcast_object_list(failure, src=0, group=ranks.control)
     if failure[0] is not None:
         raise ConfigError(failure[0])
+    return result
+
+
+def on_every_rank(
+    verb: str, action: Callable[[], T], ranks: Ranks, says: Callable[[T], str] = lambda _: ""
+) -> T:
+    """All act; the refusal of one is everyone's, and what each ``says`` of its result must be the same.
+
+    ``verb`` tells what the ranks were about to do: "rank 3 cannot open the data: ...". An error that is no
+    refusal ends its rank with its traceback, and the others when their connection to it breaks.
+    """
+    result: Any = None
+    text, refusal = "", None
+    try:
+        result = action()
+        text = says(result)
+    except ConfigError as error:
+        refusal = error
+    told = str(refusal) if refusal is not None else None
+    found = compare(text, [ranks.control], torch.device("cpu"), failure=told)
+    if refusal is not None:
+        raise refusal
+    if found is not None and found.failures:
+        rank, told = found.failures[0]
+        raise ConfigError(f"rank {rank} cannot {verb}: {told}")
+    if found is not None:
+        raise ConfigError(f"the ranks do not {verb} the same: {found.difference}")
     return result
 
 

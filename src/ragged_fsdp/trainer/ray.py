@@ -55,7 +55,7 @@ def ray_train_loop(settings: dict[str, Any]) -> None:
             f"got {config.checkpoint_place}."
         )
     check(config, ray.train.get_context().get_world_size())
-    ranks = lay_out(config.sharding, ray.train.torch.get_device())
+    ranks = lay_out(config, ray.train.torch.get_device())
     _ReportingJob(config, ranks, StopRequest(config.run.minutes)).run()
 
 

@@ -1,6 +1,7 @@
 """The folder of a run: one run at a time, and where in it a run begins."""
 
 import fcntl
+import hashlib
 import os
 import socket
 import time
@@ -22,7 +23,7 @@ from ragged_fsdp.trainer.config import RunConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.data import Tokens
 from ragged_fsdp.trainer.metrics import losses_by_step
-from ragged_fsdp.trainer.ranks import Ranks, on_first_rank
+from ragged_fsdp.trainer.ranks import Ranks, on_every_rank, on_first_rank
 
 __all__ = [
     "Identity",
@@ -31,6 +32,7 @@ __all__ = [
     "StartingPoint",
     "how_to_go_on",
     "identity_of",
+    "refuse_unshared",
     "starting_point",
     "take_places",
 ]
@@ -44,6 +46,11 @@ _SHOWN = {
 }
 """Settings that decide the course of training, by section; None is all of them."""
 
+_LOCK = ".lock"
+
+_SEEN_WITHIN_S = 60.0
+"""How long a node may not know of a file that another has made: NFS clients remember what was not there."""
+
 
 class RunLock:
     """Held while a run uses its folder; the system lets go of it when the process ends, however it ends.
@@ -54,7 +61,7 @@ class RunLock:
     """
 
     def __init__(self, run_dir: Path, wait_s: float = 0.0, setting: str = "run_dir") -> None:
-        self._path = run_dir / ".lock"
+        self._path = run_dir / _LOCK
         self._made: list[Path] = []
         """What was not there before, innermost first."""
         until = time.monotonic() + wait_s
@@ -70,8 +77,11 @@ class RunLock:
         except OSError as error:
             raise ConfigError(f"{setting} = {str(run_dir)!r} cannot be used: {error.strerror}") from error
         self.file.truncate(0)
-        self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        self.words = f"process {os.getpid()} on {socket.gethostname()}"
+        """Who holds it, as the file says."""
+        self.file.write(self.words)
         self.file.flush()
+        os.fsync(self.file.fileno())  # NFS would else show it to other nodes when the file is closed
 
     def _taken(self) -> bool:
         """Lock the file under its name. One that :meth:`undo` of another run has removed meanwhile is opened
@@ -143,6 +153,44 @@ def take_places(config: TrainConfig, store: CheckpointStore, wait_s: float) -> P
         raise
 
 
+def refuse_unshared(config: TrainConfig, store: CheckpointStore, places: Places | None, ranks: Ranks) -> None:
+    """Raise ``ConfigError`` on every rank if one does not see the folder into which all write checkpoints.
+
+    ``places`` are those that rank 0 has taken, None on the others. A run that saves nothing needs no folder
+    that all see.
+    """
+    saving = config.checkpoint
+    saves = saving.checkpoint_every or saving.save_at_end or saving.save_on_interrupt
+    if isinstance(store, ObjectStore) or not saves:
+        return
+    setting = "checkpoint_dir" if saving.checkpoint_dir else "run_dir"
+    folder = Path(saving.checkpoint_dir or config.run.run_dir).absolute()
+    words = [places.locks[-1].words if places is not None else ""]
+    dist.broadcast_object_list(words, src=0, group=ranks.control)
+
+    def look() -> None:
+        until = time.monotonic() + min(_SEEN_WITHIN_S, config.sharding.timeout / 2)
+        while _words_in(folder) != words[0]:
+            if time.monotonic() >= until:
+                raise ConfigError(
+                    f"{setting} = {str(folder)!r} is on {socket.gethostname()} another folder than the one "
+                    f"that {words[0]} has taken; expected one that all nodes share"
+                )
+            time.sleep(0.2)
+
+    on_every_rank("use the run's folder", look, ranks)
+
+
+def _words_in(folder: Path) -> str | None:
+    """Who holds the lock on ``folder``; None if nobody ever did, as far as this node knows."""
+    with suppress(OSError):
+        there = next(path for path in (folder, *folder.parents) if path.is_dir())
+        os.scandir(there).close()  # NFS asks the server anew about a folder that is opened
+    with suppress(OSError):
+        return (folder / _LOCK).read_text()
+    return None
+
+
 def _claim(store: ObjectStore, run_dir: Path) -> bool:
     try:
         return store.claim(str(run_dir.absolute()))
@@ -181,6 +229,12 @@ class Identity:
     model_settings: dict[str, Any]
     data: dict[str, Any]
     """What decides which tokens sample n has, and with which tokenizer they were made."""
+
+    def lines(self) -> str:
+        """What ranks must have alike of the model, one statement a line; a folder may lie elsewhere."""
+        settings = {key: value for key, value in self.model_settings.items() if key != "_name_or_path"}
+        tensors = (f"{name} {shape} {dtype}" for name, (shape, dtype) in self.tensors.items())
+        return "\n".join([*(f"{key} = {value!r}" for key, value in settings.items()), *tensors])
 
 
 def identity_of(
@@ -286,11 +340,20 @@ def _find(run: RunConfig, store: CheckpointStore, ranks: Ranks, warn: Callable[[
             warn(f"passing over a damaged checkpoint: {problem}")
         return found
     path = place(mode)
-    if not (path / ".metadata").exists():
-        raise ConfigError(f"resume: {path} is not a checkpoint folder")
+    on_every_rank("read the checkpoint", lambda: path, ranks, _content)
     if (path / MANIFEST).exists() and (problems := dcp.shared_damage(path, ranks.control)):
         raise ConfigError(f"resume: {problems[0]}")
     return path
+
+
+def _content(path: Place) -> str:
+    """Which checkpoint it is, wherever a node has it."""
+    index = path / ".metadata"
+    if not index.exists():
+        raise ConfigError(f"resume: {path} is not a checkpoint folder")
+    told = path / MANIFEST if (path / MANIFEST).exists() else index
+    with told.open("rb") as file:
+        return f"{told.name} with digest {hashlib.sha256(file.read()).hexdigest()[:24]}"
 
 
 def _check_weights(reader: CheckpointReader, identity: Identity, changed: list[str]) -> None:
