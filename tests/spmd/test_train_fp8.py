@@ -40,7 +40,11 @@ SPLITS = {
 
 @spmd(4, timeout=400)
 def test_a_split_run_has_the_curve_and_the_gradients_of_a_plain_one(rank):
-    """Blocks of rows lie in one sequence, but those of an expert: they are rounded by rank."""
+    """Blocks of rows lie in one sequence, but those of an expert: they are rounded by rank.
+
+    Sums of tensor parallelism have another order, so a code may be rounded the other way: how many are
+    depends on the text and the processor. A wrong divisor is an error of a half.
+    """
     plain: dict[str, Path] = {}
     for case, changes in SPLITS.items():
         model = {"model": "nano", "model_set": MODEL} | {k: v for k, v in changes.items() if "model" in k}
@@ -53,10 +57,10 @@ def test_a_split_run_has_the_curve_and_the_gradients_of_a_plain_one(rank):
         train_on_pool(folders[0], **{**common, **changes})
         got, expected = (losses_by_step(folder) for folder in folders)
         assert got.keys() == expected.keys() == {1, 2}
-        assert abs(got[1] - expected[1]) < 1e-6 and abs(got[2] - expected[2]) < 5e-4, (case, got, expected)
+        assert abs(got[1] - expected[1]) < 1e-6 and abs(got[2] - expected[2]) < 2e-3, (case, got, expected)
         if rank.rank == 0:
             moments, whole = (tensors(folder / "checkpoints/step-00000002") for folder in folders)
-            tolerance = 1e-3 if case == "llama-tp2" else 0.05
+            tolerance = 0.02 if case == "llama-tp2" else 0.05
             assert moments.keys() == whole.keys()
             for name in (name for name in whole if name.endswith(".exp_avg")):  # means of the gradients
                 error = (moments[name] - whole[name]).norm() / whole[name].norm()
