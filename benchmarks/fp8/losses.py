@@ -84,7 +84,7 @@ def run_rank(rank: int, arguments: argparse.Namespace, port: int) -> None:
     for model in arguments.models:
         row = rows.setdefault(model, {})
         for seed in range(1, arguments.seeds + 1):
-            for products in PRODUCTS:
+            for products in arguments.products:
                 found = row.setdefault(products, {"last_tenth": [], "held_out": []})
                 if len(found["held_out"]) >= seed:
                     continue
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default 3)")
     parser.add_argument("--steps", type=int, help="optimizer steps (default 100, nccl 300)")
     parser.add_argument("--models", nargs="*", choices=("dense", "moe"), default=["dense", "moe"])
+    parser.add_argument("--products", nargs="*", choices=PRODUCTS, default=list(PRODUCTS), help="which runs")
     parser.add_argument("--tiles", action="store_true", help="store FP8 weights in tiles of 128 x 128")
     options = parser.parse_args()
     options.device = "cuda" if options.backend == "nccl" else "cpu"
