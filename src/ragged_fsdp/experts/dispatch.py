@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.collectives import Comm
-from ragged_fsdp.experts.permute import combine, order, place, take
+from ragged_fsdp.experts.permute import combine, count, order, place, take
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import keep_largest
 from ragged_fsdp.torch_internals import joined_launch
@@ -159,17 +159,24 @@ class AllToAll:
         self.needed: Tensor | None = None
         """The capacity that would have dropped nothing since :meth:`forget_needed`; None without one."""
         self._agreed: set[int] = set()
-        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._constants: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows of all ranks' tokens for the experts of this rank."""
         if self.capacity is not None:
             return self.dispatch_fixed(tokens, chosen, chosen.numel(), meanwhile)
-        row_of, counts, load = self._order(chosen)
-        received = self._exchange_counts(counts)
-        asked = Asked(torch.stack((counts, received)))
+        by_rank, by_place, _, _ = self._on(chosen.device)
+        numbers = chosen.new_zeros(2, self._ranks, self._most, dtype=torch.int64)
+        counts, received = numbers
+        if self._by_expert:
+            counted = count(chosen, counts.numel(), by_place, into=counts)
+        else:
+            counted = count(chosen, counts.numel(), by_rank, into=counts.view(-1))
+        dist.all_to_all_single(received, counts, group=self._group)
+        asked = Asked(numbers)
         # launched while the answer is on its way: the device must not wait for the host after it
-        held = received.sum(0)[: self._held]
+        row_of, held = counted.rows(None), received.sum(0)[: self._held]
+        load = counts.view(-1) if self._split.is_even else counts.view(-1)[by_rank[:-1]]
         rows = None if self._partial else take(tokens, row_of, len(row_of))
         sent_to, received_from = asked.answer()  # the one wait for the device; both (rank, place in its list)
         if self._by_expert:
@@ -190,7 +197,8 @@ class AllToAll:
         """The weighted sums of outputs that came back."""
         way = route.extra
         if "arrival" in way:
-            outputs = combine(outputs, None, way["arrival"], len(way["arrival"]), padded=True)
+            arrival = way["arrival"]
+            outputs = combine(outputs, None, arrival, len(arrival), filled=way["filled"])
         back = exchange(outputs, way["here"], way["there"], self._group)
         return combine(back, weights, route.row_of, len(weights), dtype=way["dtype"])
 
@@ -203,59 +211,41 @@ class AllToAll:
         """Send every rank as many rows, from the capacity for ``slots``; no shape depends on the routes."""
         assert self.capacity is not None
         agree_on_tokens(len(tokens), self.capacity, self._agreed, self._group, tokens.device)
-        by_rank = self._on(tokens.device)[0]
-        owner_of = by_rank.div(self._most, rounding_mode="floor")
+        _, _, rank_of, place_of = self._on(tokens.device)
         # by rank alone: ordered by expert too, the last one of a rank would lose all that does not fit
-        row_of, to_rank = order(chosen, self._ranks, owner_of)
+        counted = count(chosen, self._ranks, rank_of)
         room = min(chosen.numel(), math.ceil(self.capacity * slots / self._ranks))
-        self.needed = keep_largest(self.needed, to_rank.max() * (self._ranks / max(1, slots)))
-        flat, sent = chosen.flatten(), room * self._ranks
-        row_of = in_rooms(row_of, owner_of[flat], to_rank, room)
+        self.needed = keep_largest(self.needed, counted.counts.max() * (self._ranks / max(1, slots)))
+        row_of, sent = counted.rows(room), room * self._ranks
         equal = [[room] * self._ranks]
-        numbers = place((by_rank % self._most)[flat], row_of, sent, self._most)  # one past the last: padding
+        numbers = place(place_of[chosen.flatten()], row_of, sent, self._most)  # one past the last: padding
         numbers = exchange(numbers, equal, equal, self._group)
         rows = exchange(take(tokens, row_of, sent), equal, equal, self._group, meanwhile)
-        load = order(chosen, self._split.experts)[1]
-        route = Route(row_of, load, to_rank.sum() - (row_of >= 0).sum())
+        dropped = (counted.counts - room).clamp(min=0).sum()
+        route = Route(row_of, count(chosen, self._split.experts).counts, dropped)
         route.extra.update(dtype=tokens.dtype, there=equal, here=equal)
         return self._grouped(rows, numbers, route)
 
     def _grouped(self, rows: Tensor, places: Tensor, route: Route) -> Dispatched:
         """Rows that came ordered by sender, in the order of their experts, whose places are given."""
         arrival, counts = order(places, self._most)
-        route.extra["arrival"] = arrival
         # padding is last, and zeros: what experts make of it must not spoil gradients of what they share
-        grouped = take(rows, arrival, len(arrival), padded=self.capacity is not None)
+        filled = None if self.capacity is None else counts
+        route.extra.update(arrival=arrival, filled=filled)
+        grouped = take(rows, arrival, len(arrival), filled=filled)
         return grouped, counts[: self._held], route
 
-    def _order(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The row of each slot, how many go to each (rank, place in its list), and to each expert."""
-        by_rank, by_place = self._on(chosen.device)
-        groups = self._ranks * self._most
-        row_of, counts = order(chosen, groups, by_place if self._by_expert else by_rank)
-        if self._by_expert:
-            counts = counts.view(self._most, self._ranks).t().contiguous()
-        return row_of, counts.view(self._ranks, self._most), counts.view(-1)[by_rank[:-1]]
-
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Each expert's number, by rank and then place there, and the other way round; copied once.
-
-        There is an entry for no expert too: one past the last number.
+    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Each expert's number, by rank and then place there, and the other way round; its rank, and its
+        place. Copied once; there is an entry for no expert too, one past the last number of each.
         """
         if device not in self._constants:
+            ranks, most = self._ranks, self._most
             places = [(rank, i) for rank, held in enumerate(self._split.held) for i in range(held)]
-            none = self._ranks * self._most
-            by_rank = [rank * self._most + place for rank, place in places]
-            by_place = [place * self._ranks + rank for rank, place in places]
-            first, second = (torch.tensor([*numbers, none], device=device) for numbers in (by_rank, by_place))
-            self._constants[device] = (first, second)
+            numbers = [(rank * most + place, place * ranks + rank, rank, place) for rank, place in places]
+            numbers.append((ranks * most, ranks * most, ranks, most))
+            self._constants[device] = tuple(torch.tensor(each, device=device) for each in zip(*numbers))
         return self._constants[device]
-
-    def _exchange_counts(self, counts: Tensor) -> Tensor:
-        """How many rows each rank has for each expert of this one, (rank, place)."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._group)
-        return received
 
 
 def all_to_all(mesh: DeviceMesh, split: ExpertSplit, *, capacity: float | None = None) -> Dispatcher:
@@ -287,7 +277,7 @@ class AllGather:
         # a token that only fills up is sent to no expert
         experts = self._gather(chosen + 1, longest) - 1
         row_of, counts = _mine(experts, self._split, self._rank)
-        route = Route(row_of, order(chosen, self._split.experts)[1])
+        route = Route(row_of, count(chosen, self._split.experts).counts)
         route.extra.update(longest=longest, tokens=len(tokens))
         return take(everyone, row_of, int(counts.sum())), counts, route
 
@@ -315,7 +305,7 @@ class SharedTokens:
         """Rows of the common tokens for the experts of this rank."""
         _call(meanwhile)
         row_of, counts = _mine(chosen, self._split, self._mesh.get_local_rank())
-        route = Route(row_of, order(chosen, self._split.experts)[1])
+        route = Route(row_of, count(chosen, self._split.experts).counts)
         return take(self._shared(tokens), row_of, int(counts.sum())), counts, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
@@ -408,12 +398,6 @@ def agree_on_tokens(tokens: int, capacity: float, agreed: set[int], group: Any, 
             f"AllToAll: ranks must have the same capacity, and with it as many tokens; {differs.difference}."
         )
     agreed.add(tokens)
-
-
-def in_rooms(row_of: Tensor, destination: Tensor, counts: Tensor, room: int) -> Tensor:
-    """Rows that are ordered by destination, each of which gets ``room`` of them; -1 for what does not fit."""
-    position = row_of - (counts.cumsum(0) - counts)[destination.clamp(max=len(counts) - 1)]
-    return torch.where((row_of >= 0) & (position < room), destination * room + position, -1)
 
 
 class Asked:
