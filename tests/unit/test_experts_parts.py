@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_fsdp.experts import ExpertSplit, Here, expert_modules
+from ragged_fsdp.experts.dispatch import launches
 from ragged_fsdp.experts.layers import _one_by_one, grouped_linear, in_one_kernel
 from ragged_fsdp.experts.permute import combine, count, order, place, take
 from ragged_fsdp.models import MoEConfig, MoETransformer
@@ -112,6 +113,13 @@ def test_rows_and_their_gradients_are_those_of_indexing():
             assert torch.allclose(got, want.nan_to_num(0.0)) and not got.isnan().any()
     small = x.detach().clone().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda t: take(t, row_of, len(slot_of)), small)
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "sizes"), [(1, [1]), (2, [2]), (3, [3]), (5, [3, 2]), (16, [2, 2, 4, 8])]
+)
+def test_a_launch_is_no_larger_than_those_before_it(exchanges, sizes):
+    assert launches(exchanges) == sizes
 
 
 def test_products_in_one_kernel_are_those_one_by_one():

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -120,8 +121,10 @@ class AllToAll:
 
         rank 0 receives   a0 a1 a2 | b0 b1 b2        rank 1   c0 c1 | d0 d1
 
-    NCCL launches them as one. Where a rank holds many experts, or with a capacity, all rows come in one
-    exchange, ordered by sender and then by expert, and are grouped here: one more pass over them.
+    NCCL launches several as one: all of them on the way back, and on the way there the first ones by
+    themselves, so that they travel while the host calls the others (:func:`launches`). Where a rank holds
+    many experts, or with a capacity, all rows come in one exchange, ordered by sender, and are grouped here:
+    one more pass over them.
 
     Args:
         mesh: the ranks that experts are spread over, a 1-D mesh or a process group.
@@ -185,7 +188,7 @@ class AllToAll:
             there, here = ([[sum(row) for row in each]] for each in (sent_to, received_from))
         if rows is None:
             rows = take(tokens, row_of, sum(map(sum, there)))
-        arrived = exchange(rows, there, here, self._group, meanwhile)
+        arrived = exchange(rows, there, here, self._group, meanwhile, launches(len(there)))
         route = Route(row_of, load, extra={"dtype": tokens.dtype, "there": there, "here": here})
         if self._by_expert:
             return arrived, held, route
@@ -425,20 +428,38 @@ Pieces = Sequence[list[int]]
 """Of each exchange how many rows go to, or come from, each rank of the group."""
 
 
-def exchange(rows: Tensor, sent: Pieces, received: Pieces, group: Any, meanwhile: Meanwhile = None) -> Tensor:
+def launches(exchanges: int) -> list[int]:
+    """How many exchanges each launch has where the device waits for the host: 2, 2, 4, 8 of 16.
+
+    Each is on its way while the next one, at most as large as all before it, is called.
+    """
+    if exchanges < 4:
+        return [exchanges]
+    return [*launches(exchanges - exchanges // 2), exchanges // 2]
+
+
+def exchange(
+    rows: Tensor,
+    sent: Pieces,
+    received: Pieces,
+    group: Any,
+    meanwhile: Meanwhile = None,
+    launched: Sequence[int] | None = None,
+) -> Tensor:
     """Rows cut by ``sent`` to the ranks of a group, and the rows that they send here, in their order.
 
-    With several pieces one exchange after the other, all in one launch if the backend can. ``meanwhile`` is
-    called while rows are on their way. What it puts into the graph lies between the start and the end of the
-    exchange, so backward computes it while the gradients are on theirs.
+    With several pieces one exchange after the other, so many in each launch as ``launched`` says, or all, if
+    the backend can. ``meanwhile`` is called while rows are on their way. What it puts into the graph lies
+    between the start and the end of the exchange, so backward computes it while the gradients are on theirs.
     """
     if group.size() == 1:
         _call(meanwhile)
         return rows
+    launched = launched or [len(sent)]
     if meanwhile is None:
-        together: Tensor = _Exchange.apply(rows, sent, received, group)
+        together: Tensor = _Exchange.apply(rows, sent, received, group, launched)
         return together
-    trip = _Trip(sent, received, group)
+    trip = _Trip(sent, received, group, launched)
     arriving: Tensor = _Leave.apply(rows, trip)
     meanwhile()
     arrived: Tensor = _Arrive.apply(arriving, trip)
@@ -446,14 +467,17 @@ def exchange(rows: Tensor, sent: Pieces, received: Pieces, group: Any, meanwhile
 
 
 def _start(
-    rows: Tensor, sent: Pieces, received: Pieces, group: Any, async_op: bool
+    rows: Tensor, sent: Pieces, received: Pieces, group: Any, launched: Sequence[int], async_op: bool
 ) -> tuple[Tensor, list[Any]]:
     """Send; where rows will be, and what to wait for."""
-    result = rows.new_empty((sum(map(sum, received)), *rows.shape[1:]))
+    result, works = rows.new_empty((sum(map(sum, received)), *rows.shape[1:])), []
     parts = zip(result.split([sum(n) for n in received]), rows.split([sum(n) for n in sent]), received, sent)
-    with joined_launch(group, rows.device, async_op) if len(sent) > 1 else nullcontext([]) as works:
-        for into, given, here, there in parts:
-            works.append(dist.all_to_all_single(into, given, here, there, group=group, async_op=async_op))
+    for exchanges in launched:
+        with joined_launch(group, rows.device, async_op) if exchanges > 1 else nullcontext([]) as joined:
+            for into, given, here, there in islice(parts, exchanges):
+                work = dist.all_to_all_single(into, given, here, there, group=group, async_op=async_op)
+                joined.append(work)
+        works += joined
     return result, works
 
 
@@ -461,26 +485,28 @@ class _Exchange(torch.autograd.Function):
     """An exchange that is waited for where it is made."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Pieces, received: Pieces, group: Any) -> Tensor:
-        ctx.back = (received, sent, group)
-        return _start(rows.contiguous(), sent, received, group, False)[0]
+    def forward(
+        ctx: Any, rows: Tensor, sent: Pieces, received: Pieces, group: Any, launched: Sequence[int]
+    ) -> Tensor:
+        ctx.back = (received, sent, group, [len(sent)])
+        return _start(rows.contiguous(), sent, received, group, launched, False)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Exchange.apply(grads[0], *ctx.back), None, None, None
+        return _Exchange.apply(grads[0], *ctx.back), None, None, None, None
 
 
 class _Trip:
     """One exchange and the one of its gradients: sizes, and what is on its way."""
 
-    def __init__(self, sent: Pieces, received: Pieces, group: Any) -> None:
-        self.sent, self.received, self.group = sent, received, group
+    def __init__(self, sent: Pieces, received: Pieces, group: Any, launched: Sequence[int]) -> None:
+        self.sent, self.received, self.group, self.launched = sent, received, group, launched
         self._under_way: tuple[list[Any], Tensor, Tensor] | None = None
 
-    def start(self, rows: Tensor, sent: Pieces, received: Pieces) -> Tensor:
+    def start(self, rows: Tensor, sent: Pieces, received: Pieces, launched: Sequence[int]) -> Tensor:
         """Send; the result may not be touched before :meth:`wait`."""
         given = rows.contiguous()
-        result, works = _start(given, sent, received, self.group, True)
+        result, works = _start(given, sent, received, self.group, launched, True)
         self._under_way = (works, given, result)  # memory that is still read or written must not go back
         return result
 
@@ -500,7 +526,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
-        return trip.start(rows, trip.sent, trip.received)
+        return trip.start(rows, trip.sent, trip.received, trip.launched)
 
     @staticmethod
     @once_differentiable
@@ -521,7 +547,7 @@ class _Arrive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         trip = ctx.trip
-        trip.start(grads[0], trip.received, trip.sent)
+        trip.start(grads[0], trip.received, trip.sent, [len(trip.sent)])
         return grads[0], None  # only for its shape: what is on its way is the trip's
 
 
