@@ -4,16 +4,28 @@
 
 One process stands for rank 0 of EP ranks. Every other rank sends it what it would send itself, so rows are as
 many as with balanced routers. What an exchange would deliver is copied from memory, and the stream is then
-held for the time of the wire; both are timed alone and taken off. Exchanges that are launched as one start
-when the last has been called. ``moves_ms`` is then all that is neither products nor wire: orders,
-permutations, sums, counts, and the gaps that waits for the device leave; ``kernels_ms`` is the part of it in
-which the device computes. ``floor_ms`` is what the bytes of the four passes over rows that no way can do
-without would take at the rate of a plain copy: tokens to rows, rows to tokens, and their gradients.
+held for the time of the wire; both are timed alone and taken off. Each is called too, of a group that does
+nothing, for the time that this takes the host. Exchanges that are launched as one start when the last has
+been called. ``moves_ms`` is then all that is neither products nor wire: orders, permutations, sums, counts,
+and the gaps that waits for the device leave; ``kernels_ms`` is the part of it in which the device computes.
+``floor_ms`` is what the bytes of the four passes over rows that no way can do without would take at the rate
+of a plain copy: tokens to rows, rows to tokens, and their gradients.
 
 The wire is priced, not run: 64 ranks in nodes of eight, 400 GB/s inside, a 45 GB/s card each
-(``ragged_fsdp/predict/network.py``), everything in bf16; each exchange pays for its own step, also where
-NCCL would launch several as one. ``fsdp_wire_ms`` are the gathers and the reduction of a rank's experts over
-the ranks that hold the same, beside which all else runs.
+(``ragged_fsdp/predict/network.py``), rows in bf16; each exchange pays for its own step, also where NCCL would
+launch several as one. The group lies in two ways, and every way of moving tokens is priced for both:
+
+    neighbours      ranks 0 to 7 are a group: tokens stay in a node, and the ranks with the same experts lie
+                    on eight nodes, so weights travel over the cards
+    across nodes    ranks 0, 8, ... 56 are a group: weights stay in a node, and tokens travel over the cards
+
+A group of all ranks lies in one way only, ``all ranks``. ``wire_ms`` is what a layer waits for: an exchange
+holds the links inside the node and the card at the same time, and takes as long as the slower of them.
+``weights_ms`` are two gathers of a rank's experts in bf16 and the reduction of their gradients, in bf16 with
+sums in fp32 as ``fully_shard(reduction="two_level")`` sends them, over the ranks that hold the same experts.
+All else runs beside them, but each link carries one thing at a time. So ``layer_ms`` is the longest of three:
+computation with its exchanges, the busy time of the links inside, and that of the card. That of a row is the
+better one of its placements.
 
     ours            ``AllToAll``, exact: an exchange for each expert of a rank, so rows arrive grouped
     grouped here    ``AllToAll``, exact, in one exchange; rows are grouped on arrival
@@ -28,6 +40,7 @@ the ranks that hold the same, beside which all else runs.
 Times are forward and backward, the median of some runs, each behind two milliseconds of other work, as
 inside of a model; so a launch costs something where the host has had to wait before it. ``host_waits`` counts
 waits for the device in a forward and backward (torch's sync debug mode, and events that are waited for).
+``--kernels`` writes what the device did in one run of our exact way, and for how long it did nothing before.
 """
 
 from __future__ import annotations
@@ -39,8 +52,9 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,14 +79,16 @@ from ragged_fsdp.experts import (
     mix,
 )
 from ragged_fsdp.experts.layers import apply_experts
-from ragged_fsdp.predict.network import Place, network_of, price
+from ragged_fsdp.predict.card import find_card
+from ragged_fsdp.predict.groups import Wires, group_cost
+from ragged_fsdp.predict.network import Place, Seconds, network_of, price
 from ragged_fsdp.topology import Levels
 
 NODES, NODE = "h200-400g", 8
 CAPACITY = 1.25
 RUNS = 5
 AHEAD_NS = 2_000_000
-FSDP_RANKS = 64
+ALL_RANKS = 64
 
 
 @dataclass(frozen=True)
@@ -84,9 +100,10 @@ class Shape:
     experts: int
     per_token: int
 
-    def weight_bytes(self, experts: int) -> int:
-        """Bytes of the products' weights in bf16."""
-        return experts * 3 * self.hidden * self.expert_hidden * 2
+    def weights(self, experts: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The parameters of so many experts, with their shapes."""
+        up, down = (self.hidden, 2 * self.expert_hidden), (self.expert_hidden, self.hidden)
+        return ("up", (experts, *up)), ("down", (experts, *down))
 
 
 SHAPES = {"qwen3-30b-a3b": Shape(2048, 768, 128, 8), "gpt-oss-120b": Shape(2880, 2880, 128, 4)}
@@ -99,9 +116,9 @@ class Held(nn.Module):
     def __init__(self, shape: Shape, experts: int, device: str, dtype: torch.dtype) -> None:
         super().__init__()
         self.num_experts = experts
-        sizes = (shape.hidden, 2 * shape.expert_hidden), (shape.expert_hidden, shape.hidden)
         self.up, self.down = (
-            nn.Parameter(torch.randn(experts, *size, device=device, dtype=dtype) * 0.02) for size in sizes
+            nn.Parameter(torch.randn(size, device=device, dtype=dtype) * 0.02)
+            for _, size in shape.weights(experts)
         )
 
     def apply_to_groups(self, rows: Tensor, counts: Tensor) -> Tensor:
@@ -113,17 +130,58 @@ Exchanged = tuple[torch.dtype, int, int, list[int]]
 """Dtype and elements that came, bytes that were sent, and the ranks of the group."""
 
 
+@dataclass(frozen=True)
+class Spread:
+    """How a group of expert parallelism lies among all ranks."""
+
+    name: str
+    apart: int
+    """Of the ranks of the group."""
+    weights_ranks: int
+    """That hold the same experts."""
+    weights_apart: int
+
+    @staticmethod
+    def all_of(ranks: int) -> list[Spread]:
+        """The ways there are for a group of so many ranks."""
+        same = ALL_RANKS // ranks
+        if same == 1:
+            return [Spread("all ranks", 1, 1, 1)]
+        return [Spread("neighbours", 1, same, ranks), Spread("across nodes", same, same, 1)]
+
+    def exchange(self, kind: str, nbytes: float, group: Sequence[int]) -> Seconds:
+        """A collective of rank 0 with ranks of its group, which count from 0 within it."""
+        if len(group) == 1:
+            return Seconds(0.0, 0.0)
+        network = network_of(NODES)
+        return price(kind, nbytes, Place.of([rank * self.apart for rank in group], 0, network), network)
+
+    def weights(self, shape: Shape, ranks: int) -> Seconds:
+        """Two gathers and a reduction of a rank's experts over the ranks that hold the same ones."""
+        wires = Wires(network_of(NODES), self.weights_ranks, self.weights_apart, reduction="two_level")
+        cost = group_cost("experts", shape.weights(shape.experts // ranks), wires, find_card("h200"))
+        return total([cost.gather, cost.gather_again, *(held for held, _ in cost.reduce)])
+
+
+def total(parts: Iterable[Seconds]) -> Seconds:
+    """How long each level is held by all of these."""
+    inside, outside = zip(*parts, strict=True)
+    return Seconds(sum(inside), sum(outside))
+
+
 class Mirror:
     """Stands for the exchanges: counts as if all ranks routed alike, rows from memory; launches are noted."""
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self, device: str, spread: Spread) -> None:
+        self._device, self._spread, self._call = device, spread, dist.all_to_all_single
         self._memory: dict[torch.dtype, Tensor] = {}
         self._joined: list[tuple[Tensor, Exchanged]] | None = None
         self.noted: list[list[Exchanged]] = []
 
     def __call__(self, out: Tensor, given: Tensor, *_: Any, group: Any = None, **__: Any) -> None:
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        nothing = given[:0], given[:0], [0] * len(ranks), [0] * len(ranks)
+        self._call(*nothing, group=group)  # for the host's time
         if not out.is_floating_point():
             part = given.reshape(-1)[: out.numel() // len(ranks)]
             out.view(len(ranks), -1).copy_(part.expand(len(ranks), -1))
@@ -141,8 +199,8 @@ class Mirror:
         launched, self._joined = self._joined, None
         self._launch(launched)
 
-    def take(self) -> tuple[Callable[[], object], float]:
-        """The launches since the last call, to be done alone, and the milliseconds of their wire."""
+    def take(self) -> tuple[Callable[[], object], list[Exchanged]]:
+        """The launches since the last call, to be done alone, and all their exchanges."""
         noted, self.noted = self.noted, []
         into = {dtype: torch.empty_like(memory) for dtype, memory in self._memory.items()}
 
@@ -152,7 +210,7 @@ class Mirror:
                     into[dtype][:numel].copy_(self._of(dtype, numel))
                 self._hold(launch)
 
-        return again, sum(map(self._wire_ms, noted))
+        return again, [exchanged for launch in noted for exchanged in launch]
 
     def _launch(self, launch: list[tuple[Tensor, Exchanged]]) -> None:
         for out, (dtype, numel, _, _) in launch:
@@ -164,11 +222,7 @@ class Mirror:
         if self._device == "cuda":
             from benchmarks.step.spin import spin_ns
 
-            spin_ns(int(self._wire_ms(launch) * 1e6))
-
-    @staticmethod
-    def _wire_ms(launch: list[Exchanged]) -> float:
-        return sum(wire_ms("all_to_all", nbytes, ranks) for _, _, nbytes, ranks in launch)
+            spin_ns(int(sum(max(held) for held in exchanges(launch, self._spread)) * 1e9))
 
     def _of(self, dtype: torch.dtype, numel: int) -> Tensor:
         if dtype not in self._memory or numel > self._memory[dtype].numel():
@@ -278,6 +332,22 @@ class Bench:
         kernels = (e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA)
         return sum(e.time_range.elapsed_us() for e in kernels) / 1e3
 
+    def kernels(self, call: Callable[[], object]) -> list[str]:
+        """The kernels of ``call`` behind other work: microseconds of rest before each and of its own."""
+        from benchmarks.step.spin import spin_ns
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+            spin_ns(AHEAD_NS)
+            call()
+            torch.cuda.synchronize()
+        found = (e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA)
+        lines, end = [], None
+        for kernel in sorted(found, key=lambda e: e.time_range.start):
+            rest = 0.0 if end is None else kernel.time_range.start - end
+            lines.append(f"{rest:8.1f} {kernel.time_range.elapsed_us():8.1f}  {kernel.name[:80]}")
+            end = max(end or 0.0, kernel.time_range.end)
+        return lines
+
     def waits(self, call: Callable[[], object]) -> int | None:
         """How often ``call`` waits for the device; None where there is none."""
         if self.device != "cuda":
@@ -307,17 +377,27 @@ class Bench:
         return x.requires_grad_(), chosen, weights.requires_grad_()
 
 
-def wire_ms(kind: str, nbytes: float, group: Sequence[int]) -> float:
-    """A collective of rank 0 with others of the modelled network."""
-    network = network_of(NODES)
-    seconds = price(kind, nbytes, Place.of(group, 0, network), network) if len(group) > 1 else (0.0,)
-    return max(seconds) * 1e3
+def exchanges(exchanged: Iterable[Exchanged], spread: Spread) -> list[Seconds]:
+    """What each of them holds the links for."""
+    return [spread.exchange("all_to_all", nbytes, ranks) for _, _, nbytes, ranks in exchanged]
 
 
-def fsdp_wire_ms(shape: Shape, ep: int) -> float:
-    """Two gathers and a reduction of a rank's experts over the ranks that hold the same ones."""
-    nbytes, group = shape.weight_bytes(shape.experts // ep), range(0, FSDP_RANKS, ep)
-    return 2 * wire_ms("all_gather", nbytes, group) + wire_ms("reduce_scatter", nbytes, group)
+def placed(
+    shape: Shape, ranks: int, times: float, waited_for: Callable[[Spread], list[Seconds]]
+) -> dict[str, Any]:
+    """A layer that computes for ``times`` milliseconds, for each way in which its group can spread."""
+    found = {}
+    for spread in Spread.all_of(ranks):
+        tokens, weights = waited_for(spread), spread.weights(shape, ranks)
+        wire = sum(max(held) for held in tokens) * 1e3
+        busy = max(total([*tokens, weights])) * 1e3
+        found[spread.name] = {
+            "wire_ms": round(wire, 3),
+            "weights_ms": round(max(weights) * 1e3, 3),
+            "layer_ms": round(max(times + wire, busy), 3),
+        }
+    best = min(found, key=lambda name: found[name]["layer_ms"])
+    return {"placements": found, "best_placement": best, "layer_ms": found[best]["layer_ms"]}
 
 
 def floor_ms(bench: Bench, shape: Shape) -> float:
@@ -328,11 +408,14 @@ def floor_ms(bench: Bench, shape: Shape) -> float:
     return bench.timed(lambda: into.copy_(given)) * (5 * rows + 4 * tokens) / (2 * rows)
 
 
-def measure(bench: Bench, name: str, shape: Shape, ranks: int) -> list[dict[str, Any]]:
-    """Every way for one layer and group size."""
+def measure(
+    bench: Bench, name: str, shape: Shape, ranks: int, kernels: Path | None = None
+) -> list[dict[str, Any]]:
+    """Every way for one layer and group size; our exact one's kernels go to a file."""
     held = Held(shape, shape.experts // ranks, bench.device, bench.dtype)
     tokens, chosen, weights = bench.inputs(shape, bench.tokens)
-    mirror, mesh = Mirror(bench.device), init_device_mesh(bench.device, (ranks,))
+    mirror = Mirror(bench.device, Spread.all_of(ranks)[0])
+    mesh = init_device_mesh(bench.device, (ranks,))
     split = ExpertSplit.even(shape.experts, ranks)
     rows: list[dict[str, Any]] = []
 
@@ -361,13 +444,21 @@ def measure(bench: Bench, name: str, shape: Shape, ranks: int) -> list[dict[str,
             once = stepping(forward, grad, leaves)
             mirror.noted.clear()
             once()
-            alone, wire = mirror.take()
+            alone, exchanged = mirror.take()
             times = bench.timed(once) - bench.timed(alone), bench.busy(once) - bench.busy(alone)
             once()
-            rows.append(_row(name, shape, ranks, way, times, products, wire, bench.waits(once), floor))
+            layers = placed(shape, ranks, times[0], partial(exchanges, exchanged))
+            if kernels is not None and way == "ours":
+                text = "\n".join(bench.kernels(once))
+                kernels.write_text(f"{name}, EP {ranks}: us at rest, us of the kernel\n{text}\n")
+            rows.append(_row(name, ranks, way, times, products, layers, bench.waits(once), floor))
             print(json.dumps(rows[-1]), flush=True)
-    total, wire, waits = _all_reduce(bench, shape, ranks, held)
-    rows.append(_row(name, shape, ranks, "transformers", total, products, wire, waits))
+    times, waits = _all_reduce(bench, shape, ranks, held)
+    nbytes = bench.tokens * ranks * shape.hidden * 2
+    layers = placed(
+        shape, ranks, times[0], lambda spread: [spread.exchange("all_reduce", nbytes, range(ranks))] * 2
+    )
+    rows.append(_row(name, ranks, "transformers", times, products, layers, waits))
     print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -391,9 +482,7 @@ def products_of(bench: Bench, held: Held, rows: Tensor, counts: Tensor) -> tuple
     return bench.timed(once), bench.busy(once)
 
 
-def _all_reduce(
-    bench: Bench, shape: Shape, ranks: int, held: Held
-) -> tuple[tuple[float, float], float, int | None]:
+def _all_reduce(bench: Bench, shape: Shape, ranks: int, held: Held) -> tuple[tuple[float, float], int | None]:
     """The library's way on the tokens of the whole group, those of a node's ranks at a time."""
     parts = max(1, ranks // NODE)
     tokens, chosen, weights = bench.inputs(shape, bench.tokens * ranks // parts)
@@ -401,8 +490,7 @@ def _all_reduce(
     leaves = [tokens, weights, *held.parameters()]
     once = stepping(lambda: forward(tokens, chosen, weights), torch.ones_like(tokens), leaves)
     times, waits = (bench.timed(once) * parts, bench.busy(once) * parts), bench.waits(once)
-    wire = 2 * wire_ms("all_reduce", bench.tokens * ranks * shape.hidden * 2, range(ranks))
-    return times, wire, waits if waits is None else waits * parts
+    return times, waits if waits is None else waits * parts
 
 
 def fsdp_alone(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
@@ -418,14 +506,14 @@ def fsdp_alone(bench: Bench, name: str, shape: Shape) -> dict[str, Any]:
         [tokens, weights, *held.parameters()],
     )
     times = bench.timed(once), bench.busy(once)
-    wire = fsdp_wire_ms(shape, 1)
+    weights = max(Spread("all ranks", 1, ALL_RANKS, 1).weights(shape, 1)) * 1e3
     row = {
         "layer": name,
         "ep": 1,
         "way": "FSDP alone",
         **_moves(times, products),
-        "fsdp_wire_ms": round(wire, 3),
-        "layer_ms": round(max(times[0], wire), 3),
+        "weights_ms": round(weights, 3),
+        "layer_ms": round(max(times[0], weights), 3),
     }
     print(json.dumps(row), flush=True)
     return row
@@ -445,25 +533,21 @@ def _moves(times: tuple[float, float], products: tuple[float, float]) -> dict[st
 
 def _row(
     name: str,
-    shape: Shape,
     ranks: int,
     way: str,
     times: tuple[float, float],
     products: tuple[float, float],
-    wire: float,
+    layers: dict[str, Any],
     waits: int | None,
     floor: float | None = None,
 ) -> dict[str, Any]:
-    weights = fsdp_wire_ms(shape, ranks)
     return {
         "layer": name,
         "ep": ranks,
         "way": way,
         **_moves(times, products),
         "floor_ms": None if floor is None else round(floor, 3),
-        "wire_ms": round(wire, 3),
-        "fsdp_wire_ms": round(weights, 3),
-        "layer_ms": round(max(times[0] + wire, weights), 3),
+        **layers,
         "host_waits": waits,
     }
 
@@ -473,6 +557,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the file of results (JSON)")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens of a rank")
+    parser.add_argument("--kernels", type=Path, help="a file of kernels of the first layer and group size")
+    parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES), help="which layers")
     parser.add_argument("--ep", type=int, nargs="+", default=[8, 64], help="group sizes")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny layer, to see that it runs")
@@ -482,11 +568,17 @@ def main() -> None:
     )
     device = None if options.device == "cuda" else platform.processor() or "cpu"
     rows: list[dict[str, Any]] = []
-    for name, shape in (SMALL if options.small else SHAPES).items():
+    shapes = SMALL if options.small else {name: SHAPES[name] for name in options.layers}
+    kernels = options.kernels
+    for name, shape in shapes.items():
         for ranks in (1, *options.ep):
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
             try:
-                rows += [fsdp_alone(bench, name, shape)] if ranks == 1 else measure(bench, name, shape, ranks)
+                if ranks == 1:
+                    rows.append(fsdp_alone(bench, name, shape))
+                else:
+                    rows += measure(bench, name, shape, ranks, kernels)
+                    kernels = None
             finally:
                 dist.destroy_process_group()
             save(options.out, device=device, network=network_of(NODES).text, tokens=options.tokens, rows=rows)

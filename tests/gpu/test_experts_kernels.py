@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from interpreted import DEVICE, INTERPRETED
-from ragged_fsdp.experts.permute import order_reference, place, take_reference, weighted_reference
+from ragged_fsdp.experts.permute import (
+    count_reference,
+    place,
+    rows_reference,
+    take_reference,
+    weighted_reference,
+)
 
 pytestmark = pytest.mark.skipif(
     not (torch.cuda.is_available() or INTERPRETED), reason="needs a GPU or Triton's interpreter"
@@ -30,7 +36,7 @@ DTYPES = [
 def _case(tokens, per_token, channels, experts, dtype, weight_dtype):
     generator = torch.Generator().manual_seed(0)
     chosen = torch.randint(experts, (tokens, per_token), generator=generator)
-    sorted_ = order_reference(chosen, experts)[0].argsort()
+    sorted_ = rows_reference(chosen, experts).argsort()
     half = len(sorted_) // 2
     slot_of = torch.cat((sorted_[:half], torch.full((3,), -1), sorted_[half + 1 :]))  # one missing, three pad
     row_of = place(torch.arange(len(slot_of)), slot_of, chosen.numel(), -1)
@@ -52,10 +58,9 @@ def test_kernels_are_the_plain_functions(shape, dtype, weight_dtype, bound):
     there = slot_of >= 0
     x, y, grad = (t.t().contiguous().t() for t in (x, y, grad))  # strided
     want_taken = take_reference(x, row_of, len(slot_of))
-    assert torch.equal(permute_triton.take(x, row_of, len(slot_of), True), want_taken)
-    assert torch.equal(permute_triton.take(x, row_of, len(slot_of), False)[there], want_taken[there])
+    assert torch.equal(permute_triton.take(x, row_of, len(slot_of), None)[there], want_taken[there])
     for weights in (None, w):
-        got = permute_triton.weighted_sum(y, weights, row_of, tokens, grad.dtype)
+        got = permute_triton.weighted_sum(y, weights, row_of, tokens, grad.dtype, True)
         want = weighted_reference(y.double(), None if weights is None else weights.double(), row_of, tokens)
         assert got.dtype == grad.dtype
         assert torch.allclose(got.double(), want, atol=bound * max(1, per_token), rtol=bound)
@@ -69,18 +74,44 @@ def test_kernels_are_the_plain_functions(shape, dtype, weight_dtype, bound):
 
 
 @pytest.mark.parametrize("slots", [0, 1, 130, 1000])
-@pytest.mark.parametrize("groups", [1, 5, 128, 1000])
+@pytest.mark.parametrize("groups", [1, 6, 128, 1000])
 def test_the_order_of_rows_is_that_of_a_stable_sort(slots, groups):
-    """Also where slots are numbered anew, and some are of no group."""
+    """Also where slots are numbered anew, some are of no group or do not fit; counts that lie turned."""
     from ragged_fsdp.experts import permute_triton
 
     generator = torch.Generator().manual_seed(slots + groups)
     chosen = torch.randint(groups + 1, (slots, 1), generator=generator)
     for number_of in (None, torch.randperm(groups + 1, generator=generator)):
-        given = (chosen, groups, number_of)
-        got = permute_triton.order(*(t.to(DEVICE) if isinstance(t, torch.Tensor) else t for t in given))
-        for ours, plain in zip(got, order_reference(*given)):
-            assert torch.equal(ours.cpu(), plain)
+        given = chosen.to(DEVICE), groups, None if number_of is None else number_of.to(DEVICE)
+        counts = count_reference(chosen, groups, number_of)
+        for shape in ((groups,), (groups // 2, 2)) if groups % 2 == 0 else ((groups,),):
+            into = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+            find = permute_triton.count(*given, into)
+            assert torch.equal(into.cpu(), counts.view(*reversed(shape)).t())
+        for room in (None, 1, 3):
+            assert torch.equal(find(room).cpu(), rows_reference(chosen, groups, number_of, room))
+
+
+@pytest.mark.parametrize(
+    ("rows", "channels", "groups"), [(1, 5, 1), (40, 2880, 3), (300, 48, 17), (7, 16, 0)]
+)
+def test_rows_behind_those_that_are_filled_are_zeros(rows, channels, groups):
+    """Rows grouped on arrival, of which some are padding, and back: those that are there, and no other."""
+    from ragged_fsdp.experts import permute_triton
+
+    generator = torch.Generator().manual_seed(rows)
+    place_of = torch.randint(groups + 1, (rows,), generator=generator)
+    arrival, counts = rows_reference(place_of, groups), count_reference(place_of, groups)
+    came = torch.randn(rows, channels, generator=generator).to(DEVICE, torch.bfloat16)
+    came[(place_of == groups).to(DEVICE)] = float("nan")
+    there, filled = (arrival >= 0).to(DEVICE), counts if groups else torch.zeros(1, dtype=torch.int64)
+    arrival = arrival.to(DEVICE)
+    grouped = permute_triton.take(came, arrival, rows, filled.to(DEVICE))
+    assert (
+        torch.equal(grouped, take_reference(came, arrival, rows)) and not grouped[int(counts.sum()) :].any()
+    )
+    back = permute_triton.weighted_sum(grouped, None, arrival, rows, torch.bfloat16, False)
+    assert torch.equal(back[there], came[there])
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")

@@ -83,6 +83,10 @@ WAYS = {
     "all on the second": {"split": ExpertSplit((0, 5))},
     "plan of the library": {"plan": {"layers.*.mlp.experts": "ep_dispatch_experts"}},
     "whole experts": {"options": {"orig_param_policy": lambda name, p: Rows(8) if p.ndim == 3 else None}},
+    "across": {"across": True},
+    "across, uneven": {"across": True, "split": ExpertSplit((1, 4))},
+    "across, hsdp": {"across": True, "hsdp": True},
+    "across, fsdp2": {"across": True, "fully_shard": stock_fully_shard, "experts": 4},
     "hsdp, accumulated": {"hsdp": True, "pieces": 3},
     "recomputed": {"recompute": True},
     "compiled": {"compile": True},
@@ -95,7 +99,10 @@ WAYS = {
 def _spread(rank, model, way, parts=None):
     """Two ranks to an ep group, two groups; returns the model ready to train."""
     hsdp = way.get("hsdp")
-    mesh = rank.mesh(2, 1, 2, names=("rep", "dp", "ep")) if hsdp else rank.mesh(2, 2, names=("dp", "ep"))
+    # across: neighbours have the same experts, as on one node, and the dim of ep comes first
+    dims = [("dp", 1 if hsdp else 2), ("ep", 2)]
+    dims = [("rep", 2)] * bool(hsdp) + dims[:: -1 if way.get("across") else 1]
+    mesh = rank.mesh(*(size for _, size in dims), names=tuple(name for name, _ in dims))
     everyone = rank.mesh(2, 2, names=("replicate", "shard")) if hsdp else rank.mesh()
     given = {k: way[k] for k in ("dispatcher", "split", "plan") if k in way}
     expert_parallel(model, mesh["ep"], **given)

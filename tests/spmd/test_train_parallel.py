@@ -39,6 +39,10 @@ SPLITS = {
     "ep4-fsdp1": {"ep": 4, "activation_checkpointing": 1},
     "ep2-hsdp": {"ep": 2, "replicas": 2, "accumulate": 2, "reduction": "all_to_all"},
     "ep2-fsdp2": {"ep": 2, "sharding": "fsdp2"},
+    "ep2-across": {"ep": 2, "ep_across_nodes": True, "granularity": {"*.experts.*": "rows:8"}},
+    "ep2-across-uneven": {"ep": 2, "ep_across_nodes": True, "model_set": {**MODEL, "experts": "5"}},
+    "ep2-across-fsdp2": {"ep": 2, "ep_across_nodes": True, "sharding": "fsdp2"},
+    "ep4-across-tp2": {"ep": 4, "tp": 2, "ep_across_nodes": True},
     "ep4-uneven-tp2": {"ep": 4, "tp": 2, "model_set": {**MODEL, "experts": "5"}},
     "qwen-ep2-tp2": {"ep": 2, "tp": 2, "model": "Qwen3MoeConfig", "model_set": QWEN},
     "llama-tp2": {"tp": 2, "model": "LlamaConfig", "model_set": LLAMA},
@@ -101,7 +105,14 @@ def test_auto_reduces_as_the_nodes_ask_and_says_so(rank):
             {**half, "ep": 2},
             [
                 "gradients: two_level (auto), 4 ranks on 2 nodes of 2",
-                "gradients of what ep splits: reduce_scatter (auto), 2 ranks on 2 nodes of 1",
+                "gradients of what ep splits: two_level (auto), 2 ranks on 2 nodes of 1",
+            ],
+        ),
+        "ep across": (
+            {**half, "ep": 2, "ep_across_nodes": True},
+            [
+                "gradients: two_level (auto), 4 ranks on 2 nodes of 2",
+                "gradients of what ep splits: all_to_all (auto), 2 ranks on one node",
             ],
         ),
     }
@@ -163,7 +174,13 @@ def test_checkpoints_move_between_splits_and_are_exported(rank):
     train_on_pool(plain, **common)
     for changes in ({"stop_at": 3}, {"resume": "must"}):
         train_on_pool(same, tp=2, **common, **changes)
-    chain = ({"tp": 2, "stop_at": 3}, {"ep": 2, "stop_at": 5}, {"stop_at": 6}, {"tp": 2, "replicas": 2})
+    chain = (
+        {"tp": 2, "stop_at": 3},
+        {"ep": 2, "stop_at": 4},
+        {"ep": 2, "ep_across_nodes": True, "stop_at": 5},
+        {"stop_at": 6},
+        {"tp": 2, "replicas": 2},
+    )
     for changes in chain:
         train_on_pool(moved, **common, **changes)
     straight = rank.shared_dir / "straight"

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_fsdp.experts import ExpertSplit, Here, expert_modules
+from ragged_fsdp.experts.dispatch import launches
 from ragged_fsdp.experts.layers import _one_by_one, grouped_linear, in_one_kernel
-from ragged_fsdp.experts.permute import combine, order, place, take
+from ragged_fsdp.experts.permute import combine, count, order, place, take
 from ragged_fsdp.models import MoEConfig, MoETransformer
 
 
@@ -69,6 +70,16 @@ def test_rows_and_their_gradients_are_those_of_indexing():
     numbers = number_of[chosen.flatten()]
     assert counts.tolist() == [int((numbers == n).sum()) for n in range(3)]
     assert ((placed < 0) == (numbers == 3)).all()
+    counted = count(chosen, 3, number_of)  # each group has room for two
+    for group in range(3):
+        slots = (numbers == group).nonzero().flatten()
+        assert (
+            counted.rows(2)[slots].tolist() == [2 * group, 2 * group + 1, *(-1,) * len(slots)][: len(slots)]
+        )
+    assert ((counted.rows(2) < 0) >= (numbers == 3)).all()
+    turned = torch.zeros(3, 2, dtype=torch.int64)  # group 3 p + r at (r, p)
+    count(torch.tensor([[5, 0, 4, 5, 6]]), 6, into=turned)
+    assert turned.tolist() == [[1, 0], [0, 1], [0, 2]]
     kept = placed[placed >= 0].argsort()
     assert placed.max() + 1 == len(kept) and (numbers[placed >= 0][kept].diff() >= 0).all()
     x = torch.randn(tokens, 6, dtype=torch.float64, requires_grad=True)
@@ -76,7 +87,7 @@ def test_rows_and_their_gradients_are_those_of_indexing():
     y[5:7] = float("nan")
     y.requires_grad_()
     w = torch.randn(tokens, per_token, dtype=torch.float64, requires_grad=True)
-    rows = take(x, row_of, len(slot_of), padded=True)
+    rows = take(x, row_of, len(slot_of))
     assert torch.equal(rows[:5], x[slot_of[:5] // per_token]) and not rows[5:7].any()
     out = combine(y, w, row_of, tokens)
     expected = torch.zeros_like(x)
@@ -102,6 +113,13 @@ def test_rows_and_their_gradients_are_those_of_indexing():
             assert torch.allclose(got, want.nan_to_num(0.0)) and not got.isnan().any()
     small = x.detach().clone().requires_grad_()
     assert torch.autograd.gradgradcheck(lambda t: take(t, row_of, len(slot_of)), small)
+
+
+@pytest.mark.parametrize(
+    ("exchanges", "sizes"), [(1, [1]), (2, [2]), (3, [3]), (5, [3, 2]), (16, [2, 2, 4, 8])]
+)
+def test_a_launch_is_no_larger_than_those_before_it(exchanges, sizes):
+    assert launches(exchanges) == sizes
 
 
 def test_products_in_one_kernel_are_those_one_by_one():

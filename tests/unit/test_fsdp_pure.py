@@ -320,7 +320,8 @@ def test_what_a_step_sends_is_received_in_the_same_step(domains, rounds):
         ("aaaabb", True, "two_level"),
         ("aaaaaaaabbbbbb", True, "reduce_scatter"),  # parts of two of eight ranks send more than they save
         ("aaab", True, "reduce_scatter"),
-        ("abcd", True, "reduce_scatter"),
+        ("abcd", True, "two_level"),  # of which one is there
+        ("abcd", False, "reduce_scatter"),
     ],
 )
 def test_auto_never_picks_the_flat_exchange_across_nodes(domains: str, widens: bool, picked: str) -> None:

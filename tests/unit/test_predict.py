@@ -730,6 +730,39 @@ def test_experts_that_are_shared_are_gathered_by_fewer_and_send_tokens():
         predict(workload, replace(setup, ep=8), CARD, network)
 
 
+def test_experts_across_nodes_gather_inside_and_send_tokens_outside():
+    """16 GPUs on two nodes, two of them to a group: neighbours, or one of each node."""
+    workload, network = workload_of("nano"), Network("n", 10.0, 1.0, 8, 1.9, 4.0)
+    setup = Setup(gpus=16, tokens_per_gpu=256, seq_len=64, ep=2)
+    lanes = []
+    for across in (False, True):
+        found = predict(workload, replace(setup, ep_across_nodes=across), CARD, network)
+        spans = [(span.label, span.lane) for span in found.replayed.spans]
+        lanes.append(
+            {
+                what: {lane for label, lane in spans if label.startswith(what)} & {"inside", "outside"}
+                for what in ("tokens of layer 0", "gather experts of layer 0", "gather layer 0")
+            }
+        )
+    both = {"inside", "outside"}
+    assert [list(found.values()) for found in lanes] == [
+        [{"inside"}, both, both],
+        [{"outside"}, {"inside"}, both],
+    ]
+    with pytest.raises(ValueError, match="ep_across_nodes: needs ep"):
+        replace(setup, ep=1, ep_across_nodes=True)
+
+
+def test_the_search_tries_experts_across_nodes():
+    """Large experts and few tokens: their weights are better gathered inside a node."""
+    sizes = {"hidden": "64", "expert_hidden": "4096", "experts": "16"}
+    setup = Setup(gpus=16, tokens_per_gpu=64, seq_len=64)
+    found = search(workload_of("nano", sizes), setup, CARD, Network("n", 100.0, 1.0, 8, 1.9, 4.0))
+    assert "--ep-across-nodes" in found[0].flags
+    one = search(workload_of("nano", sizes), replace(setup, gpus=8), CARD, Network("n", 100.0, 1.0, 8))
+    assert not any("--ep-across-nodes" in f.flags for f in one)
+
+
 LLAMA = {
     "hidden_size": "64",
     "intermediate_size": "128",
@@ -778,7 +811,7 @@ def test_tensor_parallelism_shares_tokens_and_waits_for_sums():
 
 def test_muon_by_hand():
     """One matrix on one GPU: five iterations; then eight equal ones, one for each of eight GPUs."""
-    square = Part("layer", (("mlp.weight", (4096, 4096)), ("norm.weight", (4096,))), 1, 1)
+    square = Part("layer", (("mlp.weight", (4096, 4096)), ("norm.weight", (4096,))), 1, 1, 1)
     alone = muon([(square, 1)], 1, 1, CARD, PROFILES["free"])
     naive_s = 5 * 6 * 4096**3 / (CARD.matmul_tflops * 1e12)
     moved_s = 26 * 4096**2 / (CARD.memory_gb_s * 1e9) + 28 * 4096 / (CARD.adamw_gb_s * 1e9)

@@ -11,8 +11,10 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ragged_fsdp.models import BUILT_IN_SIZES, MoEConfig, MoETransformer
 from ragged_fsdp.models.flops import active_parameters, flops_per_token
@@ -29,8 +31,30 @@ from ragged_fsdp.trainer.loggers import check_loggers, open_loggers
 from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.optimizers import build_optimizer
 from ragged_fsdp.trainer.progress import open_view
-from ragged_fsdp.trainer.ranks import allocator_variables, rank_variables, recorder_variables
+from ragged_fsdp.trainer.ranks import _mesh, allocator_variables, rank_variables, recorder_variables
 from ragged_fsdp.trainer.schedule import lr_factor
+
+
+@pytest.mark.parametrize(
+    ("sizes", "near", "groups"),
+    [
+        ({"shard": 2, "ep": 4}, None, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ({"shard": 2, "ep": 4}, 1, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ({"shard": 4, "ep": 2}, 1, [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ({"replica": 2, "shard": 2, "ep": 2}, 1, [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ({"shard": 2, "ep": 4}, 2, [[0, 1, 4, 5], [2, 3, 6, 7]]),  # beside tp 2
+        ({"shard": 8}, None, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+def test_a_group_of_experts_has_neighbours_or_ranks_across_nodes(sizes, near, groups):
+    """The groups of the last dim; those of the dim before it are what is left, in order."""
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        mesh = _mesh(torch.device("cpu"), sizes, near).mesh
+    finally:
+        dist.destroy_process_group()
+    assert tuple(mesh.shape) == tuple(sizes.values())
+    assert mesh.view(-1, mesh.shape[-1]).tolist() == groups
 
 
 def test_every_setting_has_one_home():
@@ -134,6 +158,7 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"tp": 2, "ep": 3}, 6, "so ep must be a multiple of tp"),
         ({"ep": 3}, 4, "ep = 3 does not divide the 4 processes; it can be 1, 2, 4"),
         ({"dispatch": "all_gather"}, 2, "dispatch = all_gather is for expert parallelism"),
+        ({"ep_across_nodes": True}, 2, "ep_across_nodes = True is for expert parallelism"),
         ({"ep": 2, "dispatch": "all_gather", "expert_capacity": 2.0}, 2, "needs dispatch = all_to_all"),
         (
             {"ep": 3, "granularity": {"*.experts.*": "tiles:8x8"}},

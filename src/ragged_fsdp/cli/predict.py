@@ -76,6 +76,7 @@ Examples:
 @click.option("--seq-len", type=_FROM_ONE, help="tokens of a sequence.  [default: 4096, or the TOML's]")
 @click.option("--replicas", type=_FROM_ONE, default=1, help="HSDP: groups that each hold the whole model.")
 @click.option("--ep", type=_FROM_ONE, default=1, help="expert parallelism: GPUs that share the experts.")
+@click.option("--ep-across-nodes", is_flag=True, help="these lie on different nodes, weights inside one.")
 @click.option("--tp", type=_FROM_ONE, default=1, help="tensor parallelism: GPUs that share their tokens.")
 @click.option("--offload", is_flag=True, help="weights, gradients and optimizer are in the host's memory.")
 @click.option("--offload-optimizer", is_flag=True, help="optimizer state alone is in the host's memory.")
@@ -191,6 +192,7 @@ def _from_toml(path: Path, options: dict[str, Any]) -> tuple[str, dict[str, str]
     given = {
         "replicas": sharding.replicas,
         "ep": sharding.ep,
+        "ep_across_nodes": sharding.ep_across_nodes,
         "tp": sharding.tp,
         "accumulate": data.accumulate,
         "reduction": sharding.reduction,
@@ -265,6 +267,7 @@ def _setup(gpus: int, options: dict[str, Any]) -> Setup | None:
         replicas=options["replicas"],
         micro_batches=options["accumulate"],
         ep=options["ep"],
+        ep_across_nodes=options["ep_across_nodes"],
         tp=options["tp"],
         offload=options["offload"],
         offload_optimizer=options["offload_optimizer"],

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -39,7 +40,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.collectives import Comm
-from ragged_fsdp.experts.permute import combine, order, place, take
+from ragged_fsdp.experts.permute import combine, count, order, place, take
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import keep_largest
 from ragged_fsdp.torch_internals import joined_launch
@@ -120,8 +121,10 @@ class AllToAll:
 
         rank 0 receives   a0 a1 a2 | b0 b1 b2        rank 1   c0 c1 | d0 d1
 
-    NCCL launches them as one. Where a rank holds many experts, or with a capacity, all rows come in one
-    exchange, ordered by sender and then by expert, and are grouped here: one more pass over them.
+    NCCL launches several as one: all of them on the way back, and on the way there the first ones by
+    themselves, so that they travel while the host calls the others (:func:`launches`). Where a rank holds
+    many experts, or with a capacity, all rows come in one exchange, ordered by sender, and are grouped here:
+    one more pass over them.
 
     Args:
         mesh: the ranks that experts are spread over, a 1-D mesh or a process group.
@@ -159,17 +162,24 @@ class AllToAll:
         self.needed: Tensor | None = None
         """The capacity that would have dropped nothing since :meth:`forget_needed`; None without one."""
         self._agreed: set[int] = set()
-        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._constants: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows of all ranks' tokens for the experts of this rank."""
         if self.capacity is not None:
             return self.dispatch_fixed(tokens, chosen, chosen.numel(), meanwhile)
-        row_of, counts, load = self._order(chosen)
-        received = self._exchange_counts(counts)
-        asked = Asked(torch.stack((counts, received)))
+        by_rank, by_place, _, _ = self._on(chosen.device)
+        numbers = chosen.new_zeros(2, self._ranks, self._most, dtype=torch.int64)
+        counts, received = numbers
+        if self._by_expert:
+            counted = count(chosen, counts.numel(), by_place, into=counts)
+        else:
+            counted = count(chosen, counts.numel(), by_rank, into=counts.view(-1))
+        dist.all_to_all_single(received, counts, group=self._group)
+        asked = Asked(numbers)
         # launched while the answer is on its way: the device must not wait for the host after it
-        held = received.sum(0)[: self._held]
+        row_of, held = counted.rows(None), received.sum(0)[: self._held]
+        load = counts.view(-1) if self._split.is_even else counts.view(-1)[by_rank[:-1]]
         rows = None if self._partial else take(tokens, row_of, len(row_of))
         sent_to, received_from = asked.answer()  # the one wait for the device; both (rank, place in its list)
         if self._by_expert:
@@ -178,7 +188,7 @@ class AllToAll:
             there, here = ([[sum(row) for row in each]] for each in (sent_to, received_from))
         if rows is None:
             rows = take(tokens, row_of, sum(map(sum, there)))
-        arrived = exchange(rows, there, here, self._group, meanwhile)
+        arrived = exchange(rows, there, here, self._group, meanwhile, launches(len(there)))
         route = Route(row_of, load, extra={"dtype": tokens.dtype, "there": there, "here": here})
         if self._by_expert:
             return arrived, held, route
@@ -190,7 +200,8 @@ class AllToAll:
         """The weighted sums of outputs that came back."""
         way = route.extra
         if "arrival" in way:
-            outputs = combine(outputs, None, way["arrival"], len(way["arrival"]), padded=True)
+            arrival = way["arrival"]
+            outputs = combine(outputs, None, arrival, len(arrival), filled=way["filled"])
         back = exchange(outputs, way["here"], way["there"], self._group)
         return combine(back, weights, route.row_of, len(weights), dtype=way["dtype"])
 
@@ -203,59 +214,41 @@ class AllToAll:
         """Send every rank as many rows, from the capacity for ``slots``; no shape depends on the routes."""
         assert self.capacity is not None
         agree_on_tokens(len(tokens), self.capacity, self._agreed, self._group, tokens.device)
-        by_rank = self._on(tokens.device)[0]
-        owner_of = by_rank.div(self._most, rounding_mode="floor")
+        _, _, rank_of, place_of = self._on(tokens.device)
         # by rank alone: ordered by expert too, the last one of a rank would lose all that does not fit
-        row_of, to_rank = order(chosen, self._ranks, owner_of)
+        counted = count(chosen, self._ranks, rank_of)
         room = min(chosen.numel(), math.ceil(self.capacity * slots / self._ranks))
-        self.needed = keep_largest(self.needed, to_rank.max() * (self._ranks / max(1, slots)))
-        flat, sent = chosen.flatten(), room * self._ranks
-        row_of = in_rooms(row_of, owner_of[flat], to_rank, room)
+        self.needed = keep_largest(self.needed, counted.counts.max() * (self._ranks / max(1, slots)))
+        row_of, sent = counted.rows(room), room * self._ranks
         equal = [[room] * self._ranks]
-        numbers = place((by_rank % self._most)[flat], row_of, sent, self._most)  # one past the last: padding
+        numbers = place(place_of[chosen.flatten()], row_of, sent, self._most)  # one past the last: padding
         numbers = exchange(numbers, equal, equal, self._group)
         rows = exchange(take(tokens, row_of, sent), equal, equal, self._group, meanwhile)
-        load = order(chosen, self._split.experts)[1]
-        route = Route(row_of, load, to_rank.sum() - (row_of >= 0).sum())
+        dropped = (counted.counts - room).clamp(min=0).sum()
+        route = Route(row_of, count(chosen, self._split.experts).counts, dropped)
         route.extra.update(dtype=tokens.dtype, there=equal, here=equal)
         return self._grouped(rows, numbers, route)
 
     def _grouped(self, rows: Tensor, places: Tensor, route: Route) -> Dispatched:
         """Rows that came ordered by sender, in the order of their experts, whose places are given."""
         arrival, counts = order(places, self._most)
-        route.extra["arrival"] = arrival
         # padding is last, and zeros: what experts make of it must not spoil gradients of what they share
-        grouped = take(rows, arrival, len(arrival), padded=self.capacity is not None)
+        filled = None if self.capacity is None else counts
+        route.extra.update(arrival=arrival, filled=filled)
+        grouped = take(rows, arrival, len(arrival), filled=filled)
         return grouped, counts[: self._held], route
 
-    def _order(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The row of each slot, how many go to each (rank, place in its list), and to each expert."""
-        by_rank, by_place = self._on(chosen.device)
-        groups = self._ranks * self._most
-        row_of, counts = order(chosen, groups, by_place if self._by_expert else by_rank)
-        if self._by_expert:
-            counts = counts.view(self._most, self._ranks).t().contiguous()
-        return row_of, counts.view(self._ranks, self._most), counts.view(-1)[by_rank[:-1]]
-
-    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Each expert's number, by rank and then place there, and the other way round; copied once.
-
-        There is an entry for no expert too: one past the last number.
+    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Each expert's number, by rank and then place there, and the other way round; its rank, and its
+        place. Copied once; there is an entry for no expert too, one past the last number of each.
         """
         if device not in self._constants:
+            ranks, most = self._ranks, self._most
             places = [(rank, i) for rank, held in enumerate(self._split.held) for i in range(held)]
-            none = self._ranks * self._most
-            by_rank = [rank * self._most + place for rank, place in places]
-            by_place = [place * self._ranks + rank for rank, place in places]
-            first, second = (torch.tensor([*numbers, none], device=device) for numbers in (by_rank, by_place))
-            self._constants[device] = (first, second)
+            numbers = [(rank * most + place, place * ranks + rank, rank, place) for rank, place in places]
+            numbers.append((ranks * most, ranks * most, ranks, most))
+            self._constants[device] = tuple(torch.tensor(each, device=device) for each in zip(*numbers))
         return self._constants[device]
-
-    def _exchange_counts(self, counts: Tensor) -> Tensor:
-        """How many rows each rank has for each expert of this one, (rank, place)."""
-        received = torch.empty_like(counts)
-        dist.all_to_all_single(received, counts, group=self._group)
-        return received
 
 
 def all_to_all(mesh: DeviceMesh, split: ExpertSplit, *, capacity: float | None = None) -> Dispatcher:
@@ -287,7 +280,7 @@ class AllGather:
         # a token that only fills up is sent to no expert
         experts = self._gather(chosen + 1, longest) - 1
         row_of, counts = _mine(experts, self._split, self._rank)
-        route = Route(row_of, order(chosen, self._split.experts)[1])
+        route = Route(row_of, count(chosen, self._split.experts).counts)
         route.extra.update(longest=longest, tokens=len(tokens))
         return take(everyone, row_of, int(counts.sum())), counts, route
 
@@ -315,7 +308,7 @@ class SharedTokens:
         """Rows of the common tokens for the experts of this rank."""
         _call(meanwhile)
         row_of, counts = _mine(chosen, self._split, self._mesh.get_local_rank())
-        route = Route(row_of, order(chosen, self._split.experts)[1])
+        route = Route(row_of, count(chosen, self._split.experts).counts)
         return take(self._shared(tokens), row_of, int(counts.sum())), counts, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
@@ -410,12 +403,6 @@ def agree_on_tokens(tokens: int, capacity: float, agreed: set[int], group: Any, 
     agreed.add(tokens)
 
 
-def in_rooms(row_of: Tensor, destination: Tensor, counts: Tensor, room: int) -> Tensor:
-    """Rows that are ordered by destination, each of which gets ``room`` of them; -1 for what does not fit."""
-    position = row_of - (counts.cumsum(0) - counts)[destination.clamp(max=len(counts) - 1)]
-    return torch.where((row_of >= 0) & (position < room), destination * room + position, -1)
-
-
 class Asked:
     """Numbers on their way to the host, so that the device can be given work before they are read."""
 
@@ -441,20 +428,38 @@ Pieces = Sequence[list[int]]
 """Of each exchange how many rows go to, or come from, each rank of the group."""
 
 
-def exchange(rows: Tensor, sent: Pieces, received: Pieces, group: Any, meanwhile: Meanwhile = None) -> Tensor:
+def launches(exchanges: int) -> list[int]:
+    """How many exchanges each launch has where the device waits for the host: 2, 2, 4, 8 of 16.
+
+    Each is on its way while the next one, at most as large as all before it, is called.
+    """
+    if exchanges < 4:
+        return [exchanges]
+    return [*launches(exchanges - exchanges // 2), exchanges // 2]
+
+
+def exchange(
+    rows: Tensor,
+    sent: Pieces,
+    received: Pieces,
+    group: Any,
+    meanwhile: Meanwhile = None,
+    launched: Sequence[int] | None = None,
+) -> Tensor:
     """Rows cut by ``sent`` to the ranks of a group, and the rows that they send here, in their order.
 
-    With several pieces one exchange after the other, all in one launch if the backend can. ``meanwhile`` is
-    called while rows are on their way. What it puts into the graph lies between the start and the end of the
-    exchange, so backward computes it while the gradients are on theirs.
+    With several pieces one exchange after the other, so many in each launch as ``launched`` says, or all, if
+    the backend can. ``meanwhile`` is called while rows are on their way. What it puts into the graph lies
+    between the start and the end of the exchange, so backward computes it while the gradients are on theirs.
     """
     if group.size() == 1:
         _call(meanwhile)
         return rows
+    launched = launched or [len(sent)]
     if meanwhile is None:
-        together: Tensor = _Exchange.apply(rows, sent, received, group)
+        together: Tensor = _Exchange.apply(rows, sent, received, group, launched)
         return together
-    trip = _Trip(sent, received, group)
+    trip = _Trip(sent, received, group, launched)
     arriving: Tensor = _Leave.apply(rows, trip)
     meanwhile()
     arrived: Tensor = _Arrive.apply(arriving, trip)
@@ -462,14 +467,17 @@ def exchange(rows: Tensor, sent: Pieces, received: Pieces, group: Any, meanwhile
 
 
 def _start(
-    rows: Tensor, sent: Pieces, received: Pieces, group: Any, async_op: bool
+    rows: Tensor, sent: Pieces, received: Pieces, group: Any, launched: Sequence[int], async_op: bool
 ) -> tuple[Tensor, list[Any]]:
     """Send; where rows will be, and what to wait for."""
-    result = rows.new_empty((sum(map(sum, received)), *rows.shape[1:]))
+    result, works = rows.new_empty((sum(map(sum, received)), *rows.shape[1:])), []
     parts = zip(result.split([sum(n) for n in received]), rows.split([sum(n) for n in sent]), received, sent)
-    with joined_launch(group, rows.device, async_op) if len(sent) > 1 else nullcontext([]) as works:
-        for into, given, here, there in parts:
-            works.append(dist.all_to_all_single(into, given, here, there, group=group, async_op=async_op))
+    for exchanges in launched:
+        with joined_launch(group, rows.device, async_op) if exchanges > 1 else nullcontext([]) as joined:
+            for into, given, here, there in islice(parts, exchanges):
+                work = dist.all_to_all_single(into, given, here, there, group=group, async_op=async_op)
+                joined.append(work)
+        works += joined
     return result, works
 
 
@@ -477,26 +485,28 @@ class _Exchange(torch.autograd.Function):
     """An exchange that is waited for where it is made."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Pieces, received: Pieces, group: Any) -> Tensor:
-        ctx.back = (received, sent, group)
-        return _start(rows.contiguous(), sent, received, group, False)[0]
+    def forward(
+        ctx: Any, rows: Tensor, sent: Pieces, received: Pieces, group: Any, launched: Sequence[int]
+    ) -> Tensor:
+        ctx.back = (received, sent, group, [len(sent)])
+        return _start(rows.contiguous(), sent, received, group, launched, False)[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Exchange.apply(grads[0], *ctx.back), None, None, None
+        return _Exchange.apply(grads[0], *ctx.back), None, None, None, None
 
 
 class _Trip:
     """One exchange and the one of its gradients: sizes, and what is on its way."""
 
-    def __init__(self, sent: Pieces, received: Pieces, group: Any) -> None:
-        self.sent, self.received, self.group = sent, received, group
+    def __init__(self, sent: Pieces, received: Pieces, group: Any, launched: Sequence[int]) -> None:
+        self.sent, self.received, self.group, self.launched = sent, received, group, launched
         self._under_way: tuple[list[Any], Tensor, Tensor] | None = None
 
-    def start(self, rows: Tensor, sent: Pieces, received: Pieces) -> Tensor:
+    def start(self, rows: Tensor, sent: Pieces, received: Pieces, launched: Sequence[int]) -> Tensor:
         """Send; the result may not be touched before :meth:`wait`."""
         given = rows.contiguous()
-        result, works = _start(given, sent, received, self.group, True)
+        result, works = _start(given, sent, received, self.group, launched, True)
         self._under_way = (works, given, result)  # memory that is still read or written must not go back
         return result
 
@@ -516,7 +526,7 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
-        return trip.start(rows, trip.sent, trip.received)
+        return trip.start(rows, trip.sent, trip.received, trip.launched)
 
     @staticmethod
     @once_differentiable
@@ -537,7 +547,7 @@ class _Arrive(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         trip = ctx.trip
-        trip.start(grads[0], trip.received, trip.sent)
+        trip.start(grads[0], trip.received, trip.sent, [len(trip.sent)])
         return grads[0], None  # only for its shape: what is on its way is the trip's
 
 

@@ -33,9 +33,8 @@ from ragged_fsdp.experts.dispatch import (
     agree_on_tokens,
     all_to_all,
     exchange,
-    in_rooms,
 )
-from ragged_fsdp.experts.permute import combine, order, place, take
+from ragged_fsdp.experts.permute import combine, count, place, take
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import keep_largest
 from ragged_fsdp.topology import Levels, find_levels, given_ranks_per_node, level_groups
@@ -114,24 +113,30 @@ class TwoLevel:
         theirs = node_of[chosen].unsqueeze(1) == number.unsqueeze(-1)
         # a token's slots are now the nodes it goes to; the others are numbered as none
         wanted = torch.where(theirs.any(-1), number, self._nodes)
-        row_of, counts = order(wanted, self._nodes)
-        route = Route(row_of, order(chosen, self._split.experts)[1])
+        numbers = chosen.new_zeros(2, self._nodes, dtype=torch.int64)
+        counted = count(wanted, self._nodes, into=numbers[0])
+        load = count(chosen, self._split.experts).counts
         if self.capacity is None:
-            received = torch.empty_like(counts)
-            dist.all_to_all_single(received, counts, group=self._rail)
-            there, here = ([sizes] for sizes in Asked(torch.stack((counts, received))).answer())
+            dist.all_to_all_single(numbers[1], numbers[0], group=self._rail)
+            asked = Asked(numbers)
+            route = Route(counted.rows(None), load)
+            there, here = ([sizes] for sizes in asked.answer())
         else:
-            there = here = [[self._fix_rows(route, counts, theirs, chosen)] * self._nodes]
+            room = self._room(chosen, counted.counts)
+            route = Route(counted.rows(room), load)
+            lost = (wanted.flatten() < self._nodes) & (route.row_of < 0)
+            route.dropped = (theirs.sum(-1).flatten() * lost).sum()
+            there = here = [[room] * self._nodes]
         sent = sum(there[0])
         arrived = exchange(take(tokens, route.row_of, sent), there, here, self._rail, meanwhile)
         # of each row's experts those of the node it goes to, by their number there; none of padding
         numbered = torch.where(theirs, local_of[chosen].unsqueeze(1), self._none).flatten(0, 1)
-        asked = exchange(place(numbered, route.row_of, sent, self._none), there, here, self._rail)
-        asked = torch.where(asked == self._none, self._here, asked)
+        wanted = exchange(place(numbered, route.row_of, sent, self._none), there, here, self._rail)
+        wanted = torch.where(wanted == self._none, self._here, wanted)
         if self.capacity is None:
-            rows, held, inside = self._inside.dispatch(arrived, asked)
+            rows, held, inside = self._inside.dispatch(arrived, wanted)
         else:
-            rows, held, inside = self._inside.dispatch_fixed(arrived, asked, chosen.numel(), None)
+            rows, held, inside = self._inside.dispatch_fixed(arrived, wanted, chosen.numel(), None)
             assert route.dropped is not None and inside.dropped is not None
             route.dropped = route.dropped + inside.dropped
         route.extra.update(inside=inside, there=there, here=here)
@@ -146,19 +151,14 @@ class TwoLevel:
         back = exchange(sums, way["here"], way["there"], self._rail)
         return combine(back, None, route.row_of, len(weights))
 
-    def _fix_rows(self, route: Route, counts: Tensor, theirs: Tensor, chosen: Tensor) -> int:
-        """Rows that each node gets under the capacity; the route forgets and counts what does not fit."""
+    def _room(self, chosen: Tensor, counts: Tensor) -> int:
+        """Rows that each node gets under the capacity; what these ``counts`` would have needed is kept."""
         tokens, per_token = chosen.shape
         assert self.capacity is not None
         agree_on_tokens(tokens, self.capacity, self._agreed, self._group, chosen.device)
         even = tokens * (1 - (1 - 1 / self._nodes) ** per_token)  # tokens with an expert of a node
-        room = min(tokens, math.ceil(self.capacity * even))
         self._needed = keep_largest(self._needed, counts.max() / max(1.0, even))
-        node = torch.arange(self._nodes, device=chosen.device).repeat(tokens)
-        before, route.row_of = route.row_of, in_rooms(route.row_of, node, counts, room)
-        lost = (before >= 0) & (route.row_of < 0)
-        route.dropped = (theirs.sum(-1).flatten() * lost).sum()
-        return room
+        return min(tokens, math.ceil(self.capacity * even))
 
     @property
     def _none(self) -> int:

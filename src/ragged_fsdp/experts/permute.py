@@ -14,34 +14,85 @@ is what those must equal.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["combine", "order", "order_reference", "place", "take", "take_reference", "weighted_reference"]
+__all__ = [
+    "Counted",
+    "combine",
+    "count",
+    "count_reference",
+    "order",
+    "place",
+    "rows_reference",
+    "take",
+    "take_reference",
+    "weighted_reference",
+]
 
 
-def order(chosen: Tensor, groups: int, number_of: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The rows (N*K,) of slots that are ordered by group, stable; and how many each group has.
+@dataclass(frozen=True)
+class Counted:
+    """Slots that were counted by group, and whose rows are found later: counts can travel meanwhile."""
+
+    counts: Tensor
+    """How many each group has."""
+    rows: Callable[[int | None], Tensor]
+    """Called with None: the rows (N*K,) of slots that are ordered by group, stable. With a number each group
+    has so many rows, and slots that do not fit are in none, the last ones first."""
+
+
+def count(
+    chosen: Tensor, groups: int, number_of: Tensor | None = None, *, into: Tensor | None = None
+) -> Counted:
+    """Count slots by group.
 
     What was chosen is the number of a group, or ``number_of`` it; slots numbered ``groups`` are in no row.
+    ``into`` is where counts are to be, zeros of int64. With two dims (R, P) group ``p * R + r`` is at (r, p).
     Asks the device nothing.
     """
+    into = chosen.new_zeros(groups, dtype=torch.int64) if into is None else into
     if chosen.is_cuda:
         from ragged_fsdp.experts import permute_triton
 
-        return permute_triton.order(chosen, groups, number_of)
-    return order_reference(chosen, groups, number_of)
+        return Counted(into, permute_triton.count(chosen, groups, number_of, into))
+    into += count_reference(chosen, groups, number_of).view(*reversed(into.shape)).t()
+    return Counted(into, partial(rows_reference, chosen, groups, number_of))
 
 
-def order_reference(chosen: Tensor, groups: int, number_of: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What :func:`order` gives, by sorting."""
-    slots = (chosen if number_of is None else number_of[chosen]).flatten()
-    counts = (slots.unsqueeze(-1) == torch.arange(groups, device=slots.device)).sum(0)
+def order(chosen: Tensor, groups: int, number_of: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The rows (N*K,) of slots that are ordered by group, as :class:`Counted` gives them; and the counts."""
+    counted = count(chosen, groups, number_of)
+    return counted.rows(None), counted.counts
+
+
+def count_reference(chosen: Tensor, groups: int, number_of: Tensor | None = None) -> Tensor:
+    """How many slots each group has, by comparing."""
+    slots = _numbers(chosen, number_of)
+    return (slots.unsqueeze(-1) == torch.arange(groups, device=slots.device)).sum(0)
+
+
+def rows_reference(
+    chosen: Tensor, groups: int, number_of: Tensor | None = None, room: int | None = None
+) -> Tensor:
+    """What :class:`Counted` finds, by sorting."""
+    slots = _numbers(chosen, number_of)
     row_of = torch.empty_like(slots)
     row_of[slots.argsort(stable=True)] = torch.arange(len(slots), device=slots.device)
-    return torch.where(slots == groups, -1, row_of), counts
+    if room is not None:
+        counts = count_reference(chosen, groups, number_of)
+        place_of = row_of - (counts.cumsum(0) - counts)[slots.clamp(max=groups - 1)]
+        row_of = torch.where(place_of < room, slots * room + place_of, -1)
+    return torch.where(slots == groups, -1, row_of)
+
+
+def _numbers(chosen: Tensor, number_of: Tensor | None) -> Tensor:
+    return (chosen if number_of is None else number_of[chosen]).flatten()
 
 
 def place(values: Tensor, row_of: Tensor, rows: int, fill: float) -> Tensor:
@@ -51,12 +102,14 @@ def place(values: Tensor, row_of: Tensor, rows: int, fill: float) -> Tensor:
     return placed[:rows]
 
 
-def take(tokens: Tensor, row_of: Tensor, rows: int, *, padded: bool = False) -> Tensor:
+def take(tokens: Tensor, row_of: Tensor, rows: int, *, filled: Tensor | None = None) -> Tensor:
     """Tokens (N, D) to rows (R, D), given the row of each slot (N*K,).
 
-    Only with ``padded`` rows that belong to no slot are zeros; else they hold anything at all.
+    Rows that belong to no slot hold anything at all. Not so if all that do come first and ``filled`` are
+    numbers that add up to how many these are: the rows behind them are zeros, and gradients of tokens of one
+    slot each, which is missing, may be anything.
     """
-    return _apply(_Take, tokens, row_of, rows, padded)
+    return _apply(_Take, tokens, row_of, rows, filled)
 
 
 def combine(
@@ -66,15 +119,16 @@ def combine(
     tokens: int,
     *,
     dtype: torch.dtype | None = None,
-    padded: bool = False,
+    filled: Tensor | None = None,
 ) -> Tensor:
     """Outputs of rows (R, D) to tokens (N, D): sums, weighted (N, K) or not.
 
     The result has ``dtype``, or the wider dtype of the two. Gradients of rows without a slot are as in
-    :func:`take`.
+    :func:`take`. With ``filled``, of tokens of one slot each, those whose slot is missing may come out as
+    anything; without it they are zeros.
     """
     if weights is None:
-        return _apply(_Sum, rows, row_of, tokens, padded)
+        return _apply(_Sum, rows, row_of, tokens, filled)
     dtype = dtype or torch.promote_types(rows.dtype, weights.dtype)
     return _apply(_Combine, rows, weights, row_of, dtype)
 
@@ -129,34 +183,36 @@ class _Take(torch.autograd.Function):
     """Rows from tokens; backward adds up what came to the rows of each token."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, row_of: Tensor, rows: int, padded: bool) -> Tensor:
-        ctx.save_for_backward(row_of)
-        ctx.back = (len(tokens), padded)
+    def forward(ctx: Any, tokens: Tensor, row_of: Tensor, rows: int, filled: Tensor | None) -> Tensor:
+        ctx.save_for_backward(row_of, filled)
+        ctx.tokens = len(tokens)
         kernels = _kernels(tokens)
         if kernels is not None:
-            return kernels.take(tokens, row_of, rows, padded)
+            return kernels.take(tokens, row_of, rows, filled)
         return take_reference(tokens, row_of, rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Sum.apply(grads[0], *ctx.saved_tensors, *ctx.back), None, None, None
+        row_of, filled = ctx.saved_tensors
+        return _Sum.apply(grads[0], row_of, ctx.tokens, filled), None, None, None
 
 
 class _Sum(torch.autograd.Function):
     """The backward of :class:`_Take`, which is its own."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_of: Tensor, tokens: int, padded: bool) -> Tensor:
-        ctx.save_for_backward(row_of)
-        ctx.back = (len(rows), padded)
+    def forward(ctx: Any, rows: Tensor, row_of: Tensor, tokens: int, filled: Tensor | None) -> Tensor:
+        ctx.save_for_backward(row_of, filled)
+        ctx.rows = len(rows)
         kernels = _kernels(rows)
         if kernels is not None:
-            return kernels.weighted_sum(rows, None, row_of, tokens, rows.dtype)
+            return kernels.weighted_sum(rows, None, row_of, tokens, rows.dtype, filled is None)
         return weighted_reference(rows, None, row_of, tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Take.apply(grads[0], *ctx.saved_tensors, *ctx.back), None, None, None
+        row_of, filled = ctx.saved_tensors
+        return _Take.apply(grads[0], row_of, ctx.rows, filled), None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -167,7 +223,7 @@ class _Combine(torch.autograd.Function):
         ctx.save_for_backward(rows, weights, row_of)
         kernels = _kernels(rows)
         if kernels is not None:
-            return kernels.weighted_sum(rows, weights, row_of, len(weights), dtype)
+            return kernels.weighted_sum(rows, weights, row_of, len(weights), dtype, True)
         return weighted_reference(rows, weights, row_of, len(weights)).to(dtype)
 
     @staticmethod

@@ -5,19 +5,22 @@ All are bound by memory. A program has a token, all of its slots, and ``BLOCK`` 
 a token has is read once and rows are read or written once. Sums are taken in fp32 and rounded once. The
 backward of a weighted sum reads each row once, for both of its gradients.
 
-``order`` is a sort by counting: how many of each group every block of slots has, a running sum over groups
+Orders are a sort by counting: how many of each group every block of slots has, a running sum over groups
 and blocks, and then each slot's place, which is the start of its group and block plus how many of its kind
-come before it in the block.
+come before it in the block. The totals of groups are known before the places, from sums of whole numbers that
+are the same in any order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["combine_backward", "order", "take", "weighted_sum"]
+__all__ = ["combine_backward", "count", "take", "weighted_sum"]
 
 _MOST_CHANNELS = 2048
 """That a program holds at a time."""
@@ -27,6 +30,8 @@ _SLOTS = 128
 """That a program orders."""
 _GROUPS = 256
 """That a program counts at a time."""
+_FILLERS = 256
+"""Programs that fill what is left of the rows with zeros."""
 
 
 @triton.jit
@@ -43,8 +48,10 @@ def _count_groups(
     chosen,
     number_of,
     counts,
+    totals,
     slots,
     groups,
+    turned,
     GROUPS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -55,6 +62,8 @@ def _count_groups(
         group = first + tl.arange(0, CHUNK)
         count = tl.sum((number[:, None] == group[None, :]).to(tl.int32), axis=0)
         tl.store(counts + group * tl.num_programs(0) + tl.program_id(0), count, mask=group <= groups)
+        at = (group % turned) * (groups // turned) + group // turned
+        tl.atomic_add(totals + at, count.to(tl.int64), mask=(group < groups) & (count > 0), sem="relaxed")
 
 
 @triton.jit
@@ -64,12 +73,12 @@ def _find_rows(
     counts,
     ends,
     row_of,
-    totals,
     slots,
     groups,
-    GROUPS: tl.constexpr,
+    room,
     BLOCK: tl.constexpr,
     NUMBERED: tl.constexpr,
+    ROOMS: tl.constexpr,
 ):
     block, blocks = tl.program_id(0), tl.num_programs(0)
     slot, number = _numbers_of(chosen, number_of, slots, groups, BLOCK, NUMBERED)
@@ -79,23 +88,35 @@ def _find_rows(
     at = number * blocks + block
     inside = number <= groups
     start = tl.load(ends + at, mask=inside, other=0) - tl.load(counts + at, mask=inside, other=0)
-    row = tl.where(number < groups, start + tl.sum(before.to(tl.int32), axis=1), -1)
-    tl.store(row_of + slot, row.to(tl.int64), mask=slot < slots)
-    if block == 0:
-        group = tl.arange(0, GROUPS)
-        last = tl.load(ends + group * blocks + blocks - 1, mask=group < groups, other=0)
-        first = tl.load(ends + group * blocks - 1, mask=(group < groups) & (group > 0), other=0)
-        tl.store(totals + group, (last - first).to(tl.int64), mask=group < groups)
+    row = start + tl.sum(before.to(tl.int32), axis=1)
+    if ROOMS:
+        place = row - tl.load(ends + number * blocks - 1, mask=inside & (number > 0), other=0)
+        row = tl.where(place < room, number * room + place, -1)
+    tl.store(row_of + slot, tl.where(number < groups, row, -1).to(tl.int64), mask=slot < slots)
 
 
 @triton.jit
 def _take_rows(tokens, row_of, rows, channels, PER_TOKEN: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(tokens + token * channels + column, mask=column < channels, other=0.0)
+    read = channels
+    if PER_TOKEN == 1:  # a token whose only slot is missing need not be read
+        read = tl.where(tl.load(row_of + token) >= 0, channels, 0)
+    value = tl.load(tokens + token * channels + column, mask=column < read, other=0.0)
     for k in tl.static_range(PER_TOKEN):
         row = tl.load(row_of + token * PER_TOKEN + k)
         tl.store(rows + row * channels + column, value, mask=column < tl.where(row >= 0, channels, 0))
+
+
+@triton.jit
+def _fill_rest(rows, filled, parts, numel, channels, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+    part = tl.arange(0, PARTS)
+    first = tl.sum(tl.load(filled + part, mask=part < parts, other=0)).to(tl.int64) * channels
+    start = first + tl.program_id(0).to(tl.int64) * BLOCK
+    while start < numel:
+        at = start + tl.arange(0, BLOCK)
+        tl.store(rows + at, tl.zeros([BLOCK], rows.dtype.element_ty), mask=at < numel)
+        start += tl.num_programs(0).to(tl.int64) * BLOCK
 
 
 @triton.jit
@@ -107,10 +128,14 @@ def _sum_rows(
     channels,
     PER_TOKEN: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    EVERY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    written = channels
+    if PER_TOKEN == 1 and not EVERY:
+        written = tl.where(tl.load(row_of + token) >= 0, channels, 0)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for k in tl.static_range(PER_TOKEN):
         slot = token * PER_TOKEN + k
@@ -121,7 +146,7 @@ def _sum_rows(
         if WEIGHTED:
             value = value * tl.load(weights + slot).to(tl.float32)
         total += value
-    tl.store(tokens + token * channels + column, total.to(tokens.dtype.element_ty), mask=column < channels)
+    tl.store(tokens + token * channels + column, total.to(tokens.dtype.element_ty), mask=column < written)
 
 
 @triton.jit
@@ -155,32 +180,48 @@ def _back_to_rows(
     tl.store(grad_weights + slot, product.to(grad_weights.dtype.element_ty), mask=k < PER_TOKEN)
 
 
-def order(chosen: Tensor, groups: int, number_of: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The row of each slot, ordered by group, -1 for those numbered ``groups``; and the counts of groups."""
+def count(
+    chosen: Tensor, groups: int, number_of: Tensor | None, totals: Tensor
+) -> Callable[[int | None], Tensor]:
+    """Add how many slots each group has to ``totals``; what is returned finds the rows, as in ``Counted``."""
     slots = chosen.numel()
-    row_of, totals = (chosen.new_empty(n, dtype=torch.int64) for n in (slots, groups))
     if not slots:
-        return row_of, totals.zero_()
+        return lambda room: chosen.new_empty(0, dtype=torch.int64)
     blocks = triton.cdiv(slots, _SLOTS)
     counts = chosen.new_empty((groups + 1) * blocks, dtype=torch.int32)
     chosen = chosen.contiguous()
     given = chosen if number_of is None else number_of
-    options = {
-        "GROUPS": triton.next_power_of_2(groups + 1),
-        "BLOCK": _SLOTS,
-        "NUMBERED": number_of is not None,
-    }
-    chunk = min(options["GROUPS"], _GROUPS)
-    _count_groups[(blocks,)](chosen, given, counts, slots, groups, CHUNK=chunk, **options)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    _find_rows[(blocks,)](chosen, given, counts, ends, row_of, totals, slots, groups, **options)
-    return row_of, totals
+    options = {"BLOCK": _SLOTS, "NUMBERED": number_of is not None}
+    most = triton.next_power_of_2(groups + 1)
+    turned = totals.shape[0] if totals.ndim == 2 else 1
+    _count_groups[(blocks,)](
+        chosen, given, counts, totals, slots, groups, turned, GROUPS=most, CHUNK=min(most, _GROUPS), **options
+    )
+
+    def find(room: int | None) -> Tensor:
+        row_of = chosen.new_empty(slots, dtype=torch.int64)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        rooms = {"ROOMS": room is not None}
+        _find_rows[(blocks,)](
+            chosen, given, counts, ends, row_of, slots, groups, room or 0, **rooms, **options
+        )
+        return row_of
+
+    return find
 
 
-def take(tokens: Tensor, row_of: Tensor, rows: int, padded: bool) -> Tensor:
-    """Rows (R, D) from tokens (N, D); those of no slot are zeros if ``padded``."""
-    taken = (tokens.new_zeros if padded else tokens.new_empty)(rows, tokens.shape[1])
-    if len(row_of) and taken.numel():
+def take(tokens: Tensor, row_of: Tensor, rows: int, filled: Tensor | None) -> Tensor:
+    """Rows (R, D) from tokens (N, D); those behind the sum of ``filled`` are zeros."""
+    taken = tokens.new_empty(rows, tokens.shape[1])
+    if not taken.numel():
+        return taken
+    if filled is not None:
+        sizes = taken.numel(), tokens.shape[1]
+        parts = len(filled)
+        _fill_rest[(_FILLERS,)](
+            taken, filled, parts, *sizes, PARTS=triton.next_power_of_2(parts), BLOCK=_MOST_CHANNELS
+        )
+    if len(row_of):
         count = len(tokens)
         block, parts = _channels(tokens.shape[1], _MOST_CHANNELS)
         _take_rows[(count, parts)](
@@ -190,9 +231,12 @@ def take(tokens: Tensor, row_of: Tensor, rows: int, padded: bool) -> Tensor:
 
 
 def weighted_sum(
-    rows: Tensor, weights: Tensor | None, row_of: Tensor, tokens: int, dtype: torch.dtype
+    rows: Tensor, weights: Tensor | None, row_of: Tensor, tokens: int, dtype: torch.dtype, every: bool
 ) -> Tensor:
-    """Tokens (N, D) from rows (R, D): the sum over the slots of each, weighted or not."""
+    """Tokens (N, D) from rows (R, D): the sum over the slots of each, weighted or not.
+
+    Unless ``every`` is asked for, tokens of one slot that is missing are not written.
+    """
     out = rows.new_empty(tokens, rows.shape[1], dtype=dtype)
     if not len(rows):
         return out.zero_()
@@ -207,6 +251,7 @@ def weighted_sum(
             rows.shape[1],
             PER_TOKEN=len(row_of) // tokens,
             WEIGHTED=weights is not None,
+            EVERY=every,
             BLOCK=block,
         )
     return out

@@ -42,6 +42,8 @@ class Wires:
     apart: int = 1
     """How far they lie apart in rank: the experts of a rank are sharded over those that hold the same."""
     replicas: int = 1
+    replica_ranks: int | None = None
+    """Ranks of a replica; None: those of the shard group, and all between them."""
     implementation: str = "ragged"
     reduction: str = "auto"
     reduce_bytes: int = _FP32
@@ -130,7 +132,8 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
     copy = 2 * full * _BF16 / (card.interleave_gb_s * 1e9) if not ours and wires.shard > 1 else 0.0
     between = Seconds(0.0, 0.0)
     if wires.replicas > 1:
-        place = Place.even(wires.replicas, wires.network, apart=wires.shard * wires.apart)
+        apart = wires.replica_ranks or wires.shard * wires.apart
+        place = Place.even(wires.replicas, wires.network, apart=apart)
         between = wires.ring("all_reduce", shard_numel * wires.reduce_bytes, place)
     return GroupCost(
         name=name,

@@ -92,10 +92,10 @@ def muon(parts: Iterable[tuple[Part, int]], gpus: int, shard: int, card: Card, n
                 continue
             short, long = sorted(shape[-2:])
             one = _NEWTON_SCHULZ_STEPS * (4.0 * short**2 * long + 2.0 * short**3)
-            matrices = math.prod(shape[:-2]) * part.apart
+            matrices = math.prod(shape[:-2]) * part.groups
             hidden += numel
             flops += one * matrices * count
-            work += math.prod(shape) * part.apart * count
+            work += math.prod(shape) * part.groups * count
             largest, largest_flops = max(largest, short * long), max(largest_flops, one)
     of_root = max(work / gpus, largest)
     iterate_s = max(flops / gpus, largest_flops) * _OF_NAIVE / (card.matmul_tflops * 1e12)

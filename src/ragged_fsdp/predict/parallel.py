@@ -5,7 +5,8 @@ parameters             sharded by FSDP over        computation waits for
 =====================  ==========================  =============================================
 all                    the ranks of a replica      nothing
 experts, with ``ep``   those with the same         tokens to their experts, and back, a pass
-                       experts, ``ep`` apart
+                       experts, ``ep`` apart, or
+                       neighbours, across nodes
 split, with ``tp``     those with the same part,   two sums of activations a pass; once the
                        ``tp`` apart                logits
 =====================  ==========================  =============================================
@@ -44,6 +45,13 @@ class Ranks:
     tp: int = 1
     fsdp2: bool = False
     """FSDP2 shards what is not split over the ranks with the same part too."""
+    ep_across_nodes: bool = False
+    """Whether those that share experts lie as far apart as can be, and those with the same are neighbours."""
+
+    @property
+    def same_experts(self) -> int:
+        """How many have the same experts."""
+        return self.count // self.ep
 
 
 @dataclass(frozen=True)
@@ -54,28 +62,33 @@ class Part:
     shapes: Shapes
     ranks: int
     apart: int
+    """Of these ranks."""
+    groups: int
+    """How many groups of such ranks a replica has, each with a part of its own, or with all."""
 
 
 def parts_of(workload: Workload, kind: Kind, ranks: Ranks) -> list[Part]:
     """One part, or what every rank has and what it has a part of."""
     whole: list[tuple[str, tuple[int, ...]]] = []
     taken: list[tuple[str, tuple[int, ...]]] = []
-    name, apart = ("split layer", ranks.tp) if ranks.tp > 1 else ("experts of layer", ranks.ep)
+    name, groups = ("split layer", ranks.tp) if ranks.tp > 1 else ("experts of layer", ranks.ep)
     for parameter, shape in kind.shapes:
-        if apart == 1 or not _is_shared(workload, kind, ranks, parameter, shape):
+        if groups == 1 or not _is_shared(workload, kind, ranks, parameter, shape):
             whole.append((parameter, shape))
             continue
-        dim = next((dim for dim, length in enumerate(shape) if length % apart == 0), None)
+        dim = next((dim for dim, length in enumerate(shape) if length % groups == 0), None)
         if dim is None or (ranks.ep > 1 and dim):
             what = (
                 f"ep: {parameter} has {shape[0]} experts" if ranks.ep > 1 else f"tp: {parameter} is {shape}"
             )
-            raise ValueError(f"{what}, which {apart} ranks cannot share evenly")
-        taken.append((parameter, tuple(n // apart if d == dim else n for d, n in enumerate(shape))))
-    over = ranks.count // apart if ranks.fsdp2 and ranks.tp > 1 else ranks.count
-    parts = [Part(ROOT if kind.name == ROOT else "layer", tuple(whole), over, ranks.count // over)]
+            raise ValueError(f"{what}, which {groups} ranks cannot share evenly")
+        taken.append((parameter, tuple(n // groups if d == dim else n for d, n in enumerate(shape))))
+    over = ranks.count // groups if ranks.fsdp2 and ranks.tp > 1 else ranks.count
+    others = ranks.count // over
+    parts = [Part(ROOT if kind.name == ROOT else "layer", tuple(whole), over, others, others)]
     if taken:
-        parts.append(Part(name, tuple(taken), ranks.count // apart, apart))
+        apart = 1 if ranks.ep_across_nodes else groups
+        parts.append(Part(name, tuple(taken), ranks.count // groups, apart, groups))
     return [part for part in parts if part.shapes]
 
 
@@ -113,7 +126,8 @@ def exchanged(
     forward = backward = Seconds(0.0, 0.0)
     if ranks.ep > 1 and any(len(shape) == 3 and ".experts." in f".{name}" for name, shape in kind.shapes):
         nbytes = tokens * workload.experts_per_token * workload.width * _BF16
-        way = price("all_to_all", nbytes, Place.even(ranks.ep, network), network)
+        apart = ranks.same_experts if ranks.ep_across_nodes else 1
+        way = price("all_to_all", nbytes, Place.even(ranks.ep, network, apart), network)
         forward = backward = _times(way, 2)
     elif ranks.tp > 1:
         place, width = Place.even(ranks.tp, network), tokens * workload.width * _BF16

@@ -39,6 +39,7 @@ class Found:
         setup = self.prediction.setup
         parts = [f"--replicas {setup.replicas}"] if setup.replicas > 1 else []
         parts += [f"--ep {setup.ep}"] if setup.ep > 1 else []
+        parts += ["--ep-across-nodes"] if setup.ep_across_nodes else []
         parts += [f"--tp {setup.tp}"] if setup.tp > 1 else []
         parts += [f"--accumulate {setup.micro_batches}"] if setup.micro_batches > 1 else []
         if setup.activation_checkpointing:
@@ -111,19 +112,21 @@ def _moves(setup: Setup, workload: Workload, network: Network, allow_codes: bool
     if 1 < node < setup.shard and setup.shard % node == 0:
         yield replace(setup, park=node)
     if setup.ep == setup.tp == 1:  # else the user has chosen
-        yield from _shared_layers(setup, workload)
+        yield from _shared_layers(setup, workload, node)
     if allow_codes:
         yield replace(setup, codes=True)
         if 1 < node < setup.shard and setup.shard % node == 0:
             yield replace(setup, codes=True, park=node)
 
 
-def _shared_layers(setup: Setup, workload: Workload) -> Iterator[Setup]:
-    """Expert parallelism, or tensor parallelism."""
+def _shared_layers(setup: Setup, workload: Workload, node: int) -> Iterator[Setup]:
+    """Expert parallelism, of neighbours and across nodes, or tensor parallelism."""
     experts = [shape[0] for k in workload.kinds for name, shape in k.shapes if ".experts." in f".{name}"]
     for ep in _EXPERT_PARALLEL:
         if experts and all(count % ep == 0 for count in experts) and setup.shard % ep == 0:
             yield replace(setup, ep=ep)
+            if 1 < node < setup.shard and ep < setup.shard:
+                yield replace(setup, ep=ep, ep_across_nodes=True)
     for tp in _TENSOR_PARALLEL:
         if setup.shard % tp == 0 and refusal("tp", tp, workload.tp) is None:
             yield replace(setup, tp=tp)

@@ -71,7 +71,9 @@ class Setup:
     park: int = 0
     codes: bool = False
     ep: int = 1
-    """Expert parallelism: neighbours in rank that share each layer's experts and send each other tokens."""
+    """Expert parallelism: GPUs that share each layer's experts and send each other tokens."""
+    ep_across_nodes: bool = False
+    """Whether they lie on different nodes, and those with the same experts on one; else neighbours share."""
     tp: int = 1
     """Tensor parallelism: neighbours in rank that share their tokens and split each layer's matrices."""
     offload: bool = False
@@ -113,6 +115,8 @@ class Setup:
                 raise ValueError(
                     f"{name}: expected a divisor of the {self.shard} GPUs of a replica, got {count}"
                 )
+        if self.ep_across_nodes and self.ep == 1:
+            raise ValueError("ep_across_nodes: needs ep, which is 1")
         if self.ep > 1 and self.tp > 1:
             raise ValueError(f"tp: not modelled beside ep, got tp = {self.tp} and ep = {self.ep}")
         if self.offload and self.optimizer == "muon":
@@ -140,7 +144,7 @@ class Setup:
 
     @property
     def ranks(self) -> Ranks:
-        return Ranks(self.shard, self.ep, self.tp, self.sharding == "fsdp2")
+        return Ranks(self.shard, self.ep, self.tp, self.sharding == "fsdp2", self.ep_across_nodes)
 
     @property
     def amount(self) -> Amount:
@@ -227,6 +231,7 @@ def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> P
         network=network,
         shard=setup.shard,
         replicas=setup.replicas,
+        replica_ranks=setup.shard,
         implementation=setup.sharding,
         reduction=setup.reduction,
         reduce_bytes=_FP32 if setup.reduce_dtype == "fp32" else _BF16,

@@ -185,6 +185,11 @@ class ShardingConfig:
         "of experts, and a multiple of tp",
         at_least=1,
     )
+    ep_across_nodes: bool = _option(
+        False,
+        "under ep, let each group be processes of different nodes, where neighbours would be of one: tokens "
+        "then travel between nodes, and the experts' weights inside them",
+    )
     dispatch: str = _option(
         "all_to_all",
         "how tokens reach experts under ep: all_to_all sends each to its experts, two_level once to every "

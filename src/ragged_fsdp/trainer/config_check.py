@@ -88,7 +88,8 @@ def likely_mistakes(config: TrainConfig, source: ModelSource) -> list[str]:
 
 def _check_experts(config: ShardingConfig, source: ModelSource) -> None:
     """Whether there are experts to spread, and what only some ways of sharding can do with them."""
-    for name, default in (("dispatch", "all_to_all"), ("expert_capacity", 0.0), ("rebalance", 0)):
+    defaults = {"dispatch": "all_to_all", "expert_capacity": 0.0, "rebalance": 0, "ep_across_nodes": False}
+    for name, default in defaults.items():
         if config.ep == 1 and getattr(config, name) != default:
             raise ConfigError(
                 f"{name} = {getattr(config, name)} is for expert parallelism; set ep, or leave it"

@@ -1,5 +1,6 @@
 """Which rank this process is, its device, and the process groups it talks over."""
 
+import math
 import os
 import random
 import re
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.checkpoint.place import is_url
@@ -87,7 +88,8 @@ class Ranks:
 
 @dataclass(frozen=True)
 class SplitMesh:
-    """All ranks as (replica,) shard, tp or (replica,) shard, ep; the last dim has neighbouring ranks."""
+    """All ranks as (replica,) shard, tp or (replica,) shard, ep. The last dim has neighbouring ranks, unless
+    the group of ep lies across nodes: then those of the shard dim are neighbours."""
 
     name: str
     """``tp`` or ``ep``."""
@@ -197,7 +199,9 @@ def lay_out(config: TrainConfig, device: torch.device) -> Ranks:
     for name, size in (("tp", sharding.tp), ("ep", sharding.ep)):
         if size > 1:
             names = (*replicas, "shard")
-            root = _mesh(device, {**replicas, "shard": world // sharding.replicas // size, name: size})
+            sizes = {**replicas, "shard": world // sharding.replicas // size, name: size}
+            near = sharding.tp if name == "ep" and sharding.ep_across_nodes else size
+            root = _mesh(device, sizes, near)
             splits[name] = SplitMesh(name, root[name], root[names] if replicas else root["shard"])
     return Ranks(rank, world, device, mesh, splits["tp"], splits["ep"], control)
 
@@ -232,8 +236,14 @@ def _dims(mesh: DeviceMesh) -> list[tuple[str, int]]:
     return list(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
 
 
-def _mesh(device: torch.device, sizes: dict[str, int]) -> DeviceMesh:
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+def _mesh(device: torch.device, sizes: dict[str, int], near: int | None = None) -> DeviceMesh:
+    """All ranks in order. With ``near`` only so many of the last dim are neighbours, and those of the dim
+    before it come next: ``shard 2, ep 4`` with ``near`` 1 has the groups 0 2 4 6 and 1 3 5 7 of ep."""
+    shape = tuple(sizes.values())
+    shard, last = (1, *shape)[-2:]
+    near = near or last
+    ranks = torch.arange(math.prod(shape), device="cpu").view(-1, last // near, shard, near)
+    return DeviceMesh(device.type, ranks.transpose(1, 2).reshape(shape), mesh_dim_names=tuple(sizes))
 
 
 def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T | None:

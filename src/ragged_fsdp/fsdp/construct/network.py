@@ -42,11 +42,14 @@ _SAID: set[str] = set()
 def pick_reduction(asked: str, levels: Levels, *, widens: bool) -> str:
     """What ``asked`` means on a network with these levels; ``widens``: sums are wider than gradients."""
     if asked == "auto":
-        if not widens or (levels.spans_nodes and not levels.has_two):
+        if not widens:
             return "reduce_scatter"
-        if levels.largest_node > 2 * levels.ranks_per_node:  # small parts send what they save, and more
-            return "reduce_scatter"
-        return "two_level" if levels.has_two else "all_to_all"
+        if levels.spans_nodes and levels.largest_node > 1:
+            # without two levels every gradient would leave the node from each of its ranks; and small parts
+            # of nodes send what they save, and more
+            fits = levels.has_two and levels.largest_node <= 2 * levels.ranks_per_node
+            return "two_level" if fits else "reduce_scatter"
+        return "two_level" if levels.spans_nodes else "all_to_all"
     if asked == "two_level" and levels.spans_nodes and not levels.has_two and levels.largest_node > 1:
         raise ValueError(
             "fully_shard: reduction='two_level' needs nodes that hold equally many ranks of the group, or a "
