@@ -5,7 +5,7 @@ All work on rows that are grouped by expert, in tiles that a table names
 (:class:`~ragged_fsdp.fp8.groups.Groups`); a linear layer is one group. None asks the device for the sizes
 of the groups.
 
-*Quantising* reads a tile of 128 rows and 128 columns once and writes it twice: as it lies with a scale for
+*Quantising* reads a tile of 128 rows and 128 columns and writes it twice: as it lies with a scale for
 each row, and turned, with a scale for each column. The turned tiles of a group lie behind each other, so a
 group begins at a multiple of 128 there, and what is behind its last row are zeros.
 
@@ -65,31 +65,57 @@ class Config(NamedTuple):
 
 PRODUCT = Config(64, 128, 4, 3)
 WEIGHT_GRADIENT = Config(64, 128, 4, 3, together=16)
-_QUANTIZE_WARPS = 4
+_QUANTIZE_WARPS, _QUANTIZE_REGISTERS = 8, 64
 _TURN_ROWS, _TURN_COLUMNS, _TURN_WARPS = 128, 128, 4
 
 _BLOCK = tl.constexpr(BLOCK)
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST["float8_e4m3fn"]), tl.constexpr(SMALLEST_SCALE)
+_INFINITY = tl.constexpr(0x7F800000)
+# Codes come in whole words of which every bit is written. Triton's own cast makes pairs: where one of them
+# was widened to a word, LLVM (Triton 3.6) left the upper half undefined, ptxas (12.8) put another register
+# there, and turned codes had its bits. The instruction saturates, and a nan stays one.
+_FOUR_CODES = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+_TWO_CODES = tl.constexpr("{ .reg .b16 two; cvt.rn.satfinite.e4m3x2.f32 two, $2, $1; cvt.u32.u16 $0, two; }")
 
 
 @triton.jit
 def _scale_and_inverse(largest):
-    """The scale of a block and what values are multiplied by, from the largest magnitude as an integer."""
+    """The scale of a block and what values are multiplied by, from the largest magnitude as an integer.
+
+    No part of a usable scale's reciprocal is denormal, so one step after the approximation rounds it right.
+    """
     scale = largest.to(tl.float32, bitcast=True) * (1.0 / _LARGEST)
-    scale = tl.where(scale == float("inf"), float("nan"), scale)
+    near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], tl.float32, True, 1)
+    inverse = tl.fma(near, tl.fma(-scale, near, 1.0), near)
     unusable = scale <= _SMALLEST
-    return tl.where(unusable, 0.0, scale), tl.where(unusable, 0.0, tl.div_rn(1.0, scale))
+    scale = tl.where(scale == float("inf"), float("nan"), scale)
+    return tl.where(unusable, 0.0, scale), tl.where(unusable, 0.0, inverse)
+
+
+@triton.jit
+def _emulated(normal):
+    return nearest_float8(tl.clamp(normal, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def _codes(values, inverse, HARDWARE: tl.constexpr):
+    """Codes of values, four at once."""
     normal = values * inverse
-    normal = tl.where(
-        normal > _LARGEST, _LARGEST, tl.where(normal < -_LARGEST, -_LARGEST, normal)
-    )  # a nan stays
     if HARDWARE:
-        return normal.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return nearest_float8(normal)
+        return tl.inline_asm_elementwise(_FOUR_CODES, "=r,f,f,f,f", [normal], tl.uint8, True, 4)
+    return _emulated(normal)
+
+
+@triton.jit
+def _code_pairs(low, high, inverse, HARDWARE: tl.constexpr):
+    """Words of two codes, that of ``low`` in the lowest byte."""
+    low, high = low * inverse, high * inverse
+    if HARDWARE:
+        return tl.inline_asm_elementwise(_TWO_CODES, "=r,f,f", [low, high], tl.int32, True, 1)
+    return _emulated(low).to(tl.int32) | (_emulated(high).to(tl.int32) << 8)
 
 
 @triton.jit
@@ -99,21 +125,6 @@ def _every_fourth(values_ptr, first, end, column, columns, offset):
     mask = (row < end)[:, None] & (column < columns)[None, :]
     place = row.to(tl.int64)[:, None] * columns + column[None, :]
     return row, mask, place, tl.load(values_ptr + place, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _magnitudes(values):
-    """As integers: a nan outranks every number."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _store_rows(values, row, mask, place, end, codes_ptr, scales_ptr, HARDWARE: tl.constexpr):
-    """Codes and scales of some rows; how many of them are not finite."""
-    scale, inverse = _scale_and_inverse(tl.max(_magnitudes(values), axis=1))
-    tl.store(scales_ptr + row, scale, mask=row < end)
-    tl.store(codes_ptr + place, _codes(values, inverse[:, None], HARDWARE), mask=mask)
-    return tl.sum((scale != scale).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -137,40 +148,38 @@ def quantize_kernel(
 ):
     """One tile of 128 rows of a group and 128 columns, in both orientations.
 
-    Rows are held in four parts, every fourth row in each, so that four codes of a column make a word: through
-    shared memory, where the tile is turned, go words.
+    Rows are read in four parts, every fourth row in each, so that four codes of a column make a word: through
+    shared memory, where the tile is turned, go words. Between the orientations only the largest magnitudes of
+    columns stay in registers; the second reads the tile again, from the cache.
     """
     tile, block = tl.program_id(1), tl.program_id(0)
     first, end = tl.load(table_ptr + tiles + tile), tl.load(table_ptr + 2 * tiles + tile)
     if first >= end:
         return
     column = block * _BLOCK + tl.arange(0, _BLOCK)
-    row_a, mask_a, place_a, a = _every_fourth(values_ptr, first, end, column, columns, 0)
-    row_b, mask_b, place_b, b = _every_fourth(values_ptr, first, end, column, columns, 1)
-    row_c, mask_c, place_c, c = _every_fourth(values_ptr, first, end, column, columns, 2)
-    row_d, mask_d, place_d, d = _every_fourth(values_ptr, first, end, column, columns, 3)
-    if ROWWISE:
-        scales = scales_ptr + block.to(tl.int64) * rows
-        broken = _store_rows(a, row_a, mask_a, place_a, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(b, row_b, mask_b, place_b, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(c, row_c, mask_c, place_c, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(d, row_d, mask_d, place_d, end, codes_ptr, scales, HARDWARE)
+    largest = tl.zeros((_BLOCK // 4, _BLOCK), tl.int32)
+    for part in tl.static_range(4):
+        row, mask, place, values = _every_fourth(values_ptr, first, end, column, columns, part)
+        magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a nan outranks every number
+        largest = tl.maximum(largest, magnitudes)
+        if ROWWISE:
+            scale, inverse = _scale_and_inverse(tl.max(magnitudes, axis=1))
+            tl.store(scales_ptr + block.to(tl.int64) * rows + row, scale, mask=row < end)
+            tl.store(codes_ptr + place, _codes(values, inverse[:, None], HARDWARE), mask=mask)
+    largest = tl.max(largest, axis=0)
     if TURNED:
-        largest = tl.maximum(
-            tl.maximum(_magnitudes(a), _magnitudes(b)), tl.maximum(_magnitudes(c), _magnitudes(d))
-        )
-        scale, inverse = _scale_and_inverse(tl.max(largest, axis=0))
+        scale, inverse = _scale_and_inverse(largest)
         tl.store(turned_scales_ptr + tile.to(tl.int64) * columns + column, scale, mask=column < columns)
-        inverse = inverse[None, :]
-        word = _codes(a, inverse, HARDWARE).to(tl.int32) | (_codes(b, inverse, HARDWARE).to(tl.int32) << 8)
-        word |= _codes(c, inverse, HARDWARE).to(tl.int32) << 16
-        word |= _codes(d, inverse, HARDWARE).to(tl.int32) << 24
+        word = tl.zeros((_BLOCK // 4, _BLOCK), tl.int32)
+        for part in tl.static_range(0, 4, 2):
+            _, _, _, low = _every_fourth(values_ptr, first, end, column, columns, part)
+            _, _, _, high = _every_fourth(values_ptr, first, end, column, columns, part + 1)
+            word |= _code_pairs(low, high, inverse[None, :], HARDWARE) << (8 * part)
         out = turned_ptr + tile.to(tl.int64) * tile_words + tl.arange(0, _BLOCK // 4)[None, :]
         out += column.to(tl.int64)[:, None] * column_words
         tl.store(out, tl.trans(word), mask=(column < columns)[:, None])
-        broken = tl.sum((scale != scale).to(tl.int32), axis=0)
     if NOTES:  # noqa: SIM102  (known when it is compiled, unlike the other)
-        if broken > 0:
+        if tl.max(largest, axis=0) >= _INFINITY:
             tl.store(seen_ptr, 1)
 
 
@@ -430,13 +439,7 @@ def weight_gradient_kernel(
 
 
 def quantize(
-    values: Tensor,
-    groups: Groups,
-    seen: Tensor | None,
-    *,
-    rowwise: bool = True,
-    turned: bool = True,
-    warps: int = _QUANTIZE_WARPS,
+    values: Tensor, groups: Groups, seen: Tensor | None, *, rowwise: bool = True, turned: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``emulation.quantize``."""
     rows, columns = values.shape
@@ -463,7 +466,8 @@ def quantize(
             turned,
             values.is_cuda,
             seen is not None,
-            num_warps=warps,
+            num_warps=_QUANTIZE_WARPS,
+            maxnreg=_QUANTIZE_REGISTERS,
             enable_fp_fusion=False,
         )
     return codes.view(torch.float8_e4m3fn), scales, turned_codes, turned_scales
