@@ -218,18 +218,19 @@ def test_fp8(compiler):
                 for note in (None, seen):
                     codes, scales, turned, turned_scales = kernels.quantize(x, cut, note)
                     _, _, dy_turned, dy_turned_scales = kernels.quantize(dy, cut, note, rowwise=False)
-                    kernels.quantize(dy, cut, note, turned=False)
+                    dy_codes, dy_scales, _, _ = kernels.quantize(dy, cut, note, turned=False)
             weight = torch.zeros(matrices, columns, inner, dtype=torch.uint8)
             weight_scales = torch.zeros(matrices, 3, 3)
             for stored in (weight, tiled(weight, (128, 128))):
                 operands = stored.view(codes.dtype), weight_scales, cut, torch.bfloat16
                 kernels.product(codes, scales, *operands)
+                kernels.lying_product(dy_codes, dy_scales, *operands)
             for dtype in (torch.bfloat16, torch.float32):
                 kernels.weight_gradient(dy_turned, dy_turned_scales, turned, turned_scales, cut, dtype)
             kernels.transpose(weight.view(codes.dtype))
             for way in (True, False):
                 kernels.untile(tiled(weight, (128, 128)).view(codes.dtype), weight.shape, way)
-    names = ("quantize", "groups", "product", "weight_gradient", "transpose", "untile")
+    names = ("quantize", "groups", "product", "lying_product", "weight_gradient", "transpose", "untile")
     assert_lean(compiler, *(f"{name}_kernel" for name in names))
     sources = list(Path(triton.knobs.cache.dir).glob("*/*.ptx"))
     assert sources

@@ -13,7 +13,9 @@ group begins at a multiple of 128 there, and what is behind its last row are zer
 scaled and added to an fp32 sum in registers. Their additions inside a block keep fewer bits than fp32; that
 is all that sets the results apart from ``emulation``.
 
-*Transposing* turns four by four bytes in registers, so that what goes through shared memory are words.
+A matrix whose contracted dim comes first is turned on the way to the tensor cores (*lying*), or as a whole
+before (*transposing*): either way bytes become words in registers, and what goes through shared memory are
+words.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned
 from ragged_fsdp.fsdp.gather.codes_triton import nearest_float8
 
 __all__ = [
+    "LYING_PRODUCT",
     "PRODUCT",
     "WEIGHT_GRADIENT",
     "Config",
     "groups_of",
+    "lying_product",
     "product",
     "quantize",
     "transpose",
@@ -64,6 +68,7 @@ class Config(NamedTuple):
 
 
 PRODUCT = Config(64, 128, 4, 3)
+LYING_PRODUCT = Config(64, 128, 4, 3)
 WEIGHT_GRADIENT = Config(64, 128, 4, 3, together=16)
 _QUANTIZE_WARPS, _QUANTIZE_REGISTERS = 8, 64
 _TURN_ROWS, _TURN_COLUMNS, _TURN_WARPS = 128, 128, 4
@@ -365,6 +370,95 @@ def product_kernel(
 
 
 @triton.jit
+def _turned_tile(w_desc, group, four, column, COLUMNS: tl.constexpr):
+    """128 rows, which are contracted, by ``COLUMNS``, the columns in another order.
+
+    Rows come in four parts, every fourth row in each: four codes of a column become a word, and words are
+    what is stored for the tensor cores. A thread has 16 columns that lie behind each other; they become
+    columns that are apart, so that threads beside each other store to columns beside each other.
+    """
+    a = w_desc.load([group, four, 0, column]).reshape(_BLOCK // 4, COLUMNS)
+    b = w_desc.load([group, four, 1, column]).reshape(_BLOCK // 4, COLUMNS)
+    c = w_desc.load([group, four, 2, column]).reshape(_BLOCK // 4, COLUMNS)
+    d = w_desc.load([group, four, 3, column]).reshape(_BLOCK // 4, COLUMNS)
+    whole = tl.join(tl.join(a, c), tl.join(b, d)).reshape(_BLOCK // 4, COLUMNS // 16, 16, 4)
+    return whole.permute(0, 3, 2, 1).reshape(_BLOCK, COLUMNS).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _as_they_lay(sums, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns in their order again."""
+    return sums.reshape(ROWS, 16, COLUMNS // 16).permute(0, 2, 1).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def lying_product_kernel(
+    a_desc,  # (rows, inner) codes
+    w_desc,  # bytes: (groups, inner / 4, 4, columns), or panels (panels * groups, whole inner / 4, 4, 128)
+    edge_desc,  # what is below whole tiles: (panels * groups, inner % 128 / 4, 4, 128)
+    c_ptr,  # (rows, columns of the matrix)
+    a_scales_ptr,  # (inner blocks, rows)
+    w_scales_ptr,  # (groups, inner blocks, column blocks)
+    table_ptr,  # (3, tiles of 128 rows)
+    rows,
+    columns,
+    inner,
+    low,  # the columns from low to high are computed, and are those that w_desc has
+    high,
+    panel_matrices,
+    tiles,  # of ROWS rows
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+    PANELS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Rows of a group times its matrix as it lies, contracted dim first: ``ROWS`` by ``COLUMNS``.
+
+    A matrix in the order of tiles is read as it lies too: the columns of a program are in one panel.
+    """
+    program = tl.program_id(0)
+    column_tiles = tl.cdiv(high - low, COLUMNS)
+    band = program // (TOGETHER * column_tiles)
+    height = tl.minimum(tiles - band * TOGETHER, TOGETHER)
+    tile = band * TOGETHER + (program % (TOGETHER * column_tiles)) % height
+    column_tile = (program % (TOGETHER * column_tiles)) // height
+    entries: tl.constexpr = _BLOCK // ROWS  # tiles of a row of the table
+    entry = table_ptr + tile // entries
+    group = tl.load(entry)
+    first = tl.load(entry + tiles // entries) + tile % entries * ROWS
+    end = tl.load(entry + 2 * (tiles // entries))
+    if first >= end:
+        return
+    blocks, column_blocks = tl.cdiv(inner, _BLOCK), tl.cdiv(columns, _BLOCK)
+    row = first + tl.arange(0, ROWS)
+    in_group = row < end
+    first_column = low + column_tile * COLUMNS
+    matrix = column_tile * COLUMNS // _BLOCK * panel_matrices + group
+    w_column = column_tile * COLUMNS % _BLOCK if PANELS else column_tile * COLUMNS
+    w_scale = w_scales_ptr + group * blocks * column_blocks + first_column // _BLOCK
+    a_scales = a_scales_ptr + row
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for block in tl.range(0, inner // _BLOCK if EDGE else blocks, num_stages=STAGES):
+        a = a_desc.load([first, block * _BLOCK])
+        a_scale = tl.load(a_scales, mask=in_group, other=0.0)
+        w = _turned_tile(w_desc, matrix, block * (_BLOCK // 4), w_column, COLUMNS)
+        sums += tl.dot(a, w) * (a_scale * tl.load(w_scale))[:, None]
+        a_scales += rows
+        w_scale += column_blocks
+    if EDGE:
+        a = a_desc.load([first, inner // _BLOCK * _BLOCK])
+        a_scale = tl.load(a_scales, mask=in_group, other=0.0)
+        w = _turned_tile(edge_desc, matrix, 0, w_column, COLUMNS)
+        sums += tl.dot(a, w) * (a_scale * tl.load(w_scale))[:, None]
+    column = first_column + tl.arange(0, COLUMNS)
+    place = c_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+    made = _as_they_lay(sums.to(c_ptr.dtype.element_ty), ROWS, COLUMNS)
+    tl.store(place, made, mask=in_group[:, None] & (column < high)[None, :])
+
+
+@triton.jit
 def weight_gradient_kernel(
     a_desc,  # (rows of the output, tiles * 128) codes, or panels (tiles * rows, 128)
     b_desc,  # (columns of the output, tiles * 128) codes, or panels (tiles * columns, 128)
@@ -487,7 +581,7 @@ def groups_of(counts: Tensor, rows: int) -> Groups:
 def transpose(
     codes: Tensor, *, tile: tuple[int, int] = (_TURN_ROWS, _TURN_COLUMNS), warps: int = _TURN_WARPS
 ) -> Tensor:
-    """As ``emulation.transpose``."""
+    """Matrices (E, N, K) of codes as (E, K, N)."""
     matrices, rows, columns = codes.shape
     out = codes.new_empty((matrices, columns, rows))
     if codes.numel():
@@ -502,7 +596,7 @@ def _described(codes: Tensor, block_rows: int) -> TensorDescriptor:
 
 
 def untile(codes: Tensor, shape: Sequence[int], turned: bool) -> Tensor:
-    """As ``emulation.untile``."""
+    """Matrices of ``shape`` (E, N, K) whose codes lie flat in the order of their tiles; turned (E, K, N)."""
     matrices, rows, columns = shape
     out = codes.new_empty((matrices, columns, rows) if turned else (matrices, rows, columns))
     if codes.numel():
@@ -525,7 +619,7 @@ def product(
 ) -> Tensor:
     """As ``emulation.product``."""
     rows, inner = codes.shape
-    columns = columns_of(weight, weight_scales, inner)
+    columns = columns_of(weight, weight_scales, inner, False)
     out = codes.new_empty((rows, columns), dtype=dtype)
     tiles = groups.tiles * (BLOCK // config.rows)
     for part in _readable(weight, len(weight_scales), columns, inner, config.columns):
@@ -544,14 +638,14 @@ def product(
             inner,
             part.low,
             part.high,
-            part.panel_rows,
+            part.panel_size,
             tiles,
             config.rows,
             config.columns,
             config.parts,
             config.together,
             config.stages,
-            part.panel_rows > 0,
+            part.panel_size > 0,
             part.edge is not part.codes,
             **_launched(config),
         )
@@ -566,8 +660,8 @@ class _Readable(NamedTuple):
     codes: TensorDescriptor
     edge: TensorDescriptor
     """The narrower panel; the codes themselves where all are alike."""
-    panel_rows: int
-    """Rows of a panel over all matrices; 0 is row-major."""
+    panel_size: int
+    """Rows of a panel over all matrices, or matrices where they are what is counted; 0 is row-major."""
 
 
 def _readable(weight: Tensor, matrices: int, columns: int, inner: int, width: int) -> Iterator[_Readable]:
@@ -588,6 +682,78 @@ def _readable(weight: Tensor, matrices: int, columns: int, inner: int, width: in
         if made:
             yield _Readable(low, high, made[0], made[-1], rows)
         start = end
+
+
+def lying_product(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    groups: Groups,
+    dtype: torch.dtype,
+    config: Config = LYING_PRODUCT,
+) -> Tensor:
+    """As ``emulation.product`` with a weight that is ``turned``; parts of ``config`` are not used."""
+    rows, inner = codes.shape
+    columns = columns_of(weight, weight_scales, inner, True)
+    out = codes.new_empty((rows, columns), dtype=dtype)
+    tiles = groups.tiles * (BLOCK // config.rows)
+    for part in _readable_lying(weight, len(weight_scales), columns, inner, config.columns):
+        if not tiles or part.low == part.high:
+            continue
+        lying_product_kernel[(tiles * triton.cdiv(part.high - part.low, config.columns),)](
+            _described(codes, config.rows),
+            part.codes,
+            part.edge,
+            out,
+            scales,
+            weight_scales,
+            groups.table,
+            rows,
+            columns,
+            inner,
+            part.low,
+            part.high,
+            part.panel_size,
+            tiles,
+            config.rows,
+            config.columns,
+            config.together,
+            config.stages,
+            part.panel_size > 0,
+            part.edge is not part.codes,
+            **_launched(config),
+        )
+    return out
+
+
+def _readable_lying(
+    weight: Tensor, matrices: int, columns: int, inner: int, width: int
+) -> Iterator[_Readable]:
+    """A weight (E, K, N) at once; one in the order of tiles in whole columns of them and the right edge."""
+    weight = weight.view(torch.uint8)
+    if weight.dim() == 3:
+        codes = _in_fours(weight, columns, inner, width)
+        yield _Readable(0, columns, codes, codes, 0)
+        return
+    above, whole = inner // BLOCK * BLOCK, columns // BLOCK * BLOCK
+    # sizes of tiles lie behind each other: whole ones, right edge, lower edge, corner
+    upper, lower = weight.split((matrices * above * columns, matrices * (inner - above) * columns))
+    for low, high in ((0, whole), (whole, columns)):
+        made = [
+            _in_fours(
+                part[matrices * rows * low : matrices * rows * high], min(BLOCK, high - low), rows, width
+            )
+            for part, rows in ((upper, above), (lower, inner - above))
+            if rows and high > low
+        ]
+        if made:
+            yield _Readable(low, high, made[0], made[-1], matrices)
+
+
+def _in_fours(codes: Tensor, columns: int, rows: int, width: int) -> TensorDescriptor:
+    """Matrices of so many columns and rows, the rows in fours."""
+    return TensorDescriptor.from_tensor(codes.view(-1, rows // 4, 4, columns), [1, BLOCK // 4, 1, width])
 
 
 def weight_gradient(
