@@ -1,7 +1,6 @@
 """FP8 training on ranks: the bits of one process that is not sharded, whatever the mesh and the schedule."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -19,10 +18,10 @@ from ragged_fsdp.block_codes import encode_matrices
 from ragged_fsdp.cli.plan_costs import PlanSettings
 from ragged_fsdp.cli.plan_fp8 import plan_fp8
 from ragged_fsdp.cli.plan_inputs import load_shapes
-from ragged_fsdp.fp8 import emulation
 from ragged_fsdp.fp8.autograd import Fp8Product
 from ragged_fsdp.models import MoEConfig
 from ragged_fsdp.models.moe import Experts
+from ragged_fsdp.tiling import untiled
 from rank_pool import spmd
 
 pytestmark = ragged_only
@@ -229,10 +228,10 @@ def test_bytes_on_the_wire_and_in_memory(rank):
 def gathered_codes(model, name, shape):
     """Codes in rows and columns, as bytes, and scales of a weight that is gathered."""
     coded = model.get_parameter(name)._ragged_fsdp_codes
-    codes = coded.codes
+    codes = coded.codes.view(torch.uint8)
     if codes.dim() == 1:  # in the order of tiles
-        codes = emulation.untile(codes, (math.prod(shape[:-2]), *shape[-2:]), False)
-    return codes.view(shape).view(torch.uint8), coded.scales
+        codes = untiled(codes, tuple(shape), (128, 128))
+    return codes.view(shape), coded.scales
 
 
 @spmd(1, 2, 3, 4)

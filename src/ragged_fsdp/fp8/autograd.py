@@ -4,19 +4,19 @@
     what                operands, contracted dim last        scales
     ==================  ===================================  ==================================
     forward             x (rows, in), W (out, in)            1 x 128, 128 x 128
-    input gradient      dy (rows, out), W turned (in, out)   1 x 128, 128 x 128
+    input gradient      dy (rows, out), W as (in, out)       1 x 128, 128 x 128
     weight gradient     dy turned (out, rows),               1 x 128, 1 x 128 (along the rows)
                         x turned (in, rows)
     ==================  ===================================  ==================================
 
 What stays from forward to backward is x turned, one byte per element, and the weight's codes, whose memory
-the runtime frees and fills again. A weight of shape (in, out), as fused experts have it, is turned for the
-forward instead of the input gradient.
+the runtime frees and fills again. The input gradient contracts the weight's first dim, and so does the
+forward of a weight of shape (in, out), as fused experts have it: the backend turns it, before or while it
+multiplies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -175,9 +175,7 @@ class _Product(torch.autograd.Function):
         ctx.turn, ctx.backend, ctx.seen, ctx.rows = turn, backend, seen, rows.shape[0]
         ctx.dtypes = rows.dtype, weight.dtype
         ctx.matrix = weight.dim() == 2
-        ctx.shape = (1, *weight.shape) if ctx.matrix else weight.shape
-        operand = _turned(codes, scales, ctx.shape, backend) if turn else (codes, scales)
-        return products.product(x_codes, x_scales, *operand, table, starts, rows.dtype, backend)
+        return products.product(x_codes, x_scales, codes, scales, table, starts, rows.dtype, turn, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -187,8 +185,8 @@ class _Product(torch.autograd.Function):
         made = products.quantize(grad.contiguous(), table, starts, ctx.seen, to_rows, to_weight, backend)
         d_rows = d_weight = None
         if to_rows:
-            operand = (codes, scales) if ctx.turn else _turned(codes, scales, ctx.shape, backend)
-            d_rows = products.product(made[0], made[1], *operand, table, starts, rows_dtype, backend)
+            operands = (made[0], made[1], codes, scales, table, starts)
+            d_rows = products.product(*operands, rows_dtype, not ctx.turn, backend)
         if to_weight:
             x, dy = (x_turned, x_turned_scales), (made[2], made[3])
             sides = (*x, *dy) if ctx.turn else (*dy, *x)
@@ -196,9 +194,3 @@ class _Product(torch.autograd.Function):
             if ctx.matrix:
                 d_weight = d_weight.squeeze(0)
         return (d_rows, d_weight, *(None,) * 11)
-
-
-def _turned(codes: Tensor, scales: Tensor, shape: Sequence[int], backend: str) -> tuple[Tensor, Tensor]:
-    flat = codes.dim() == 1
-    turned = products.untile(codes, shape, True, backend) if flat else products.transpose(codes, backend)
-    return turned, scales.transpose(1, 2).contiguous()

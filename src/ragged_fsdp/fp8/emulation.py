@@ -7,7 +7,6 @@ block after block.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -19,7 +18,7 @@ from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned, grou
 from ragged_fsdp.policy import BlockCodes
 from ragged_fsdp.tiling import untiled
 
-__all__ = ["groups_of", "product", "quantize", "transpose", "untile", "weight_gradient"]
+__all__ = ["groups_of", "product", "quantize", "weight_gradient"]
 
 _ROWWISE = BlockCodes("float8_e4m3fn", (1, BLOCK))
 _COLUMNWISE = BlockCodes("float8_e4m3fn", (BLOCK, 1))
@@ -63,33 +62,33 @@ def quantize(
     return codes, scales, turned_codes, turned_scales
 
 
-def transpose(codes: Tensor) -> Tensor:
-    """Matrices (E, N, K) of codes as (E, K, N)."""
-    return codes.transpose(1, 2).contiguous()
-
-
-def untile(codes: Tensor, shape: Sequence[int], turned: bool) -> Tensor:
-    """Matrices of ``shape`` (E, N, K) whose codes lie flat in the order of their tiles; turned (E, K, N)."""
-    whole = untiled(codes.view(torch.uint8), tuple(shape), (BLOCK, BLOCK)).view(codes.dtype)
-    return transpose(whole) if turned else whole
-
-
 def product(
-    codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, groups: Groups, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    groups: Groups,
+    dtype: torch.dtype,
+    turned: bool,
 ) -> Tensor:
     """Rows (R, K) of each group times its matrix of (E, N, K), transposed: (R, N).
 
-    ``scales`` are (blocks of K, R), ``weight_scales`` (E, blocks of N, blocks of K). A weight that is flat
-    lies in the order of its tiles. Rows of no group come out as zeros here, and as anything from the kernels.
+    ``scales`` are (blocks of K, R), ``weight_scales`` (E, blocks of N, blocks of K). If ``turned``, the
+    weight lies as (E, K, N), and its scales likewise. A weight that is flat lies in the order of its tiles.
+    Rows of no group come out as zeros here, and as anything from the kernels.
     """
+    inner = codes.shape[1]
+    columns = columns_of(weight, weight_scales, inner, turned)
     if weight.dim() == 1:
-        inner = codes.shape[1]
-        weight = untile(weight, (len(weight_scales), columns_of(weight, weight_scales, inner), inner), False)
-    out = codes.new_zeros((len(codes), weight.shape[1]), dtype=dtype)
+        shape = (len(weight_scales), *((inner, columns) if turned else (columns, inner)))
+        weight = untiled(weight.view(torch.uint8), shape, (BLOCK, BLOCK)).view(weight.dtype)
+    if turned:
+        weight, weight_scales = weight.transpose(1, 2), weight_scales.transpose(1, 2)
+    out = codes.new_zeros((len(codes), columns), dtype=dtype)
     for group, first, end in groups.table.t().tolist():
         here = slice(first, min(end, first + BLOCK))
-        columns = weight_scales[group].repeat_interleave(BLOCK, 0)[: weight.shape[1]]  # (N, blocks of K)
-        out[here] = _summed(codes[here], scales[:, here].t(), weight[group], columns).to(dtype)
+        scale = weight_scales[group].repeat_interleave(BLOCK, 0)[:columns]  # (N, blocks of K)
+        out[here] = _summed(codes[here], scales[:, here].t(), weight[group], scale).to(dtype)
     return out
 
 

@@ -75,6 +75,11 @@ def empty_turned(like: Tensor, tiles: int, columns: int, groups: int) -> Tensor:
     return whole.view(columns, tiles, BLOCK).transpose(0, 1)
 
 
-def columns_of(weight: Tensor, scales: Tensor, inner: int) -> int:
-    """Columns of a product with ``weight``: (E, N, K), or flat in the order of its tiles; scales are E."""
-    return weight.shape[1] if weight.dim() == 3 else weight.numel() // max(1, scales.shape[0] * inner)
+def columns_of(weight: Tensor, scales: Tensor, inner: int, turned: bool) -> int:
+    """Columns N of a product with ``weight``; ``scales`` are E.
+
+    It is (E, N, K), or (E, K, N) if turned, or flat in the order of its tiles.
+    """
+    if weight.dim() == 3:
+        return weight.shape[2 if turned else 1]
+    return weight.numel() // max(1, scales.shape[0] * inner)

@@ -15,19 +15,35 @@ from ragged_fsdp.fp8 import kernels
 from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of
 from ragged_fsdp.fp8.kernels import groups_of, quantize, transpose, untile
 
-__all__ = ["groups_of", "product", "quantize", "transpose", "untile", "weight_gradient"]
+__all__ = ["groups_of", "product", "quantize", "weight_gradient"]
 
 _SCALE_ALIGN = 4  # fp32 scales: 16 bytes
 _ROWS, _BLOCKS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 
 def product(
-    codes: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor, groups: Groups, dtype: torch.dtype
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    groups: Groups,
+    dtype: torch.dtype,
+    turned: bool,
 ) -> Tensor:
-    """As ``emulation.product``."""
+    """As ``emulation.product``.
+
+    A weight to be turned is small beside the rows of a linear layer, and turned once. With experts it is not:
+    there a product turns what it reads.
+    """
+    if groups.size > 1:
+        run = kernels.lying_product if turned else kernels.product
+        return run(codes, scales, weight, weight_scales, groups, dtype)
     rows, inner = codes.shape
-    columns = columns_of(weight, weight_scales, inner)
-    if groups.size > 1 or rows % _SCALE_ALIGN or inner % BLOCK or columns % BLOCK or not rows:
+    columns = columns_of(weight, weight_scales, inner, turned)
+    if turned:
+        weight_scales = weight_scales.transpose(1, 2).contiguous()
+        weight = untile(weight, (1, inner, columns), True) if weight.dim() == 1 else transpose(weight)
+    if rows % _SCALE_ALIGN or inner % BLOCK or columns % BLOCK or not rows:
         return kernels.product(codes, scales, weight, weight_scales, groups, dtype)
     if weight.dim() == 1:
         weight = untile(weight, (1, columns, inner), False)

@@ -5,7 +5,7 @@ All work on rows that are grouped by expert, in tiles that a table names
 (:class:`~ragged_fsdp.fp8.groups.Groups`); a linear layer is one group. None asks the device for the sizes
 of the groups.
 
-*Quantising* reads a tile of 128 rows and 128 columns once and writes it twice: as it lies with a scale for
+*Quantising* reads a tile of 128 rows and 128 columns and writes it twice: as it lies with a scale for
 each row, and turned, with a scale for each column. The turned tiles of a group lie behind each other, so a
 group begins at a multiple of 128 there, and what is behind its last row are zeros.
 
@@ -13,7 +13,9 @@ group begins at a multiple of 128 there, and what is behind its last row are zer
 scaled and added to an fp32 sum in registers. Their additions inside a block keep fewer bits than fp32; that
 is all that sets the results apart from ``emulation``.
 
-*Transposing* turns four by four bytes in registers, so that what goes through shared memory are words.
+A matrix whose contracted dim comes first is turned on the way to the tensor cores (*lying*), or as a whole
+before (*transposing*): either way bytes become words in registers, and what goes through shared memory are
+words.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned
 from ragged_fsdp.fsdp.gather.codes_triton import nearest_float8
 
 __all__ = [
+    "LYING_PRODUCT",
     "PRODUCT",
     "WEIGHT_GRADIENT",
     "Config",
     "groups_of",
+    "lying_product",
     "product",
     "quantize",
     "transpose",
@@ -64,32 +68,59 @@ class Config(NamedTuple):
 
 
 PRODUCT = Config(64, 128, 4, 3)
+LYING_PRODUCT = Config(64, 128, 4, 3)
 WEIGHT_GRADIENT = Config(64, 128, 4, 3, together=16)
-_QUANTIZE_WARPS = 4
+_QUANTIZE_WARPS, _QUANTIZE_REGISTERS = 8, 64
 _TURN_ROWS, _TURN_COLUMNS, _TURN_WARPS = 128, 128, 4
 
 _BLOCK = tl.constexpr(BLOCK)
 _LARGEST, _SMALLEST = tl.constexpr(LARGEST["float8_e4m3fn"]), tl.constexpr(SMALLEST_SCALE)
+_INFINITY = tl.constexpr(0x7F800000)
+# Codes come in whole words of which every bit is written. Triton's own cast makes pairs: where one of them
+# was widened to a word, LLVM (Triton 3.6) left the upper half undefined, ptxas (12.8) put another register
+# there, and turned codes had its bits. The instruction saturates, and a nan stays one.
+_FOUR_CODES = tl.constexpr(
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+_TWO_CODES = tl.constexpr("{ .reg .b16 two; cvt.rn.satfinite.e4m3x2.f32 two, $2, $1; cvt.u32.u16 $0, two; }")
 
 
 @triton.jit
 def _scale_and_inverse(largest):
-    """The scale of a block and what values are multiplied by, from the largest magnitude as an integer."""
+    """The scale of a block and what values are multiplied by, from the largest magnitude as an integer.
+
+    No part of a usable scale's reciprocal is denormal, so one step after the approximation rounds it right.
+    """
     scale = largest.to(tl.float32, bitcast=True) * (1.0 / _LARGEST)
-    scale = tl.where(scale == float("inf"), float("nan"), scale)
+    near = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [scale], tl.float32, True, 1)
+    inverse = tl.fma(near, tl.fma(-scale, near, 1.0), near)
     unusable = scale <= _SMALLEST
-    return tl.where(unusable, 0.0, scale), tl.where(unusable, 0.0, tl.div_rn(1.0, scale))
+    scale = tl.where(scale == float("inf"), float("nan"), scale)
+    return tl.where(unusable, 0.0, scale), tl.where(unusable, 0.0, inverse)
+
+
+@triton.jit
+def _emulated(normal):
+    return nearest_float8(tl.clamp(normal, -_LARGEST, _LARGEST, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
 def _codes(values, inverse, HARDWARE: tl.constexpr):
+    """Codes of values, four at once."""
     normal = values * inverse
-    normal = tl.where(
-        normal > _LARGEST, _LARGEST, tl.where(normal < -_LARGEST, -_LARGEST, normal)
-    )  # a nan stays
     if HARDWARE:
-        return normal.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    return nearest_float8(normal)
+        return tl.inline_asm_elementwise(_FOUR_CODES, "=r,f,f,f,f", [normal], tl.uint8, True, 4)
+    return _emulated(normal)
+
+
+@triton.jit
+def _code_pairs(low, high, inverse, HARDWARE: tl.constexpr):
+    """Words of two codes, that of ``low`` in the lowest byte."""
+    low, high = low * inverse, high * inverse
+    if HARDWARE:
+        return tl.inline_asm_elementwise(_TWO_CODES, "=r,f,f", [low, high], tl.int32, True, 1)
+    return _emulated(low).to(tl.int32) | (_emulated(high).to(tl.int32) << 8)
 
 
 @triton.jit
@@ -99,21 +130,6 @@ def _every_fourth(values_ptr, first, end, column, columns, offset):
     mask = (row < end)[:, None] & (column < columns)[None, :]
     place = row.to(tl.int64)[:, None] * columns + column[None, :]
     return row, mask, place, tl.load(values_ptr + place, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _magnitudes(values):
-    """As integers: a nan outranks every number."""
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def _store_rows(values, row, mask, place, end, codes_ptr, scales_ptr, HARDWARE: tl.constexpr):
-    """Codes and scales of some rows; how many of them are not finite."""
-    scale, inverse = _scale_and_inverse(tl.max(_magnitudes(values), axis=1))
-    tl.store(scales_ptr + row, scale, mask=row < end)
-    tl.store(codes_ptr + place, _codes(values, inverse[:, None], HARDWARE), mask=mask)
-    return tl.sum((scale != scale).to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -137,40 +153,38 @@ def quantize_kernel(
 ):
     """One tile of 128 rows of a group and 128 columns, in both orientations.
 
-    Rows are held in four parts, every fourth row in each, so that four codes of a column make a word: through
-    shared memory, where the tile is turned, go words.
+    Rows are read in four parts, every fourth row in each, so that four codes of a column make a word: through
+    shared memory, where the tile is turned, go words. Between the orientations only the largest magnitudes of
+    columns stay in registers; the second reads the tile again, from the cache.
     """
     tile, block = tl.program_id(1), tl.program_id(0)
     first, end = tl.load(table_ptr + tiles + tile), tl.load(table_ptr + 2 * tiles + tile)
     if first >= end:
         return
     column = block * _BLOCK + tl.arange(0, _BLOCK)
-    row_a, mask_a, place_a, a = _every_fourth(values_ptr, first, end, column, columns, 0)
-    row_b, mask_b, place_b, b = _every_fourth(values_ptr, first, end, column, columns, 1)
-    row_c, mask_c, place_c, c = _every_fourth(values_ptr, first, end, column, columns, 2)
-    row_d, mask_d, place_d, d = _every_fourth(values_ptr, first, end, column, columns, 3)
-    if ROWWISE:
-        scales = scales_ptr + block.to(tl.int64) * rows
-        broken = _store_rows(a, row_a, mask_a, place_a, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(b, row_b, mask_b, place_b, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(c, row_c, mask_c, place_c, end, codes_ptr, scales, HARDWARE)
-        broken += _store_rows(d, row_d, mask_d, place_d, end, codes_ptr, scales, HARDWARE)
+    largest = tl.zeros((_BLOCK // 4, _BLOCK), tl.int32)
+    for part in tl.static_range(4):
+        row, mask, place, values = _every_fourth(values_ptr, first, end, column, columns, part)
+        magnitudes = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # a nan outranks every number
+        largest = tl.maximum(largest, magnitudes)
+        if ROWWISE:
+            scale, inverse = _scale_and_inverse(tl.max(magnitudes, axis=1))
+            tl.store(scales_ptr + block.to(tl.int64) * rows + row, scale, mask=row < end)
+            tl.store(codes_ptr + place, _codes(values, inverse[:, None], HARDWARE), mask=mask)
+    largest = tl.max(largest, axis=0)
     if TURNED:
-        largest = tl.maximum(
-            tl.maximum(_magnitudes(a), _magnitudes(b)), tl.maximum(_magnitudes(c), _magnitudes(d))
-        )
-        scale, inverse = _scale_and_inverse(tl.max(largest, axis=0))
+        scale, inverse = _scale_and_inverse(largest)
         tl.store(turned_scales_ptr + tile.to(tl.int64) * columns + column, scale, mask=column < columns)
-        inverse = inverse[None, :]
-        word = _codes(a, inverse, HARDWARE).to(tl.int32) | (_codes(b, inverse, HARDWARE).to(tl.int32) << 8)
-        word |= _codes(c, inverse, HARDWARE).to(tl.int32) << 16
-        word |= _codes(d, inverse, HARDWARE).to(tl.int32) << 24
+        word = tl.zeros((_BLOCK // 4, _BLOCK), tl.int32)
+        for part in tl.static_range(0, 4, 2):
+            _, _, _, low = _every_fourth(values_ptr, first, end, column, columns, part)
+            _, _, _, high = _every_fourth(values_ptr, first, end, column, columns, part + 1)
+            word |= _code_pairs(low, high, inverse[None, :], HARDWARE) << (8 * part)
         out = turned_ptr + tile.to(tl.int64) * tile_words + tl.arange(0, _BLOCK // 4)[None, :]
         out += column.to(tl.int64)[:, None] * column_words
         tl.store(out, tl.trans(word), mask=(column < columns)[:, None])
-        broken = tl.sum((scale != scale).to(tl.int32), axis=0)
     if NOTES:  # noqa: SIM102  (known when it is compiled, unlike the other)
-        if broken > 0:
+        if tl.max(largest, axis=0) >= _INFINITY:
             tl.store(seen_ptr, 1)
 
 
@@ -356,6 +370,95 @@ def product_kernel(
 
 
 @triton.jit
+def _turned_tile(w_desc, group, four, column, COLUMNS: tl.constexpr):
+    """128 rows, which are contracted, by ``COLUMNS``, the columns in another order.
+
+    Rows come in four parts, every fourth row in each: four codes of a column become a word, and words are
+    what is stored for the tensor cores. A thread has 16 columns that lie behind each other; they become
+    columns that are apart, so that threads beside each other store to columns beside each other.
+    """
+    a = w_desc.load([group, four, 0, column]).reshape(_BLOCK // 4, COLUMNS)
+    b = w_desc.load([group, four, 1, column]).reshape(_BLOCK // 4, COLUMNS)
+    c = w_desc.load([group, four, 2, column]).reshape(_BLOCK // 4, COLUMNS)
+    d = w_desc.load([group, four, 3, column]).reshape(_BLOCK // 4, COLUMNS)
+    whole = tl.join(tl.join(a, c), tl.join(b, d)).reshape(_BLOCK // 4, COLUMNS // 16, 16, 4)
+    return whole.permute(0, 3, 2, 1).reshape(_BLOCK, COLUMNS).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _as_they_lay(sums, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Columns in their order again."""
+    return sums.reshape(ROWS, 16, COLUMNS // 16).permute(0, 2, 1).reshape(ROWS, COLUMNS)
+
+
+@triton.jit
+def lying_product_kernel(
+    a_desc,  # (rows, inner) codes
+    w_desc,  # bytes: (groups, inner / 4, 4, columns), or panels (panels * groups, whole inner / 4, 4, 128)
+    edge_desc,  # what is below whole tiles: (panels * groups, inner % 128 / 4, 4, 128)
+    c_ptr,  # (rows, columns of the matrix)
+    a_scales_ptr,  # (inner blocks, rows)
+    w_scales_ptr,  # (groups, inner blocks, column blocks)
+    table_ptr,  # (3, tiles of 128 rows)
+    rows,
+    columns,
+    inner,
+    low,  # the columns from low to high are computed, and are those that w_desc has
+    high,
+    panel_matrices,
+    tiles,  # of ROWS rows
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    STAGES: tl.constexpr,
+    PANELS: tl.constexpr,
+    EDGE: tl.constexpr,
+):
+    """Rows of a group times its matrix as it lies, contracted dim first: ``ROWS`` by ``COLUMNS``.
+
+    A matrix in the order of tiles is read as it lies too: the columns of a program are in one panel.
+    """
+    program = tl.program_id(0)
+    column_tiles = tl.cdiv(high - low, COLUMNS)
+    band = program // (TOGETHER * column_tiles)
+    height = tl.minimum(tiles - band * TOGETHER, TOGETHER)
+    tile = band * TOGETHER + (program % (TOGETHER * column_tiles)) % height
+    column_tile = (program % (TOGETHER * column_tiles)) // height
+    entries: tl.constexpr = _BLOCK // ROWS  # tiles of a row of the table
+    entry = table_ptr + tile // entries
+    group = tl.load(entry)
+    first = tl.load(entry + tiles // entries) + tile % entries * ROWS
+    end = tl.load(entry + 2 * (tiles // entries))
+    if first >= end:
+        return
+    blocks, column_blocks = tl.cdiv(inner, _BLOCK), tl.cdiv(columns, _BLOCK)
+    row = first + tl.arange(0, ROWS)
+    in_group = row < end
+    first_column = low + column_tile * COLUMNS
+    matrix = column_tile * COLUMNS // _BLOCK * panel_matrices + group
+    w_column = column_tile * COLUMNS % _BLOCK if PANELS else column_tile * COLUMNS
+    w_scale = w_scales_ptr + group * blocks * column_blocks + first_column // _BLOCK
+    a_scales = a_scales_ptr + row
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for block in tl.range(0, inner // _BLOCK if EDGE else blocks, num_stages=STAGES):
+        a = a_desc.load([first, block * _BLOCK])
+        a_scale = tl.load(a_scales, mask=in_group, other=0.0)
+        w = _turned_tile(w_desc, matrix, block * (_BLOCK // 4), w_column, COLUMNS)
+        sums += tl.dot(a, w) * (a_scale * tl.load(w_scale))[:, None]
+        a_scales += rows
+        w_scale += column_blocks
+    if EDGE:
+        a = a_desc.load([first, inner // _BLOCK * _BLOCK])
+        a_scale = tl.load(a_scales, mask=in_group, other=0.0)
+        w = _turned_tile(edge_desc, matrix, 0, w_column, COLUMNS)
+        sums += tl.dot(a, w) * (a_scale * tl.load(w_scale))[:, None]
+    column = first_column + tl.arange(0, COLUMNS)
+    place = c_ptr + row.to(tl.int64)[:, None] * columns + column[None, :]
+    made = _as_they_lay(sums.to(c_ptr.dtype.element_ty), ROWS, COLUMNS)
+    tl.store(place, made, mask=in_group[:, None] & (column < high)[None, :])
+
+
+@triton.jit
 def weight_gradient_kernel(
     a_desc,  # (rows of the output, tiles * 128) codes, or panels (tiles * rows, 128)
     b_desc,  # (columns of the output, tiles * 128) codes, or panels (tiles * columns, 128)
@@ -430,13 +533,7 @@ def weight_gradient_kernel(
 
 
 def quantize(
-    values: Tensor,
-    groups: Groups,
-    seen: Tensor | None,
-    *,
-    rowwise: bool = True,
-    turned: bool = True,
-    warps: int = _QUANTIZE_WARPS,
+    values: Tensor, groups: Groups, seen: Tensor | None, *, rowwise: bool = True, turned: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As ``emulation.quantize``."""
     rows, columns = values.shape
@@ -463,7 +560,8 @@ def quantize(
             turned,
             values.is_cuda,
             seen is not None,
-            num_warps=warps,
+            num_warps=_QUANTIZE_WARPS,
+            maxnreg=_QUANTIZE_REGISTERS,
             enable_fp_fusion=False,
         )
     return codes.view(torch.float8_e4m3fn), scales, turned_codes, turned_scales
@@ -483,7 +581,7 @@ def groups_of(counts: Tensor, rows: int) -> Groups:
 def transpose(
     codes: Tensor, *, tile: tuple[int, int] = (_TURN_ROWS, _TURN_COLUMNS), warps: int = _TURN_WARPS
 ) -> Tensor:
-    """As ``emulation.transpose``."""
+    """Matrices (E, N, K) of codes as (E, K, N)."""
     matrices, rows, columns = codes.shape
     out = codes.new_empty((matrices, columns, rows))
     if codes.numel():
@@ -498,7 +596,7 @@ def _described(codes: Tensor, block_rows: int) -> TensorDescriptor:
 
 
 def untile(codes: Tensor, shape: Sequence[int], turned: bool) -> Tensor:
-    """As ``emulation.untile``."""
+    """Matrices of ``shape`` (E, N, K) whose codes lie flat in the order of their tiles; turned (E, K, N)."""
     matrices, rows, columns = shape
     out = codes.new_empty((matrices, columns, rows) if turned else (matrices, rows, columns))
     if codes.numel():
@@ -521,7 +619,7 @@ def product(
 ) -> Tensor:
     """As ``emulation.product``."""
     rows, inner = codes.shape
-    columns = columns_of(weight, weight_scales, inner)
+    columns = columns_of(weight, weight_scales, inner, False)
     out = codes.new_empty((rows, columns), dtype=dtype)
     tiles = groups.tiles * (BLOCK // config.rows)
     for part in _readable(weight, len(weight_scales), columns, inner, config.columns):
@@ -540,14 +638,14 @@ def product(
             inner,
             part.low,
             part.high,
-            part.panel_rows,
+            part.panel_size,
             tiles,
             config.rows,
             config.columns,
             config.parts,
             config.together,
             config.stages,
-            part.panel_rows > 0,
+            part.panel_size > 0,
             part.edge is not part.codes,
             **_launched(config),
         )
@@ -562,8 +660,8 @@ class _Readable(NamedTuple):
     codes: TensorDescriptor
     edge: TensorDescriptor
     """The narrower panel; the codes themselves where all are alike."""
-    panel_rows: int
-    """Rows of a panel over all matrices; 0 is row-major."""
+    panel_size: int
+    """Rows of a panel over all matrices, or matrices where they are what is counted; 0 is row-major."""
 
 
 def _readable(weight: Tensor, matrices: int, columns: int, inner: int, width: int) -> Iterator[_Readable]:
@@ -584,6 +682,78 @@ def _readable(weight: Tensor, matrices: int, columns: int, inner: int, width: in
         if made:
             yield _Readable(low, high, made[0], made[-1], rows)
         start = end
+
+
+def lying_product(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    groups: Groups,
+    dtype: torch.dtype,
+    config: Config = LYING_PRODUCT,
+) -> Tensor:
+    """As ``emulation.product`` with a weight that is ``turned``; parts of ``config`` are not used."""
+    rows, inner = codes.shape
+    columns = columns_of(weight, weight_scales, inner, True)
+    out = codes.new_empty((rows, columns), dtype=dtype)
+    tiles = groups.tiles * (BLOCK // config.rows)
+    for part in _readable_lying(weight, len(weight_scales), columns, inner, config.columns):
+        if not tiles or part.low == part.high:
+            continue
+        lying_product_kernel[(tiles * triton.cdiv(part.high - part.low, config.columns),)](
+            _described(codes, config.rows),
+            part.codes,
+            part.edge,
+            out,
+            scales,
+            weight_scales,
+            groups.table,
+            rows,
+            columns,
+            inner,
+            part.low,
+            part.high,
+            part.panel_size,
+            tiles,
+            config.rows,
+            config.columns,
+            config.together,
+            config.stages,
+            part.panel_size > 0,
+            part.edge is not part.codes,
+            **_launched(config),
+        )
+    return out
+
+
+def _readable_lying(
+    weight: Tensor, matrices: int, columns: int, inner: int, width: int
+) -> Iterator[_Readable]:
+    """A weight (E, K, N) at once; one in the order of tiles in whole columns of them and the right edge."""
+    weight = weight.view(torch.uint8)
+    if weight.dim() == 3:
+        codes = _in_fours(weight, columns, inner, width)
+        yield _Readable(0, columns, codes, codes, 0)
+        return
+    above, whole = inner // BLOCK * BLOCK, columns // BLOCK * BLOCK
+    # sizes of tiles lie behind each other: whole ones, right edge, lower edge, corner
+    upper, lower = weight.split((matrices * above * columns, matrices * (inner - above) * columns))
+    for low, high in ((0, whole), (whole, columns)):
+        made = [
+            _in_fours(
+                part[matrices * rows * low : matrices * rows * high], min(BLOCK, high - low), rows, width
+            )
+            for part, rows in ((upper, above), (lower, inner - above))
+            if rows and high > low
+        ]
+        if made:
+            yield _Readable(low, high, made[0], made[-1], matrices)
+
+
+def _in_fours(codes: Tensor, columns: int, rows: int, width: int) -> TensorDescriptor:
+    """Matrices of so many columns and rows, the rows in fours."""
+    return TensorDescriptor.from_tensor(codes.view(-1, rows // 4, 4, columns), [1, BLOCK // 4, 1, width])
 
 
 def weight_gradient(

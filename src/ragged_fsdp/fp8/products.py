@@ -1,4 +1,4 @@
-"""The operations of FP8 training as torch sees them: quantise, transpose, untile, product, weight gradient.
+"""The operations of FP8 training as torch sees them: quantise, product, weight gradient.
 
 Each is an operator of torch (``torch.ops.ragged_fsdp.fp8_*``), so that compiled graphs and selective
 checkpointing can name it. It runs on one of two backends with the same functions: ``emulation``, plain
@@ -8,7 +8,6 @@ torch for any device, or ``hopper``. Another recipe, such as MXFP8, is another s
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
@@ -26,8 +25,6 @@ __all__ = [
     "groups_of",
     "product",
     "quantize",
-    "transpose",
-    "untile",
     "weight_gradient",
 ]
 
@@ -77,15 +74,13 @@ define(
 define(
     "ragged_fsdp::fp8_product",
     f"(Tensor codes, Tensor scales, Tensor weight, Tensor weight_scales, {_GROUPS}, ScalarType dtype, "
-    "str backend) -> Tensor",
+    "bool turned, str backend) -> Tensor",
 )
 define(
     "ragged_fsdp::fp8_weight_gradient",
     f"(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, {_GROUPS}, SymInt rows, ScalarType dtype, "
     "str backend) -> Tensor",
 )
-define("ragged_fsdp::fp8_transpose", "(Tensor codes, str backend) -> Tensor")
-define("ragged_fsdp::fp8_untile", "(Tensor codes, SymInt[] shape, bool turned, str backend) -> Tensor")
 define("ragged_fsdp::fp8_groups", "(Tensor counts, SymInt rows, str backend) -> (Tensor, Tensor)")
 _DEVICES = ("cpu", "cuda")
 
@@ -147,10 +142,11 @@ def _product(
     table: Tensor | None,
     starts: Tensor | None,
     dtype: torch.dtype,
+    turned: bool,
     backend: str,
 ) -> Tensor:
     groups = _groups(table, starts, len(codes), codes.device)
-    return _backend(backend).product(codes, scales, weight, weight_scales, groups, dtype)
+    return _backend(backend).product(codes, scales, weight, weight_scales, groups, dtype, turned)
 
 
 @register_fake("ragged_fsdp::fp8_product")
@@ -162,9 +158,10 @@ def _fake_product(
     table: Tensor | None,
     starts: Tensor | None,
     dtype: torch.dtype,
+    turned: bool,
     backend: str,
 ) -> Tensor:
-    columns = columns_of(weight, weight_scales, codes.shape[1])
+    columns = columns_of(weight, weight_scales, codes.shape[1], turned)
     return codes.new_empty((codes.shape[0], columns), dtype=dtype)
 
 
@@ -200,31 +197,9 @@ def _fake_weight_gradient(
     return a.new_empty((groups, a.shape[1], b.shape[1]), dtype=dtype)
 
 
-@impl("ragged_fsdp::fp8_transpose", _DEVICES)
-def _transpose(codes: Tensor, backend: str) -> Tensor:
-    return _backend(backend).transpose(codes)
-
-
-@register_fake("ragged_fsdp::fp8_transpose")
-def _fake_transpose(codes: Tensor, backend: str) -> Tensor:
-    return codes.new_empty((codes.shape[0], codes.shape[2], codes.shape[1]))
-
-
-@impl("ragged_fsdp::fp8_untile", _DEVICES)
-def _untile(codes: Tensor, shape: Sequence[int], turned: bool, backend: str) -> Tensor:
-    return _backend(backend).untile(codes, shape, turned)
-
-
-@register_fake("ragged_fsdp::fp8_untile")
-def _fake_untile(codes: Tensor, shape: Sequence[int], turned: bool, backend: str) -> Tensor:
-    matrices, rows, columns = shape
-    return codes.new_empty((matrices, columns, rows) if turned else (matrices, rows, columns))
-
-
 groups_of = torch.ops.ragged_fsdp.fp8_groups.default
 quantize = torch.ops.ragged_fsdp.fp8_quantize.default
 """See :func:`ragged_fsdp.fp8.emulation.quantize`."""
 product = torch.ops.ragged_fsdp.fp8_product.default
+"""See :func:`ragged_fsdp.fp8.emulation.product`."""
 weight_gradient = torch.ops.ragged_fsdp.fp8_weight_gradient.default
-transpose = torch.ops.ragged_fsdp.fp8_transpose.default
-untile = torch.ops.ragged_fsdp.fp8_untile.default
