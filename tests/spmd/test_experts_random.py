@@ -1,6 +1,7 @@
 """Dispatchers under random layers, splits and tokens, against a plain computation of all experts."""
 
 import random
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ragged_fsdp.experts import (
     grouped_linear,
     held_part,
     load_of,
+    permute,
     spread,
 )
 from ragged_fsdp.topology import Levels
@@ -129,6 +131,40 @@ def kept_of(case, chosen, name, world):
 @spmd(1, 2, 3, 4)
 def test_random_layers_are_those_of_one_process(rank):
     for seed in range(SEEDS):
+        case = Case(seed, rank.world_size)
+        for name, make in case.dispatchers(rank.mesh()):
+            check(rank, case, name, make)
+
+
+def _loose_take(tokens, row_of, rows, filled):
+    taken = permute.take_reference(tokens, row_of, rows)
+    taken[(torch.bincount(row_of[row_of >= 0], minlength=rows) == 0).to(taken.device)] = torch.nan
+    if filled is not None:
+        taken[int(filled.sum()) :] = 0
+    return taken
+
+
+def _loose_sum(rows, weights, row_of, tokens, dtype, every):
+    summed = permute.weighted_reference(rows, weights, row_of, tokens).to(dtype)
+    if len(rows) and len(row_of) == tokens and not every:
+        summed[row_of < 0] = torch.nan
+    return summed
+
+
+def _loose_combine_backward(grad, rows, weights, row_of):
+    of_slots = (grad.unsqueeze(1) * weights.unsqueeze(-1)).view(-1, rows.shape[-1])
+    products = permute._slots(rows, row_of, *weights.shape) * grad.unsqueeze(1)
+    return permute.place(of_slots, row_of, len(rows), torch.nan), products.sum(-1)
+
+
+@spmd(1, 2, 3, 4)
+def test_memory_that_nobody_wrote_reaches_no_result(rank, monkeypatch):
+    """Kernels leave what they may leave unwritten: here that is NaN, in rows, sums and gradients."""
+    loose = SimpleNamespace(
+        take=_loose_take, weighted_sum=_loose_sum, combine_backward=_loose_combine_backward
+    )
+    monkeypatch.setattr(permute, "_kernels", lambda tensor: loose)
+    for seed in range(SEEDS, 2 * SEEDS):
         case = Case(seed, rank.world_size)
         for name, make in case.dispatchers(rank.mesh()):
             check(rank, case, name, make)

@@ -226,7 +226,11 @@ def test_where_there_are_no_two_levels(tmp_path):
     assert levels["auto"] == "all_to_all" and not any("two_level" in kind for kind in traffic)
     assert all(card == 0 for _, card in traffic.values())
     levels, traffic = _network(tmp_path, 4, 1)
-    assert levels["auto"] == "reduce_scatter" and traffic["reduce_scatter: bf16 sums"] == (0, 3 * 256)
+    assert levels["auto"] == "all_to_all" and traffic["all_to_all: bf16 gradients"] == (0, 3 * 256)
+    shown = run(tmp_path / "tensors.json", "-n", "4", "--ranks-per-node", "1")
+    (marked,) = (line for line in shown.output.splitlines() if line.rstrip().endswith(" auto"))
+    assert marked.split()[0] == "all_to_all:"
+    assert _network(tmp_path, 3, 2)[0]["auto"] == "reduce_scatter"  # nodes of two ranks and of one
     assert _network(tmp_path, 4, 2, "--dtype", "fp32")[0]["auto"] == "reduce_scatter"
     half = _network(tmp_path, 4, 2, "--dtype", "fp16")[1]
     assert [kind for kind in half if "two_level" in kind] == ["two_level: fp16 gradients, fp32 between nodes"]

@@ -404,6 +404,17 @@ def test_two_levels_carry_the_bytes_of_the_network_page():
     assert sum(held.outside for held, _ in flat.reduce) == pytest.approx(8 * slot)
 
 
+@pytest.mark.parametrize("shape", [(16, 1024), (16 << 20, 8)])
+@pytest.mark.parametrize("reduction", ["two_level", "auto"])
+def test_nodes_of_one_rank_exchange_gradients_at_once(shape, reduction):
+    """In their own dtype: there are no sums of nodes."""
+    network, shapes = Network("n", 1.0, 1.0, 1), (("w", shape),)
+    wires = Wires(network, 16, reduction=reduction, internode_bytes=4)
+    assert group_cost("g", shapes, wires, CARD) == group_cost(
+        "g", shapes, Wires(network, 16, reduction="all_to_all"), CARD
+    )
+
+
 def test_a_card_is_a_line_between_its_points_and_refuses_nonsense(tmp_path):
     def point(tokens, ms):
         return Point(tokens, ms, 2 * ms, ms, 10 * tokens, 0, 0, 0, 0, ms / 2, ms, 0.5)

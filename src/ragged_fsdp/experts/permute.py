@@ -96,7 +96,7 @@ def _numbers(chosen: Tensor, number_of: Tensor | None) -> Tensor:
 
 
 def place(values: Tensor, row_of: Tensor, rows: int, fill: float) -> Tensor:
-    """Values of the slots (N*K, ...) in their rows, ``fill`` in the others; not differentiable on a GPU."""
+    """Values of the slots (N*K, ...) in their rows, ``fill`` in the others."""
     placed = values.new_full((rows + 1, *values.shape[1:]), fill)
     placed[torch.where(row_of < 0, rows, row_of)] = values  # missing ones go where it is cut off
     return placed[:rows]

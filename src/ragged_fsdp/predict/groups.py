@@ -206,7 +206,7 @@ def _two_level(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[st
     """Inside the node, then the nodes' sums between them, one behind the other; small shards all at once."""
     place, network = wires.place, wires.network
     part, nodes = place.fewest, place.nodes
-    if nodes == 1:
+    if nodes == 1 or part == 1:  # one level
         return _all_to_all(full, shard_numel, wires, card)
     slot, rail = shard_numel * _BF16, shard_numel * wires.internode_bytes
     rows = card.sum_rows_gb_s * 1e9
@@ -225,7 +225,7 @@ def _two_level(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[st
                 (Seconds(inside, 0.0), summed * nodes),
                 (Seconds(0.0, outside), last),
             ),
-            "reduce_calls": 1 + (part > 1),
+            "reduce_calls": 2,
         }
     inside = exchange_price(Traffic(*[slot * (part - 1)] * 2), network).inside
     outside = exchange_price(Traffic(0, 0, rail, rail), network).outside
@@ -236,6 +236,6 @@ def _two_level(full: int, shard_numel: int, wires: Wires, card: Card) -> dict[st
     parts.append((Seconds(0.0, outside * (nodes - 1) / chunks), last))
     rounds = max(1, min(-(-_ROUNDS // nodes), shard_numel // _ROUND_NUMEL))
     rail_calls = -(-(nodes - 1) // max(1, nodes // _RAIL_CALLS)) * rounds
-    calls = nodes * rounds * (part > 1) + rail_calls
+    calls = nodes * rounds + rail_calls
     buffer = 2 * grads // nodes + (grads + full * wires.internode_bytes) // part
     return {"keeps_grads": True, "buffer_bytes": buffer, "reduce": tuple(parts), "reduce_calls": calls}

@@ -187,8 +187,8 @@ class ShardingConfig:
     )
     ep_across_nodes: bool = _option(
         False,
-        "under ep, let each group be processes of different nodes, where neighbours would be of one: tokens "
-        "then travel between nodes, and the experts' weights inside them",
+        "under ep, let the processes of a group lie as far apart as a replica allows, and not be neighbours: "
+        "on different nodes, tokens travel between them, and the experts' weights inside",
     )
     dispatch: str = _option(
         "all_to_all",
