@@ -51,6 +51,9 @@ def test_an_accelerate_script_runs_as_it_is(rank, four_bits):
         load_file(rank.shared_dir / "adapter" / "adapter_model.safetensors"),
     )
     assert saved.keys() == trained.keys()
+    close_weights = max(
+        close, 2e-4
+    )  # Adam divides by small gradients: a step is 1e-2, rounding up to 7e-5 of it
     for name, value in saved.items():
-        assert torch.allclose(value, trained[name], atol=close), name
+        torch.testing.assert_close(value, trained[name], atol=close_weights, rtol=0, msg=name)
     dist.barrier()
