@@ -186,13 +186,13 @@ def shard_tree(model: Node, seed: int, shard: Callable[..., Any], mesh: DeviceMe
 class Run:
     """A program on one of the two models; both draw the same numbers."""
 
-    def __init__(self, model: Node, seed: int, *, is_sharded: bool, rank: int) -> None:
+    def __init__(self, model: Node, seed: int, *, is_sharded: bool, rank: int, device: str) -> None:
         self.model, self.is_sharded = model, is_sharded
         self.draw = random.Random(seed + 2)
         self.values = torch.Generator().manual_seed(1000 * seed + rank)
         # before the forward: after one without a backward the root is gathered, and has other parameters
         self.parameters = dict(model.named_parameters())
-        self.device = next(iter(self.parameters.values())).device
+        self.device = torch.device(device)
         self.can_ask = not any("recomputed, old" in node.how for node in nodes(model))
         """Whether gradients of inputs can be asked for: not through a reentrant checkpoint."""
         self.can_ask_twice = self.can_ask and not any(node.pair for node in nodes(model))
@@ -324,7 +324,10 @@ def differences(seed: int, shard: Callable[..., Any], mesh: DeviceMesh, **option
     rank = dist.get_rank()
     models = [tree(seed).to(mesh.device_type), tree(seed).to(mesh.device_type)]
     shard_tree(models[0], seed, shard, mesh, **options)
-    ours, theirs = (Run(model, seed, is_sharded=index == 0, rank=rank) for index, model in enumerate(models))
+    where_it_runs = {"rank": rank, "device": mesh.device_type}
+    ours, theirs = (
+        Run(model, seed, is_sharded=index == 0, **where_it_runs) for index, model in enumerate(models)
+    )
     wrong = []
     for step in range(3):
         try:
@@ -336,6 +339,8 @@ def differences(seed: int, shard: Callable[..., Any], mesh: DeviceMesh, **option
         assert found.keys() == expected.keys(), (seed, found.keys(), expected.keys())
         for name, value in expected.items():
             got, where = found[name], f"seed {seed}, step {step}, {name}"
+            if value is not None and got is not None and got.device != value.device:
+                got = got.to(value.device)  # offloaded gradients lie on the host
             if (value is None) != (got is None):
                 wrong.append(f"{where}: {'missing' if got is None else 'present'}")
             elif value is not None and (got - value).abs().max() > TOLERANCE * (1 + value.abs().max()):
