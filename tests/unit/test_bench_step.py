@@ -197,6 +197,16 @@ def test_a_gather_delivers_own_part_in_its_slot(rank_of, ranks, rank, payload):
     assert wire.moved_bytes["all_gather"] == 2 * full.nbytes and wire.calls["all_gather"] == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_of_other_ranks_are_numbers_of_their_range(rank_of, dtype):
+    """Behind this rank's last code may be anything, which would be another's if its part were repeated."""
+    rank_of(4, 2, "distinct")
+    full = torch.full((4 * 512,), 0x7F, dtype=torch.uint8).view(dtype)  # as float8: not a number
+    dist.all_gather_into_tensor(full, full[2 * 512 : 3 * 512])
+    others = torch.cat((full[: 2 * 512], full[3 * 512 :])).float()
+    assert others.isfinite().all() and 30 < others.std() < 50
+
+
 def test_reductions_and_exchanges_are_counted(rank_of):
     wire = rank_of(4, 2)
     source, part = torch.arange(8.0), torch.zeros(2)
