@@ -8,8 +8,9 @@ time; a daemon is started for the run if there is one on this machine. ``make te
     python tests/gpu/run.py --only tuning         # all groups whose names begin with it
     python tests/gpu/run.py --out FOLDER          # results elsewhere than in tests/gpu
 
-All need pytest, hypothesis and what the extra ``cli`` has (tomli-w for the trainer), ``tuning`` peft,
-accelerate, datasets, trl and bitsandbytes, ``replicas`` torchft: installed, or in a folder of ``PYTHONPATH`` (``pip install --target FOLDER``). What cannot be imported is skipped, and the
+All need pytest, hypothesis and what the extra ``cli`` has (tomli-w for the trainer); ``tuning`` needs peft,
+accelerate, datasets, trl and bitsandbytes, ``replicas`` torchft. They are installed, or in a folder of
+``PYTHONPATH`` (``pip install --target FOLDER``). Of these two, what cannot be imported is skipped, and the
 results say why.
 """
 

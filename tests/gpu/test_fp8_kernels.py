@@ -182,6 +182,18 @@ def positive(codes):
     return (unsigned(codes) & 0x7F).view(codes.dtype)
 
 
+def multiplied(codes, scales, groups, columns, turned):
+    """A weight in rows and in tiles, its scales, the exact product, and the sums of its magnitudes."""
+    shape = (codes.shape[1], columns) if turned else (columns, codes.shape[1])
+    weight, weight_scales = coded_weight(groups.size, *shape, 3)
+    exact, magnitude = (
+        emulation.product(a, scales, b, weight_scales, groups, torch.float32, turned)
+        for a, b in ((codes, weight), (positive(codes), positive(weight)))
+    )
+    in_tiles = tiled(unsigned(weight), (BLOCK, BLOCK)).view(weight.dtype)
+    return (weight, in_tiles), weight_scales, exact, magnitude
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "config", [(128, 128, 8, 3), (64, 128, 4, 3), (128, 128, 8, 3, 2, 2), (64, 64, 4, 4, 2)]
@@ -195,15 +207,10 @@ def test_products(case, config):
     end = sum(counts)
     codes, scales, x_turned, x_scales = emulation.quantize(values(rows, inner, 0), groups, seen)
     for turned, run in ((False, kernels.product), (True, kernels.lying_product)):
-        shape = (inner, columns) if turned else (columns, inner)
-        weight, weight_scales = coded_weight(len(counts), *shape, 3)
-        exact, magnitude = (
-            emulation.product(a, scales, b, weight_scales, groups, torch.float32, turned)[:end]
-            for a, b in ((codes, weight), (positive(codes), positive(weight)))
-        )
-        for stored in (weight, tiled(unsigned(weight), (BLOCK, BLOCK)).view(weight.dtype)):
-            got = run(codes, scales, stored, weight_scales, groups, DTYPE, config)
-            assert_close(got[:end], exact, magnitude) if end else None
+        stored, weight_scales, exact, magnitude = multiplied(codes, scales, groups, columns, turned)
+        for weight in stored:
+            got = run(codes, scales, weight, weight_scales, groups, DTYPE, config)
+            assert_close(got[:end], exact[:end], magnitude[:end]) if end else None
     _, _, dy, dy_scales = emulation.quantize(values(rows, columns, 5), groups, seen)
     got = kernels.weight_gradient(dy, dy_scales, x_turned, x_scales, groups, DTYPE, config)
     exact, magnitude = (
@@ -227,12 +234,7 @@ def test_the_backend_of_hopper_takes_weights_either_way(case, turned, lying_rows
     rows, groups = cut(counts, behind)
     end = sum(counts)
     codes, scales, _, _ = emulation.quantize(values(rows, inner, 0), groups, None)
-    shape = (inner, columns) if turned else (columns, inner)
-    weight, weight_scales = coded_weight(len(counts), *shape, 3)
-    exact, magnitude = (
-        emulation.product(a, scales, b, weight_scales, groups, torch.float32, turned)[:end]
-        for a, b in ((codes, weight), (positive(codes), positive(weight)))
-    )
-    for stored in (weight, tiled(unsigned(weight), (BLOCK, BLOCK)).view(weight.dtype)):
-        got = hopper.product(codes, scales, stored, weight_scales, groups, DTYPE, turned)
-        assert_close(got[:end], exact, magnitude) if end else None
+    stored, weight_scales, exact, magnitude = multiplied(codes, scales, groups, columns, turned)
+    for weight in stored:
+        got = hopper.product(codes, scales, weight, weight_scales, groups, DTYPE, turned)
+        assert_close(got[:end], exact[:end], magnitude[:end]) if end else None

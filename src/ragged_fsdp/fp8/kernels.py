@@ -21,7 +21,7 @@ words.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -618,14 +618,48 @@ def product(
     config: Config = PRODUCT,
 ) -> Tensor:
     """As ``emulation.product``."""
-    rows, inner = codes.shape
+    inner, matrices = codes.shape[1], len(weight_scales)
     columns = columns_of(weight, weight_scales, inner, False)
+    parts = _readable(weight, matrices, columns, inner, config.columns)
+    operands = codes, scales, weight_scales, groups
+    return _multiplied(product_kernel, parts, operands, columns, dtype, config, PARTS=config.parts)
+
+
+def lying_product(
+    codes: Tensor,
+    scales: Tensor,
+    weight: Tensor,
+    weight_scales: Tensor,
+    groups: Groups,
+    dtype: torch.dtype,
+    config: Config = LYING_PRODUCT,
+) -> Tensor:
+    """As ``emulation.product`` with a weight that is ``turned``; parts of ``config`` are not used."""
+    inner, matrices = codes.shape[1], len(weight_scales)
+    columns = columns_of(weight, weight_scales, inner, True)
+    parts = _readable_lying(weight, matrices, columns, inner, config.columns)
+    operands = codes, scales, weight_scales, groups
+    return _multiplied(lying_product_kernel, parts, operands, columns, dtype, config._replace(parts=1))
+
+
+def _multiplied(
+    kernel: Any,
+    parts: Iterator[_Readable],
+    operands: tuple[Tensor, Tensor, Tensor, Groups],
+    columns: int,
+    dtype: torch.dtype,
+    config: Config,
+    **constants: int,
+) -> Tensor:
+    """A launch for each part of the weight that can be read alike."""
+    codes, scales, weight_scales, groups = operands
+    rows, inner = codes.shape
     out = codes.new_empty((rows, columns), dtype=dtype)
     tiles = groups.tiles * (BLOCK // config.rows)
-    for part in _readable(weight, len(weight_scales), columns, inner, config.columns):
+    for part in parts:
         if not tiles or part.low == part.high:
             continue
-        product_kernel[(tiles * triton.cdiv(part.high - part.low, config.columns * config.parts),)](
+        kernel[(tiles * triton.cdiv(part.high - part.low, config.columns * config.parts),)](
             _described(codes, config.rows),
             part.codes,
             part.edge,
@@ -640,13 +674,13 @@ def product(
             part.high,
             part.panel_size,
             tiles,
-            config.rows,
-            config.columns,
-            config.parts,
-            config.together,
-            config.stages,
-            part.panel_size > 0,
-            part.edge is not part.codes,
+            ROWS=config.rows,
+            COLUMNS=config.columns,
+            TOGETHER=config.together,
+            STAGES=config.stages,
+            PANELS=part.panel_size > 0,
+            EDGE=part.edge is not part.codes,
+            **constants,
             **_launched(config),
         )
     return out
@@ -682,49 +716,6 @@ def _readable(weight: Tensor, matrices: int, columns: int, inner: int, width: in
         if made:
             yield _Readable(low, high, made[0], made[-1], rows)
         start = end
-
-
-def lying_product(
-    codes: Tensor,
-    scales: Tensor,
-    weight: Tensor,
-    weight_scales: Tensor,
-    groups: Groups,
-    dtype: torch.dtype,
-    config: Config = LYING_PRODUCT,
-) -> Tensor:
-    """As ``emulation.product`` with a weight that is ``turned``; parts of ``config`` are not used."""
-    rows, inner = codes.shape
-    columns = columns_of(weight, weight_scales, inner, True)
-    out = codes.new_empty((rows, columns), dtype=dtype)
-    tiles = groups.tiles * (BLOCK // config.rows)
-    for part in _readable_lying(weight, len(weight_scales), columns, inner, config.columns):
-        if not tiles or part.low == part.high:
-            continue
-        lying_product_kernel[(tiles * triton.cdiv(part.high - part.low, config.columns),)](
-            _described(codes, config.rows),
-            part.codes,
-            part.edge,
-            out,
-            scales,
-            weight_scales,
-            groups.table,
-            rows,
-            columns,
-            inner,
-            part.low,
-            part.high,
-            part.panel_size,
-            tiles,
-            config.rows,
-            config.columns,
-            config.together,
-            config.stages,
-            part.panel_size > 0,
-            part.edge is not part.codes,
-            **_launched(config),
-        )
-    return out
 
 
 def _readable_lying(
