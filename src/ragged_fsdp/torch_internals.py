@@ -338,7 +338,7 @@ until a public way to keep the compiler out of a code object without importing i
     torch._C._dynamo.eval_frame:_FrameAction _FrameExecStrategy set_code_exec_strategy
         hooks of compiled modules run as they are
     torch:_disable_dynamo
-        as torch's own optimizers: step() is not compiled
+        step() and forwards of experts are not compiled, and the compiler is not imported to say so
 until torch.compiler.disable that dynamo traces as it does this one:
     torch._dynamo:disable [costly]
         a hook that is traced as a part of its caller runs outside the graph

@@ -218,3 +218,9 @@ def test_the_planner_needs_no_torch():
     program = "import sys, ragged_fsdp.planner as p; p.plan([8], [2], 2, 1); print('torch' in sys.modules)"
     result = _run(program=program)
     assert result.stdout.strip() == "False", result.stdout + result.stderr
+
+
+def test_imports_and_models_bring_no_compiler():
+    program = "import sys, ragged_fsdp.experts, ragged_fsdp.models; print('torch._dynamo' in sys.modules)"
+    result = _run(program=program)
+    assert result.stdout.strip() == "False", result.stdout + result.stderr

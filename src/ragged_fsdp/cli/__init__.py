@@ -1,5 +1,10 @@
 """The command line: one module per subcommand."""
 
+import atexit
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import click
 from click.core import ParameterSource
 
@@ -15,3 +20,19 @@ def given_options() -> dict[str, str]:
         for parameter in context.command.params
         if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
     }
+
+
+@contextmanager
+def collecting_no_garbage() -> Iterator[None]:
+    """Do not look for garbage inside, nor when the process ends, in a command that lasts seconds.
+
+    What torch and transformers leave when they are imported is hundreds of thousands of objects: looking
+    through them took a third of the time of ``predict``, and found 2 % of its memory. No training run may be
+    inside: its cycles hold memory of a GPU.
+    """
+    atexit.register(gc.freeze)
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

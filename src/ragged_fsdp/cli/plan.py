@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ragged_fsdp.cli import HELP_OPTIONS, given_options
+from ragged_fsdp.cli import HELP_OPTIONS, collecting_no_garbage, given_options
 from ragged_fsdp.cli.plan_costs import (
     Candidate,
     PaddingWarning,
@@ -177,7 +177,7 @@ def command(
 ) -> None:
     """Plan ``model`` and show what was asked for; ``planner`` are fields of ``PlanSettings``."""
     console, status = output_console(), Console(stderr=True)
-    with errors_in_one_line(status):
+    with collecting_no_garbage(), errors_in_one_line(status):
         base = PlanSettings(element_bytes=_element_bytes(dtype), **planner)
         if fp8:
             others = {"--granularity": granularity, "--advise": advising, "--show": show, "--plot": plot_file}

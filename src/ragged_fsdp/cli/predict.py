@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from ragged_fsdp.cli import HELP_OPTIONS, given_options
+from ragged_fsdp.cli import HELP_OPTIONS, collecting_no_garbage, given_options
 from ragged_fsdp.cli.plan_display import Column, errors_in_one_line, fitted_table, output_console
 
 if TYPE_CHECKING:
@@ -108,9 +107,8 @@ Examples:
 @click.option("--timeline", type=_FILE, help="a picture of one step at the last number of GPUs, svg.")
 def command(model: str, gpus: str, as_json: bool, **options: Any) -> None:
     """Predict and show what was asked for."""
-    gc.set_threshold(50_000)  # looking for garbage among what imports leave took a tenth of the time
     status = Console(stderr=True)
-    with errors_in_one_line(status):
+    with collecting_no_garbage(), errors_in_one_line(status):
         if options["timeline"] is not None and options["timeline"].suffix.lower() != ".svg":
             raise ValueError(f"--timeline {options['timeline']}: the suffix must be .svg.")
         request = _Request(model, gpus, options)

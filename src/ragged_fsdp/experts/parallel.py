@@ -38,6 +38,7 @@ from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import add_up
 from ragged_fsdp.fsdp.autograd import in_backward
 from ragged_fsdp.topology import given_ranks_per_node
+from ragged_fsdp.torch_internals import disable_dynamo
 
 __all__ = [
     "SplitExperts",
@@ -87,7 +88,7 @@ class SplitExperts:
         self._held = split.held[self.mesh.get_local_rank()]
         self._takes_work = takes_work(self.dispatcher)
 
-    @torch.compiler.disable  # the host must know how many rows there are, and ranks must meet in order
+    @disable_dynamo  # the host must know how many rows there are, and ranks must meet in order
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Tokens (N, D), their experts (N, K) and weights (N, K) to the mixed outputs (N, D)."""
         tokens, chosen, weights = (*args, *(kwargs[name] for name in self._arguments[len(args) :]))

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ragged_fsdp.torch_internals import disable_dynamo
+
 __all__ = [
     "Counted",
     "combine",
@@ -174,7 +176,7 @@ def _apply_traced(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-@torch.compiler.disable  # dynamo of torch 2.11 fails inside of a function of autograd that launches kernels
+@disable_dynamo  # that of torch 2.11 fails inside of a function of autograd that launches kernels
 def _apply_untraced(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
