@@ -21,7 +21,7 @@ from ragged_fsdp.predict.network import PROFILES
 from ragged_fsdp.predict.step import Prediction, Setup, predict
 from ragged_fsdp.predict.workload import Workload, workload_of
 
-__all__ = ["draw", "model_scaling", "strong_scaling", "weak_scaling"]
+__all__ = ["best_setting", "draw", "model_scaling", "strong_scaling", "weak_scaling"]
 
 _SIZES = {"400B": (45, 1792), "800B": (64, 2560), "1.2T": (78, 3136), "1.6T": (90, 3584), "2.4T": (111, 4416)}
 """Layers and width of an expert."""
@@ -75,7 +75,7 @@ class Best:
         }
 
 
-def _best(size: str, gpus: int, tokens_per_gpu: int, sharding: str) -> Best:
+def best_setting(size: str, gpus: int, tokens_per_gpu: int, sharding: str) -> Best:
     """The fastest that fits; where nothing does, what needs least."""
     card, network = roofline_card("h200"), PROFILES["h200-400g"]
     found = []
@@ -105,7 +105,7 @@ def _scaling(points: Iterable[tuple[int, int]], **named: Any) -> list[dict[str, 
     points = list(points)
     rows = []
     for sharding in ("ragged", "fsdp2"):
-        found = {gpus: _best("800B", gpus, tokens, sharding) for gpus, tokens in points}
+        found = {gpus: best_setting("800B", gpus, tokens, sharding) for gpus, tokens in points}
         first = found[points[0][0]].tokens_per_second
         ratios = {gpus: round(best.tokens_per_second / first, 2) for gpus, best in found.items()}
         settings = {gpus: best.as_json() for gpus, best in found.items()}
@@ -139,7 +139,7 @@ def model_scaling() -> list[dict[str, Any]]:
     """1K GPUs, 8K tokens each: MFU by size; the paper: it improves slightly up to 2.4T."""
     return [
         {"size": size, "parameters": _model(size).numel, "sharding": sharding}
-        | _best(size, 1024, 8192, sharding).as_json()
+        | best_setting(size, 1024, 8192, sharding).as_json()
         for size in _SIZES
         for sharding in ("ragged", "fsdp2")
     ]

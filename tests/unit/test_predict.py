@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.predict.paper import draw
+from benchmarks.predict.paper import best_setting, draw
 from click.testing import CliRunner
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -545,12 +545,24 @@ def test_the_command_prints_what_the_library_says(tmp_path, monkeypatch):
         )
 
 
+PAPER = Path(__file__).parents[2] / "benchmarks" / "predict" / "results" / "paper.json"
+
+
+@pytest.mark.parametrize("sharding", ["ragged", "fsdp2"])
+def test_the_committed_scaling_of_the_paper_is_what_is_predicted_now(sharding):
+    rows = json.loads(PAPER.read_text())["strong"]
+    (committed,) = [row for row in rows if row["sharding"] == sharding and row["batch_tokens"] == 16 << 20]
+    now = best_setting("800B", 8192, (16 << 20) // 8192, sharding).as_json()
+    then = committed["best"]["8192"]
+    assert now["step_s"] == pytest.approx(then["step_s"], rel=0.02)
+    assert (now["ep"], now["binds"]) == (then["ep"], then["binds"])
+
+
 def test_the_same_figures_give_the_same_picture(tmp_path):
     predicted = predict(
         workload_of("nano"), Setup(gpus=8, tokens_per_gpu=64, seq_len=64), CARD, PROFILES["flat"]
     )
-    results = Path(__file__).parents[2] / "benchmarks" / "predict" / "results"
-    tables = json.loads((results / "paper.json").read_text())
+    tables = json.loads(PAPER.read_text())
     paths = [tmp_path / f"{name}.svg" for name in "abcd"]
     for scaling, paper in (paths[:2], paths[2:]):
         plot_scaling(scaling, "one", {"ragged": [predicted]})

@@ -1,6 +1,5 @@
 """The command line: one module per subcommand."""
 
-import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,15 +23,15 @@ def given_options() -> dict[str, str]:
 
 @contextmanager
 def collecting_no_garbage() -> Iterator[None]:
-    """Do not look for garbage inside, nor when the process ends, in a command that lasts seconds.
+    """Do not look for garbage inside, nor later among what is there at the end: for commands of seconds.
 
     What torch and transformers leave when they are imported is hundreds of thousands of objects: looking
     through them took a third of the time of ``predict``, and found 2 % of its memory. No training run may be
     inside: its cycles hold memory of a GPU.
     """
-    atexit.register(gc.freeze)
     gc.disable()
     try:
         yield
     finally:
+        gc.freeze()  # else the first object after it, and the end of the process, would look through all
         gc.enable()

@@ -71,9 +71,7 @@ class Wires:
             return self.reduction
         per_node = max(1, (self.network.ranks_per_node or self.shard * self.apart) // self.apart)
         here = min(self.shard, per_node)
-        if (
-            here > 1 and self.shard % here == 0 and self.shard > here
-        ):  # equal nodes: no need to list every rank
+        if 1 < here < self.shard and self.shard % here == 0:  # equal nodes: two are no different from all
             return pick_reduction("auto", Levels.of([0] * here + [1] * here), widens=True)
         nodes = [rank // per_node for rank in range(min(self.shard, 8 * per_node))]  # more are no different
         return pick_reduction("auto", Levels.of(nodes), widens=True)
