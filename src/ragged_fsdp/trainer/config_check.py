@@ -185,14 +185,6 @@ def _check_run(config: TrainConfig) -> None:
     first, steps = config.log.profile_from, config.run.steps
     if config.log.profile and first > steps:
         raise ConfigError(f"profile_from = {first} is after the last of {steps} steps; use at most {steps}")
-    optimizer = config.optimizer
-    for name in ("beta1", "beta2", "min_lr", "decay"):
-        limit_open = name.startswith("beta")
-        value = getattr(optimizer, name)
-        if value > 1 or (limit_open and value == 1):
-            raise ConfigError(
-                f"{name} = {value}: expected a share from 0 to {'below ' if limit_open else ''}1"
-            )
     if config.eval.eval_sequences and not config.data.eval_fraction:
         raise ConfigError(
             "eval_sequences needs eval_fraction > 0; set eval_sequences = 0 to train without evaluation"

@@ -90,13 +90,11 @@ def open_tokens(config: DataConfig, model: str = "") -> Tokens:
 
 def _split(flat: np.ndarray, config: DataConfig, tokenizer: Tokenizer, how: str) -> Tokens:
     """The first tokens train, the last evaluate; each part needs at least one sequence."""
-    if not 0 <= config.eval_fraction < 1:
-        raise ConfigError(f"eval_fraction = {config.eval_fraction}: expected a share from 0 to below 1")
     cut = len(flat) - round(len(flat) * config.eval_fraction)
     need = config.seq_len + 1
     if cut < need:
         raise ConfigError(f"data: {cut} training tokens are less than one sequence of {need}; lower seq_len")
-    if 0 < len(flat) - cut < need:
+    if config.eval_fraction and len(flat) - cut < need:
         raise ConfigError(
             f"eval_fraction = {config.eval_fraction}: leaves {len(flat) - cut} tokens, less than a sequence "
             f"of {need}"

@@ -341,7 +341,7 @@ class TrainingJob:
 
     def _evaluate(self) -> None:
         self._flush()
-        if not self.config.eval.eval_sequences or not self._eval_data.windows:
+        if not self.config.eval.eval_sequences:
             return
         loss = evaluate(self.model, self._eval_data, self.config, self.ranks)
         if not math.isfinite(loss):
