@@ -34,7 +34,7 @@ from ragged_fsdp.trainer.tokenizers import (
 __all__ = ["Tokens", "open_tokens"]
 
 _STDLIB = "stdlib"
-_DIGESTED_PLACES, _DIGESTED_TOKENS = 64, 4096
+_SAMPLED_PLACES, _SAMPLED_TOKENS = 64, 4096
 _SUMMED_BLOCKS, _SUMMED_BYTES = 64, 1 << 20
 
 
@@ -53,11 +53,16 @@ class Tokens:
     def digest(self) -> str:
         """Of the number of tokens and of samples of them, the same wherever and however they are stored."""
         content = hashlib.sha256(f"{len(self.train)} {len(self.evaluation)}".encode())
-        for part in (self.train, self.evaluation):
-            last = max(0, len(part) - _DIGESTED_TOKENS)
-            for start in np.linspace(0, last, _DIGESTED_PLACES, dtype=np.int64):
-                content.update(part[start : start + _DIGESTED_TOKENS].astype(np.int64).tobytes())
+        for sample in self.samples():
+            content.update(sample.tobytes())
         return content.hexdigest()[:24]
+
+    def samples(self) -> Iterator[np.ndarray]:
+        """Tokens from places spread over both parts, which are all of them unless they are many."""
+        for part in (self.train, self.evaluation):
+            last = max(0, len(part) - _SAMPLED_TOKENS)
+            for start in np.linspace(0, last, _SAMPLED_PLACES, dtype=np.int64):
+                yield part[start : start + _SAMPLED_TOKENS].astype(np.int64)
 
 
 def open_tokens(config: DataConfig, model: str = "") -> Tokens:
