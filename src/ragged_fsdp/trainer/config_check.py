@@ -12,7 +12,7 @@ from ragged_fsdp.experts import expert_count, expert_modules
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.fp8 import fp8_training
 from ragged_fsdp.fp8 import gather_policy as fp8_codes
-from ragged_fsdp.models.names import nearest, plain_name
+from ragged_fsdp.models.names import nearest
 from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import refusal
 from ragged_fsdp.policy import Tiles
@@ -23,6 +23,7 @@ from ragged_fsdp.trainer.data import Tokens
 from ragged_fsdp.trainer.loggers import check_loggers
 from ragged_fsdp.trainer.rules import check_rules, freeze, match_rules, stores_tiles
 from ragged_fsdp.trainer.tokenizers import has_tokenizer
+from ragged_fsdp.weights.names import plain_name
 
 __all__ = ["check", "check_device", "check_vocabulary", "likely_mistakes"]
 

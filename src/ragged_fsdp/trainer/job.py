@@ -17,7 +17,6 @@ from ragged_fsdp.experts import ExpertLoad, balanced_splits, expert_parallel, lo
 from ragged_fsdp.fp8 import Watch
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
-from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.models.source import ModelSource
 from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import TrainConfig
@@ -54,6 +53,7 @@ from ragged_fsdp.trainer.stop import StopRequest
 from ragged_fsdp.trainer.timing import StepClock, device_name, memory_bytes, peak_flops
 from ragged_fsdp.watch import keep_records
 from ragged_fsdp.weights import load as load_weights
+from ragged_fsdp.weights.names import plain_name
 
 __all__ = ["TrainingJob"]
 
@@ -145,10 +145,13 @@ class TrainingJob:
     def _twin(self) -> tuple[nn.Module, Identity]:
         """The model, unsharded and on the meta device, and what a checkpoint must share with it."""
         check_vocabulary(self._source, self._tokens)
-        twin = self._source.build()
-        if self.config.sharding.precision == "fp64":
-            twin = twin.double()
+        twin = self._on_meta()
         return twin, identity_of(twin, self._source.settings, self._tokens, self.config)
+
+    def _on_meta(self) -> nn.Module:
+        """A new model without memory, in the dtype of its weights."""
+        model = self._source.build()
+        return model.double() if self.config.sharding.precision == "fp64" else model
 
     def _build(self, twin: nn.Module) -> None:
         """The model, sharded on the meta device, then given its values; and its optimizer.
@@ -156,9 +159,7 @@ class TrainingJob:
         ``twin`` is the same model, of :meth:`_twin`.
         """
         config, ranks, source = self.config, self.ranks, self._source
-        model = source.build()
-        if config.sharding.precision == "fp64":
-            model = model.double()
+        model = self._on_meta()
         freeze(twin, config.model.freeze)
         self._flops_per_token = flops_per_token(
             twin, layers=source.layers, attention_width=source.attention_width, seq_len=config.data.seq_len
