@@ -309,6 +309,16 @@ def test_missing_data_is_refused(values, message):
     assert message in str(caught.value)
 
 
+def test_a_token_file_that_is_not_ours_to_read_is_refused(tmp_path, monkeypatch):
+    def closed(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "t.bin").write_bytes(bytes(4000))
+    monkeypatch.setattr(np, "memmap", closed)
+    with pytest.raises(ConfigError, match=r"data: .*t\.bin cannot be read: Permission denied"):
+        open_tokens(from_values({"data": [str(tmp_path / "t.bin")]}).data)
+
+
 def test_ranks_from_torchrun_and_slurm(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)

@@ -126,7 +126,10 @@ def _token_file(path: Path, dtype: str) -> np.ndarray:
         raise ConfigError(
             f"data: {path} has {path.stat().st_size} bytes, not a whole number of {dtype} tokens"
         )
-    return np.memmap(path, dtype=dtype, mode="r")
+    try:
+        return np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
 
 
 def _text_files(sources: list[str]) -> list[tuple[str, Path]]:
