@@ -53,15 +53,12 @@ def train_on_pool(run_dir: Path, **changes: Any) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from ragged_fsdp.trainer.config_check import check
     from ragged_fsdp.trainer.job import TrainingJob
-    from ragged_fsdp.trainer.ranks import lay_out
     from ragged_fsdp.trainer.stop import StopRequest
 
     config = from_values(settings(run_dir, **changes))
-    check(config, dist.get_world_size())
     device = torch.device(DEVICE, torch.cuda.current_device()) if DEVICE == "cuda" else torch.device("cpu")
-    outcome = TrainingJob(config, lay_out(config, device), StopRequest(0.0)).run()
+    outcome = TrainingJob(config, device, StopRequest(0.0)).run()
     dist.barrier()  # what rank 0 wrote is there for all
     return outcome
 

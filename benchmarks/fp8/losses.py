@@ -25,11 +25,9 @@ import torch.distributed as dist
 from benchmarks.ranks import join_ranks, start_ranks
 from benchmarks.saving import save
 
-from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.config_file import from_values
 from ragged_fsdp.trainer.job import TrainingJob
 from ragged_fsdp.trainer.metrics import losses_by_step
-from ragged_fsdp.trainer.ranks import lay_out
 from ragged_fsdp.trainer.stop import StopRequest
 
 SMALL = {"seq_len": 128, "batch": 8, "steps": 100, "lr": 1e-3, "warmup": 10, "eval_sequences": 96}
@@ -145,8 +143,7 @@ def _run(
         "log_every": steps,
     }
     config = from_values(settings)
-    check(config, dist.get_world_size())
-    TrainingJob(config, lay_out(config, device), StopRequest(0.0)).run()
+    TrainingJob(config, device, StopRequest(0.0)).run()
     dist.barrier()  # what rank 0 wrote is there for all
     losses = losses_by_step(folder)
     last = [losses[step] for step in range(steps - max(1, steps // 10) + 1, steps + 1)]

@@ -114,27 +114,31 @@ def done_alike(
     describe: Callable[[T], str],
     groups: Iterable[dist.ProcessGroup | None],
     device: torch.device,
+    *,
+    refusal: type[ValueError] | None = None,
 ) -> T:
     """What ``action`` returned on this rank, once it has succeeded on all and is described alike.
 
     A rank whose action failed raises what it raised; the others a ``ValueError`` that names it, or what
-    differs, and says with ``verb`` what the ranks were about to do.
+    differs, and says with ``verb`` what the ranks were about to do. With a class for ``refusal`` that is what
+    they raise, and only errors of it are told: any other ends its rank at once, with its own traceback.
     """
     result: Any = None
     text, failure, told = "", None, None
+    shared: type[Exception] = refusal or Exception
     try:
         result = action()
         text = describe(result)
-    except Exception as error:
-        failure, told = error, f"{type(error).__name__}: {error}"
+    except shared as error:
+        failure, told = error, str(error) if refusal else f"{type(error).__name__}: {error}"
     found = compare(text, groups, device, failure=told)
     if failure is not None:
         raise failure
     if found is not None and found.failures:
         rank, told = found.failures[0]
-        raise ValueError(f"rank {rank} cannot {verb}: {told}")
+        raise (refusal or ValueError)(f"rank {rank} cannot {verb}: {told}")
     if found is not None:
-        raise ValueError(f"the ranks do not {verb} the same: {found.difference}")
+        raise (refusal or ValueError)(f"the ranks do not {verb} the same: {found.difference}")
     return result
 
 

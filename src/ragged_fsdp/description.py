@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.fsdp.runtime.state import states_below
-from ragged_fsdp.models.names import plain_name
+from ragged_fsdp.weights.names import plain_name
 
 __all__ = ["Description", "GroupLine", "TensorLine", "describe"]
 

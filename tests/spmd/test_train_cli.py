@@ -78,6 +78,8 @@ def test_export_writes_what_the_checkpoint_holds(run_dir, tmp_path):
     for file in set(index["weight_map"].values()):
         parts.update(load_file(tmp_path / "cut" / file))
     assert code == 0 and parts.keys() == stored.keys() == index["weight_map"].keys()
+    code, text = _call("export", run_dir, tmp_path / "endless", "--max-file-gib", "inf")
+    assert code == 2 and "inf is not in the range" in text
     for where in (tmp_path / "cut", f"file://{tmp_path}/cut"):
         code, text = _call("inspect", where, "--json")
         assert code == 0 and {t["name"] for t in json.loads(text)["tensors"]} == stored.keys()

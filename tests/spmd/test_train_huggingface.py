@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from ragged_fsdp import weights
 from ragged_fsdp.checkpoint.store import read_manifest
 from ragged_fsdp.cli.inspect import command as inspect
+from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.exporting import export
 from rank_pool import spmd
 from train_cases import on_one, said_on_pool, save_words, train
@@ -114,7 +115,11 @@ def test_a_local_folder_is_trained_and_exported_for_the_library(tmp_path):
     settings = json.loads((tmp_path / "library/config.json").read_text())
     (tmp_path / "library/config.json").write_text(json.dumps({**settings, "use_cache": True}))
     save_words(tmp_path / "library", ["the", "a"])
-    train(tmp_path / "run", model=str(tmp_path / "library"), tokenizer="bytes", steps=2)
+    common = {"model": str(tmp_path / "library"), "tokenizer": "bytes"}
+    with pytest.raises(ConfigError, match=r"weights: .*/library has no tensor for 'model\.layers\.2\."):
+        train(tmp_path / "other", model_set={"num_hidden_layers": "3"}, **common)
+    assert not (tmp_path / "other").exists()
+    train(tmp_path / "run", steps=2, **common)
     checkpoint = tmp_path / "run/checkpoints/step-00000002"
     files = export(checkpoint, tmp_path / "export", max_file_bytes=20_000)
     assert len(files) > 1 and (tmp_path / "export/model.safetensors.index.json").exists()

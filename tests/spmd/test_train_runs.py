@@ -200,6 +200,7 @@ def test_ranks_that_were_started_otherwise_refuse_together(rank, monkeypatch):
         ),
         (run, f"do not open the data the same: {other_tokens}", {"data": [str(text)]}, {"data": [str(text)]}),
         (run, r"data: .*missing' matches no file", {}, {"data": ["missing"]}),
+        (run, r"resume = 'missing': no such folder", {"resume": stored[0]}, {"resume": "missing"}),
         (run, r"do not build the model the same: rank 0 has", {"model": "nano"}, {"model": "demo"}),
         (run, r"read the checkpoint the same: rank 0 has 'manifest", *({"resume": s} for s in stored)),
         (
@@ -229,7 +230,8 @@ def test_ranks_need_not_have_the_same_paths_nor_log_the_same(rank, monkeypatch):
     if first:
         text.write_text("text " * 1000)
     dist.barrier()
-    common = {"steps": 2, "data": [str(text)], "log_every": 1 if first else 7}
+    hooks = [] if first else ["not_on_this_node.py:Hook"]
+    common = {"steps": 2, "data": [str(text)], "log_every": 1 if first else 7, "callback": hooks}
     train_on_pool(link / "run", checkpoint_every=1, checkpoint_dir=str(link / "checkpoints"), **common)
     assert not unseen
     saves_nothing = {"checkpoint_every": 0, "save_at_end": False, "save_on_interrupt": False}
@@ -430,6 +432,7 @@ def test_refusals_come_from_the_ranks_as_such(tmp_path):
     np.arange(4000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     with pytest.raises(ConfigError, match="is not in the model's vocabulary of 256"):
         train(tmp_path / "tokens", data=[str(tmp_path / "tokens.bin")])
+    assert not (tmp_path / "tokens").exists()
 
 
 def _everything(folder: Path) -> dict[Path, bytes | None]:
@@ -452,6 +455,7 @@ def test_a_refused_start_leaves_nothing_and_touches_nothing(tmp_path):
         (own, "holds no complete checkpoint", {"resume": "must", "checkpoint_dir": str(new / "checkpoints")}),
         (own, "holds no complete checkpoint", {"resume": "must", "checkpoint_dir": f"file://{objects}"}),
         (new / "run", "damaged or no index", {"resume": str(foreign)}),
+        (new / ("long" * 100), "cannot be used: File name too long", {}),
         (run, "no optimizer state of lm_head", {"resume": first}),
         (run, "optimizer = shampoo: ", {"resume": "restart", "optimizer": "shampoo", "granularity": cut}),
     ):
@@ -478,6 +482,27 @@ def test_a_lock_on_a_file_that_was_removed_is_taken_again(tmp_path, monkeypatch)
     (tmp_path / "run/mine").touch()
     taken.undo()
     assert _everything(tmp_path) == {tmp_path / "run": None, tmp_path / "run/mine": b""}
+
+
+def test_a_lock_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, monkeypatch):
+    """A full disk once ended the first rank with a traceback, and the others when they had waited for it."""
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ConfigError, match=r"run_dir = .*run' cannot be used: No space left on device"):
+        RunLock(tmp_path / "new" / "run")
+    assert _everything(tmp_path) == {}
+
+
+@spmd(2)
+def test_a_start_that_fails_leaves_nothing(rank):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(PermissionError, match="no access"):
+        patch.setattr("ragged_fsdp.trainer.job.materialize", lambda *_, **__: _fails())
+        train_on_pool(rank.shared_dir / "new" / "run")
+    dist.barrier()
+    assert not (rank.shared_dir / "new").exists()
 
 
 def test_checkpoints_may_lie_in_the_run_s_own_folder(tmp_path):

@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ragged_fsdp.models import BUILT_IN_SIZES, MoEConfig, MoETransformer
 from ragged_fsdp.models.flops import active_parameters, flops_per_token
 from ragged_fsdp.models.materialize import materialize
-from ragged_fsdp.models.sample import sample_tokens
 from ragged_fsdp.models.source import find_model
 from ragged_fsdp.policy import BlockCodes, Elements, Rows, Whole, parse_codes, parse_granularity
 from ragged_fsdp.trainer.batches import Batches, permuted, share
@@ -32,6 +31,7 @@ from ragged_fsdp.trainer.metrics import read_metrics
 from ragged_fsdp.trainer.optimizers import build_optimizer
 from ragged_fsdp.trainer.progress import open_view
 from ragged_fsdp.trainer.ranks import _mesh, allocator_variables, rank_variables, recorder_variables
+from ragged_fsdp.trainer.sampling import sample_tokens
 from ragged_fsdp.trainer.schedule import lr_factor
 
 
@@ -99,6 +99,9 @@ def test_a_full_disk_does_not_cost_the_settings(tmp_path, monkeypatch):
         ("[optimizer]\nlr = inf\n", "lr = inf: expected a finite number"),
         ("[sharding]\ntimeout = 1e13\n", "timeout = 10000000000000.0: expected at most 1000000.0"),
         ("[run]\nseed = 9000000000000000\n", "seed = 9000000000000000: expected at most"),
+        ("[optimizer]\nmin_lr = 1.5\n", "min_lr = 1.5: expected at most 1"),
+        ("[optimizer]\nbeta1 = 1.0\n", "beta1 = 1.0: expected less than 1"),
+        ("[data]\neval_fraction = 1\n", "eval_fraction = 1.0: expected less than 1"),
         ("[optimizer]\nschedule = 'cosin'\n", "did you mean 'cosine'?"),
         ("steps = 3\n", "unknown section"),
         ("[run\n", "not valid TOML"),
@@ -182,7 +185,6 @@ def test_bad_files_are_refused_by_name(tmp_path, text, message):
         ({"resume": "atuo"}, 1, "did you mean 'auto'?"),
         ({"run_dir": __file__ + "/run"}, 1, "is not a folder"),
         ({"steps": 3, "profile": 1}, 1, "profile_from = 5 is after the last of 3 steps"),
-        ({"beta1": 1.0}, 1, "beta1 = 1.0"),
         ({"eval_fraction": 0.0}, 1, "eval_sequences needs eval_fraction"),
         ({"callback": ["hooks"]}, 1, "callback = 'hooks': expected MODULE:NAME or FILE.py:NAME"),
         ({"callback": ["json:Loger"]}, 1, "callback = 'json:Loger': json has no class or function 'Loger'"),
@@ -298,12 +300,23 @@ def test_data_sources(tmp_path, monkeypatch):
         ({"data": ["stdlib", "t.bin"]}, "t.bin holds tokens or a dataset"),
         ({"tokenizer": "/nowhere"}, "no such folder"),
         ({"seq_len": 10**9}, "less than one sequence"),
+        ({"data": [__file__], "eval_fraction": 1e-9}, "leaves 0 tokens, less than a sequence of 257"),
     ],
 )
 def test_missing_data_is_refused(values, message):
     with pytest.raises(ConfigError) as caught:
         open_tokens(from_values(values).data)
     assert message in str(caught.value)
+
+
+def test_a_token_file_that_is_not_ours_to_read_is_refused(tmp_path, monkeypatch):
+    def closed(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "t.bin").write_bytes(bytes(4000))
+    monkeypatch.setattr(np, "memmap", closed)
+    with pytest.raises(ConfigError, match=r"data: .*t\.bin cannot be read: Permission denied"):
+        open_tokens(from_values({"data": [str(tmp_path / "t.bin")]}).data)
 
 
 def test_ranks_from_torchrun_and_slurm(monkeypatch):

@@ -36,6 +36,9 @@ def test_a_local_dataset_and_a_tokenizer_folder(tmp_path):
     assert as_bytes.train[:15].tobytes() == b"red green blue\0"
     unknown = _open({**common, "tokenizer": "bytes", "text_column": "input_ids"})
     assert unknown.train[:4].tolist() == [3, 2, 1, 3]  # zero may be any token of whoever made the ids
+    # a model may sample tokens that the tokenizer does not have: the end of a run once failed at it
+    assert as_bytes.tokenizer.decode([104, 300, 105]) == "h\ufffdi"
+    assert tokens.tokenizer.decode([1, 99]).startswith("red")
     with pytest.raises(ConfigError, match="text_column = 'body'"):
         _open(common, {"text_column": "body"})
 

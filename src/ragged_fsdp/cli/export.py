@@ -25,7 +25,12 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
     default="plain",
     help="fp8: matrices as float8 codes with a scale per 128 x 128, as DeepSeek-V3's checkpoints",
 )
-@click.option("--max-file-gib", type=click.FloatRange(min=0, min_open=True), default=5.0, help="largest file")
+@click.option(
+    "--max-file-gib",
+    type=click.FloatRange(min=0, max=2**20, min_open=True),
+    default=5.0,
+    help="largest file",
+)
 @click.option("--best", is_flag=True, help="of a run, the best checkpoint instead of the newest")
 @click.option("--overwrite", is_flag=True, help="replace OUT if it is there")
 def command(

@@ -56,40 +56,34 @@ def _exported(folder: Any) -> dict[str, Any]:
     entries = {}
     for file, wanted in safetensors_files(folder).items():
         entries.update(read_header(folder, file, wanted))
-    tensors = [
-        {
-            "name": name,
-            "shape": list(entry.shape),
-            "dtype": str(entry.dtype).removeprefix("torch."),
-            "pieces": 1,
-            "bytes": entry.nbytes,
-        }
-        for name, entry in sorted(entries.items())
-    ]
-    files = {p.name: p.stat().st_size for p in sorted(folder.iterdir(), key=str) if p.is_file()}
-    return {"path": str(folder), "info": {}, "tensors": tensors, "values": [], "files": files}
+    tensors = [_line(name, entry, 1, entry.nbytes) for name, entry in sorted(entries.items())]
+    return {"path": str(folder), "info": {}, "tensors": tensors, "values": [], "files": _sizes(folder)}
 
 
 def _summary(reader: Any) -> dict[str, Any]:
-    tensors = [
-        {
-            "name": t.name,
-            "shape": list(t.shape),
-            "dtype": str(t.dtype).removeprefix("torch."),
-            "pieces": t.pieces,
-            "bytes": t.byte_count,
-        }
-        for t in reader.tensors()
-    ]
-    files = {p.name: p.stat().st_size for p in sorted(reader.path.iterdir(), key=str) if p.is_file()}
-    info = {k: v for k, v in reader.info.items() if k != "config"}
     return {
         "path": str(reader.path),
-        "info": info,
-        "tensors": tensors,
+        "info": {k: v for k, v in reader.info.items() if k != "config"},
+        "tensors": [_line(t.name, t, t.pieces, t.byte_count) for t in reader.tensors()],
         "values": reader.values(),
-        "files": files,
+        "files": _sizes(reader.path),
     }
+
+
+def _line(name: str, tensor: Any, pieces: int, byte_count: int) -> dict[str, Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return {
+        "name": name,
+        "shape": list(tensor.shape),
+        "dtype": dtype,
+        "pieces": pieces,
+        "bytes": byte_count,
+    }
+
+
+def _sizes(folder: Any) -> dict[str, int]:
+    """Bytes of each file."""
+    return {p.name: p.stat().st_size for p in sorted(folder.iterdir(), key=str) if p.is_file()}
 
 
 def _print(summary: dict[str, Any], show_all: bool) -> None:

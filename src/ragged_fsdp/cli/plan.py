@@ -348,7 +348,7 @@ class _Report:
             if self.advising:
                 entry["advice"] = [candidate.as_json() for candidate in self._candidates(plans)]
             else:
-                entry["warnings"] = [warning.as_json() for warning in self._warnings(settings, plans)]
+                entry["warnings"] = [vars(warning) for warning in self._warnings(settings, plans)]
             planned.append(entry)
         return {"model": self.title, "plans": planned}
 

@@ -292,15 +292,6 @@ class PaddingWarning:
         hint = f" Better: {'; '.join(self.advice)}." if self.advice else " No single change makes it small."
         return f"{self.group} at {self.ranks} ranks: {self.padding_ratio:.2%} padding. {self.cause}{hint}"
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "group": self.group,
-            "ranks": self.ranks,
-            "padding_ratio": self.padding_ratio,
-            "cause": self.cause,
-            "advice": list(self.advice),
-        }
-
 
 def warnings_for(
     plan: PlannedModel, settings: PlanSettings, threshold: float, node: int

@@ -101,8 +101,8 @@ def _by_name(source: str) -> tuple[str, str, Any]:
     name = published_name(source) or source
     if name not in known and not (name[:1].isupper() and name.isidentifier()):  # not like a class either
         raise ValueError(
-            f"{source!r} is neither a file nor a known model; {nearest(source, known)} A Hugging Face config "
-            "class such as LlamaConfig, a folder or a config.json will do too."
+            f"{source!r} is neither a file nor a known model, nor a Hugging Face config class such as "
+            f"LlamaConfig, nor a folder with a config.json; {nearest(source, known)}"
         )
     found = find_model(name, {}, random_weights=True)
     return name, str(found.settings.get("model_type", "")), found.build()
@@ -137,21 +137,15 @@ def _from_list(path: Path, content: Any) -> ModelShapes:
 def _from_config(title: str, config: dict[str, Any]) -> Any:
     """The model on the meta device: shapes without memory."""
     try:
-        import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from ragged_fsdp.models.huggingface import model_from_settings
     except ImportError as error:
         raise ValueError(
             f"{title}: building a model needs transformers 5 ({error}); in a checkout: pip install '.[hf]', "
             "or give a JSON of tensors."
         ) from None
 
-    settings = {
-        key: value for key, value in config.items() if key not in ("model_type", "quantization_config")
-    }
     try:
-        built = AutoConfig.for_model(config["model_type"], **settings)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(built)
+        return model_from_settings({k: v for k, v in config.items() if k != "quantization_config"})
     except (ValueError, TypeError) as error:
         raise ValueError(f"{title}: transformers cannot build this config: {error}") from None
 

@@ -36,14 +36,6 @@ class Traffic:
     inside_bytes: int
     card_bytes: int
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "collective": self.collective,
-            "detail": self.detail,
-            "inside_bytes": self.inside_bytes,
-            "card_bytes": self.card_bytes,
-        }
-
 
 @dataclass(frozen=True)
 class Network:
@@ -59,7 +51,7 @@ class Network:
             "ranks_per_node": self.levels.ranks_per_node,
             "largest_node": self.levels.largest_node,
             "auto": self.auto,
-            "traffic": [entry.as_json() for entry in self.traffic],
+            "traffic": [vars(entry) for entry in self.traffic],
         }
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.tensor as dtensor
 from torch import Tensor, nn
 
-from ragged_fsdp.models.names import plain_name
+from ragged_fsdp.weights.names import plain_name
 from ragged_fsdp.weights.targets import retie, tied_names
 
 __all__ = ["InitModule", "copy_full", "materialize", "seed_for"]

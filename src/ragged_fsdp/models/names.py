@@ -1,11 +1,9 @@
-"""Names: of parameters whatever is wrapped around their modules, and the one that was meant."""
+"""The name that was meant."""
 
 import difflib
 from collections.abc import Collection
 
-from ragged_fsdp.weights.names import plain_name
-
-__all__ = ["nearest", "plain_name"]
+__all__ = ["nearest"]
 
 _SHOWN = 40
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ragged_fsdp.trainer.config_file import ConfigError
 
-__all__ = ["Batches", "permuted", "share"]
+__all__ = ["Batches", "check_tokens", "permuted", "share"]
 
 _ROUNDS = 4
 
@@ -51,6 +51,15 @@ def permuted(index: int, count: int, key: bytes) -> int:
             return value
 
 
+def check_tokens(ids: np.ndarray, vocab_size: int) -> None:
+    """Raise ``ConfigError`` for a token that the model does not have."""
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        wrong = ids.min() if ids.min() < 0 else ids.max()
+        raise ConfigError(
+            f"data: token {wrong} is not in the model's vocabulary of {vocab_size}; see token_dtype"
+        )
+
+
 class Batches:
     """Sequences of ``seq_len`` inputs and their next tokens, by sample number."""
 
@@ -67,11 +76,8 @@ class Batches:
         if not rows:
             return torch.empty(0, self._seq_len + 1, dtype=torch.int64)
         ids = np.stack(rows).astype(np.int64)
-        if self._vocab_size is not None and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise ConfigError(
-                f"data: token {wrong} is not in the model's vocabulary of {self._vocab_size}; see token_dtype"
-            )
+        if self._vocab_size is not None:
+            check_tokens(ids, self._vocab_size)
         return torch.from_numpy(ids)
 
     def _window(self, sample: int) -> np.ndarray:

@@ -34,6 +34,7 @@ def _option(
     choices: tuple[str, ...] = (),
     at_least: float | None = None,
     at_most: float | None = None,
+    below: float | None = None,
     per_node: bool = False,
 ) -> Any:
     """A field with a default. ``per_node``: ranks of a run need not have the same value, such as a path."""
@@ -42,6 +43,7 @@ def _option(
         "choices": choices,
         "at_least": at_least,
         "at_most": at_most,
+        "below": below,
         "per_node": per_node,
     }
     if isinstance(default, list | dict):
@@ -126,7 +128,7 @@ class DataConfig:
     seq_len: int = _option(256, "tokens per sequence", at_least=1)
     batch: int = _option(24, "sequences per optimizer step, over all processes", at_least=1)
     accumulate: int = _option(1, "micro-batches that a step is cut into", at_least=1)
-    eval_fraction: float = _option(0.05, "share of the data kept for evaluation", at_least=0)
+    eval_fraction: float = _option(0.05, "share of the data kept for evaluation", at_least=0, below=1)
 
 
 @dataclass(frozen=True)
@@ -136,8 +138,8 @@ class OptimizerConfig:
     optimizer: str = _option("adamw", "optimizer", choices=("adamw", "adam8bit", "muon", "shampoo"))
     lr: float = _option(3e-3, "peak learning rate", at_least=0)
     weight_decay: float = _option(0.1, "decoupled weight decay of matrices", at_least=0)
-    beta1: float = _option(0.9, "decay of the first moment (momentum)", at_least=0)
-    beta2: float = _option(0.95, "decay of the second moment", at_least=0)
+    beta1: float = _option(0.9, "decay of the first moment (momentum)", at_least=0, below=1)
+    beta2: float = _option(0.95, "decay of the second moment", at_least=0, below=1)
     eps: float = _option(1e-8, "added to the denominator", at_least=0)
     muon_lr: float = _option(0.02, "peak learning rate of the matrices under muon", at_least=0)
     muon_dtype: str = _option(
@@ -154,8 +156,8 @@ class OptimizerConfig:
         "cosine", "shape of the learning rate after warmup", choices=("cosine", "linear", "wsd", "constant")
     )
     warmup: int = _option(20, "steps of linear warmup", at_least=0)
-    decay: float = _option(0.2, "last share of the steps in which wsd decays", at_least=0)
-    min_lr: float = _option(0.1, "last learning rate as a share of the peak", at_least=0)
+    decay: float = _option(0.2, "last share of the steps in which wsd decays", at_least=0, at_most=1)
+    min_lr: float = _option(0.1, "last learning rate as a share of the peak", at_least=0, at_most=1)
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,9 @@ def save_toml(config: TrainConfig, path: Path) -> None:
 def _checked(field: Any, hint: Any, value: Any) -> Any:
     """``value`` as the type of the field, or a refusal that names it."""
     value = _converted(field.name, hint, value)
-    choices, at_least, at_most = (field.metadata[key] for key in ("choices", "at_least", "at_most"))
+    choices, at_least, at_most, below = (
+        field.metadata[key] for key in ("choices", "at_least", "at_most", "below")
+    )
     if choices and value not in choices:
         raise ConfigError(f"{field.name} = {value!r}: {nearest(str(value), choices)}")
     if isinstance(value, float) and not math.isfinite(value):
@@ -91,6 +93,8 @@ def _checked(field: Any, hint: Any, value: Any) -> Any:
         raise ConfigError(f"{field.name} = {value}: expected at least {at_least}")
     if at_most is not None and not value <= at_most:
         raise ConfigError(f"{field.name} = {value}: expected at most {at_most}")
+    if below is not None and not value < below:
+        raise ConfigError(f"{field.name} = {value}: expected less than {below}")
     return value
 
 

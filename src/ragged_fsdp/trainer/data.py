@@ -34,7 +34,7 @@ from ragged_fsdp.trainer.tokenizers import (
 __all__ = ["Tokens", "open_tokens"]
 
 _STDLIB = "stdlib"
-_DIGESTED_PLACES, _DIGESTED_TOKENS = 64, 4096
+_SAMPLED_PLACES, _SAMPLED_TOKENS = 64, 4096
 _SUMMED_BLOCKS, _SUMMED_BYTES = 64, 1 << 20
 
 
@@ -53,11 +53,16 @@ class Tokens:
     def digest(self) -> str:
         """Of the number of tokens and of samples of them, the same wherever and however they are stored."""
         content = hashlib.sha256(f"{len(self.train)} {len(self.evaluation)}".encode())
-        for part in (self.train, self.evaluation):
-            last = max(0, len(part) - _DIGESTED_TOKENS)
-            for start in np.linspace(0, last, _DIGESTED_PLACES, dtype=np.int64):
-                content.update(part[start : start + _DIGESTED_TOKENS].astype(np.int64).tobytes())
+        for sample in self.samples():
+            content.update(sample.tobytes())
         return content.hexdigest()[:24]
+
+    def samples(self) -> Iterator[np.ndarray]:
+        """Tokens from places spread over both parts, which are all of them unless they are many."""
+        for part in (self.train, self.evaluation):
+            last = max(0, len(part) - _SAMPLED_TOKENS)
+            for start in np.linspace(0, last, _SAMPLED_PLACES, dtype=np.int64):
+                yield part[start : start + _SAMPLED_TOKENS].astype(np.int64)
 
 
 def open_tokens(config: DataConfig, model: str = "") -> Tokens:
@@ -90,13 +95,11 @@ def open_tokens(config: DataConfig, model: str = "") -> Tokens:
 
 def _split(flat: np.ndarray, config: DataConfig, tokenizer: Tokenizer, how: str) -> Tokens:
     """The first tokens train, the last evaluate; each part needs at least one sequence."""
-    if not 0 <= config.eval_fraction < 1:
-        raise ConfigError(f"eval_fraction = {config.eval_fraction}: expected a share from 0 to below 1")
     cut = len(flat) - round(len(flat) * config.eval_fraction)
     need = config.seq_len + 1
     if cut < need:
         raise ConfigError(f"data: {cut} training tokens are less than one sequence of {need}; lower seq_len")
-    if 0 < len(flat) - cut < need:
+    if config.eval_fraction and len(flat) - cut < need:
         raise ConfigError(
             f"eval_fraction = {config.eval_fraction}: leaves {len(flat) - cut} tokens, less than a sequence "
             f"of {need}"
@@ -123,7 +126,10 @@ def _token_file(path: Path, dtype: str) -> np.ndarray:
         raise ConfigError(
             f"data: {path} has {path.stat().st_size} bytes, not a whole number of {dtype} tokens"
         )
-    return np.memmap(path, dtype=dtype, mode="r")
+    try:
+        return np.memmap(path, dtype=dtype, mode="r")
+    except OSError as error:
+        raise ConfigError(f"data: {path} cannot be read: {error.strerror}") from error
 
 
 def _text_files(sources: list[str]) -> list[tuple[str, Path]]:

@@ -17,8 +17,7 @@ from ragged_fsdp.experts import ExpertLoad, balanced_splits, expert_parallel, lo
 from ragged_fsdp.fp8 import Watch
 from ragged_fsdp.models.flops import flops_per_token
 from ragged_fsdp.models.materialize import materialize
-from ragged_fsdp.models.names import plain_name
-from ragged_fsdp.models.source import ModelSource, find_model
+from ragged_fsdp.models.source import ModelSource
 from ragged_fsdp.trainer.batches import Batches
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.config_check import check_vocabulary, likely_mistakes
@@ -28,7 +27,14 @@ from ragged_fsdp.trainer.loggers import Loggers, open_loggers
 from ragged_fsdp.trainer.optimizers import LearningRate, build_optimizer, granularity_for
 from ragged_fsdp.trainer.profiling import StepProfiler
 from ragged_fsdp.trainer.progress import Silent, open_view
-from ragged_fsdp.trainer.ranks import Ranks, has_agent, on_every_rank, on_first_rank, seed_everything
+from ragged_fsdp.trainer.ranks import (
+    Ranks,
+    has_agent,
+    lay_out,
+    on_every_rank,
+    on_first_rank,
+    seed_everything,
+)
 from ragged_fsdp.trainer.rules import freeze
 from ragged_fsdp.trainer.run_folder import (
     Identity,
@@ -47,6 +53,7 @@ from ragged_fsdp.trainer.stop import StopRequest
 from ragged_fsdp.trainer.timing import StepClock, device_name, memory_bytes, peak_flops
 from ragged_fsdp.watch import keep_records
 from ragged_fsdp.weights import load as load_weights
+from ragged_fsdp.weights.names import plain_name
 
 __all__ = ["TrainingJob"]
 
@@ -54,23 +61,21 @@ __all__ = ["TrainingJob"]
 class TrainingJob:
     """Owns the model, the optimizer and the counters of a run on one rank."""
 
-    def __init__(self, config: TrainConfig, ranks: Ranks, stop: StopRequest) -> None:
-        self.config, self.ranks, self._stop = config, ranks, stop
+    def __init__(self, config: TrainConfig, device: torch.device, stop: StopRequest) -> None:
+        self.config, self._stop = config, stop
+        self.ranks, self._source = lay_out(config, device)
         self._run_dir = Path(config.run.run_dir)
         checkpoints = config.checkpoint
         self._store = open_store(
             config.checkpoint_place, keep_last=checkpoints.keep_last, keep_best=checkpoints.keep_best
         )
-        self._source = find_model(
-            config.model.model, config.model.model_set, random_weights=config.model.weights == "random"
-        )
         # Half of the time that the other ranks wait for the answer.
         wait_s = config.sharding.timeout / 2 if has_agent() else 0.0
-        self._places = on_first_rank(lambda: take_places(config, self._store, wait_s), ranks)
+        self._places = on_first_rank(lambda: take_places(config, self._store, wait_s), self.ranks)
         try:
-            refuse_unshared(config, self._store, self._places, ranks)
+            refuse_unshared(config, self._store, self._places, self.ranks)
             self._set_up()
-        except ConfigError:  # a start that is refused leaves nothing behind
+        except Exception:  # refused or failed: nothing has been written yet, so nothing is left behind
             if self._places is not None:
                 self._places.undo()
             raise
@@ -83,7 +88,7 @@ class TrainingJob:
         )
         self._tokens = _open_together(config, ranks)
         twin, self._identity = on_every_rank(
-            "build the model", self._twin, ranks, lambda made: made[1].lines()
+            "build the model", self._twin, ranks.control, lambda made: made[1].lines()
         )
         self._begin = starting_point(config, self._store, self._identity, ranks)
         seed_everything(config.run.seed, ranks.data_index)
@@ -140,10 +145,13 @@ class TrainingJob:
     def _twin(self) -> tuple[nn.Module, Identity]:
         """The model, unsharded and on the meta device, and what a checkpoint must share with it."""
         check_vocabulary(self._source, self._tokens)
-        twin = self._source.build()
-        if self.config.sharding.precision == "fp64":
-            twin = twin.double()
+        twin = self._on_meta()
         return twin, identity_of(twin, self._source.settings, self._tokens, self.config)
+
+    def _on_meta(self) -> nn.Module:
+        """A new model without memory, in the dtype of its weights."""
+        model = self._source.build()
+        return model.double() if self.config.sharding.precision == "fp64" else model
 
     def _build(self, twin: nn.Module) -> None:
         """The model, sharded on the meta device, then given its values; and its optimizer.
@@ -151,9 +159,7 @@ class TrainingJob:
         ``twin`` is the same model, of :meth:`_twin`.
         """
         config, ranks, source = self.config, self.ranks, self._source
-        model = source.build()
-        if config.sharding.precision == "fp64":
-            model = model.double()
+        model = self._on_meta()
         freeze(twin, config.model.freeze)
         self._flops_per_token = flops_per_token(
             twin, layers=source.layers, attention_width=source.attention_width, seq_len=config.data.seq_len
@@ -185,7 +191,10 @@ class TrainingJob:
         )
         if source.weights is not None and self._begin.path is None:
             shown = ranks.rank == 0 and sys.stderr.isatty()
-            load_weights(model, source.weights, strict="missing", progress=shown, group=ranks.control)
+            try:
+                load_weights(model, source.weights, strict="missing", progress=shown, group=ranks.control)
+            except ValueError as error:
+                raise ConfigError(f"weights: {error}") from error
         self.model = ShardedModel(model, config.sharding, ranks)
         self._watch = Watch(model)
         self.optimizer = build_optimizer(config.optimizer, model)
@@ -341,7 +350,7 @@ class TrainingJob:
 
     def _evaluate(self) -> None:
         self._flush()
-        if not self.config.eval.eval_sequences or not self._eval_data.windows:
+        if not self.config.eval.eval_sequences:
             return
         loss = evaluate(self.model, self._eval_data, self.config, self.ranks)
         if not math.isfinite(loss):
@@ -414,7 +423,7 @@ def _open_together(config: TrainConfig, ranks: Ranks) -> Tokens:
         count = f"{len(tokens.train):,} training and {len(tokens.evaluation):,} evaluation tokens"
         return f"{count} (digest {tokens.digest}), tokenizer {tokens.tokenizer.digest}"
 
-    return on_every_rank("open the data", lambda: first or open_tokens(data, model), ranks, says)
+    return on_every_rank("open the data", lambda: first or open_tokens(data, model), ranks.control, says)
 
 
 def _first_weights(source: ModelSource, config: TrainConfig) -> str:

@@ -8,10 +8,10 @@ from torch import nn
 
 from ragged_fsdp.experts import expert_modules
 from ragged_fsdp.experts.layers import expert_parameters
-from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.policy import Granularity
 from ragged_fsdp.trainer.config import OptimizerConfig
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.weights.names import plain_name
 
 __all__ = ["GranularityRule", "LearningRate", "build_optimizer", "granularity_for"]
 

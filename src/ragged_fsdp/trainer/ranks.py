@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ragged_fsdp.agreement import compare
+from ragged_fsdp.agreement import compare, done_alike
 from ragged_fsdp.checkpoint.place import is_url
+from ragged_fsdp.models.source import ModelSource
 from ragged_fsdp.trainer.config import RESUME_MODES, TrainConfig
+from ragged_fsdp.trainer.config_check import check, check_device
 from ragged_fsdp.trainer.config_file import ConfigError
 
 __all__ = [
@@ -163,9 +165,10 @@ def _first_host(nodelist: str) -> str:
     return re.sub(r"\[(\w*)[^\]]*\]", r"\1", first.group() if first else "")
 
 
-def join(config: TrainConfig) -> Ranks:
-    """Join the process group that the environment describes, and lay the meshes over it."""
+def join(config: TrainConfig) -> torch.device:
+    """Join the process group that the environment describes; returns this rank's device."""
     sharding = config.sharding
+    check_device(sharding)  # alone: which backends there are to meet over depends on it
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = sharding.device == "cuda" or (sharding.device == "auto" and torch.cuda.is_available())
     if cuda:
@@ -185,14 +188,19 @@ def join(config: TrainConfig) -> Ranks:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
-    return lay_out(config, device)
+    return device
 
 
-def lay_out(config: TrainConfig, device: torch.device) -> Ranks:
-    """The meshes of a run over the process group that there is; refuses ranks with other settings."""
+def lay_out(config: TrainConfig, device: torch.device) -> tuple[Ranks, ModelSource]:
+    """The meshes of a run over the process group that there is, and its model.
+
+    Refuses, on all ranks, settings that are not the same everywhere and what :func:`check` refuses on one: a
+    node may lack a folder, and the others would wait for its ranks until the time-out.
+    """
     rank, world, sharding = dist.get_rank(), dist.get_world_size(), config.sharding
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=sharding.timeout))
     _refuse_other_settings(config, device, control)  # first: meshes of other sizes wait for each other
+    source = on_every_rank("start", lambda: check(config, world, rank), control)
     replicas = {"replica": sharding.replicas} if sharding.replicas > 1 else {}
     mesh = _mesh(device, {**replicas, "shard": world // sharding.replicas})
     splits: dict[str, SplitMesh | None] = {"tp": None, "ep": None}
@@ -203,7 +211,7 @@ def lay_out(config: TrainConfig, device: torch.device) -> Ranks:
             near = sharding.tp if name == "ep" and sharding.ep_across_nodes else size
             root = _mesh(device, sizes, near)
             splits[name] = SplitMesh(name, root[name], root[names] if replicas else root["shard"])
-    return Ranks(rank, world, device, mesh, splits["tp"], splits["ep"], control)
+    return Ranks(rank, world, device, mesh, splits["tp"], splits["ep"], control), source
 
 
 def _refuse_other_settings(config: TrainConfig, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -262,30 +270,14 @@ def on_first_rank(action: Callable[[], T], ranks: Ranks) -> T | None:
 
 
 def on_every_rank(
-    verb: str, action: Callable[[], T], ranks: Ranks, says: Callable[[T], str] = lambda _: ""
+    verb: str, action: Callable[[], T], control: dist.ProcessGroup, says: Callable[[T], str] = lambda _: ""
 ) -> T:
     """All act; the refusal of one is everyone's, and what each ``says`` of its result must be the same.
 
     ``verb`` tells what the ranks were about to do: "rank 3 cannot open the data: ...". An error that is no
     refusal ends its rank with its traceback, and the others when their connection to it breaks.
     """
-    result: Any = None
-    text, refusal = "", None
-    try:
-        result = action()
-        text = says(result)
-    except ConfigError as error:
-        refusal = error
-    told = str(refusal) if refusal is not None else None
-    found = compare(text, [ranks.control], torch.device("cpu"), failure=told)
-    if refusal is not None:
-        raise refusal
-    if found is not None and found.failures:
-        rank, told = found.failures[0]
-        raise ConfigError(f"rank {rank} cannot {verb}: {told}")
-    if found is not None:
-        raise ConfigError(f"the ranks do not {verb} the same: {found.difference}")
-    return result
+    return done_alike(verb, action, says, [control], torch.device("cpu"), refusal=ConfigError)
 
 
 def leave() -> None:

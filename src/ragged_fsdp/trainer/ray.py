@@ -21,10 +21,8 @@ import ray.train.torch
 
 from ragged_fsdp.checkpoint.place import is_url
 from ragged_fsdp.trainer.config import TrainConfig
-from ragged_fsdp.trainer.config_check import check
 from ragged_fsdp.trainer.config_file import from_values
 from ragged_fsdp.trainer.job import TrainingJob
-from ragged_fsdp.trainer.ranks import lay_out
 from ragged_fsdp.trainer.stop import StopRequest
 
 __all__ = ["ray_train_loop"]
@@ -54,9 +52,7 @@ def ray_train_loop(settings: dict[str, Any]) -> None:
             "checkpoint_dir must be a folder that all workers see: Ray copies from it to its storage_path; "
             f"got {config.checkpoint_place}."
         )
-    check(config, ray.train.get_context().get_world_size())
-    ranks = lay_out(config, ray.train.torch.get_device())
-    _ReportingJob(config, ranks, StopRequest(config.run.minutes)).run()
+    _ReportingJob(config, ray.train.torch.get_device(), StopRequest(config.run.minutes)).run()
 
 
 def _as_ray_says(config: TrainConfig) -> TrainConfig:

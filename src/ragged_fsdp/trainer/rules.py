@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from ragged_fsdp.models.names import plain_name
 from ragged_fsdp.placement import block_numel
 from ragged_fsdp.policy import Tiles, parse_codes, parse_granularity
 from ragged_fsdp.trainer.config_file import ConfigError
+from ragged_fsdp.weights.names import plain_name
 
 __all__ = ["check_rules", "freeze", "match_rules", "stores_tiles"]
 

@@ -64,24 +64,24 @@ class RunLock:
         self._path = run_dir / _LOCK
         self._made: list[Path] = []
         """What was not there before, innermost first."""
+        self.words = f"process {os.getpid()} on {socket.gethostname()}"
+        """Who holds it, as the file says."""
         until = time.monotonic() + wait_s
         try:
             while not self._taken():
                 if time.monotonic() >= until:
                     self.file.seek(0)
-                    holder = self.file.read().strip() or "another process"
+                    holder = self.file.read().decode().strip() or "another process"
                     self.file.close()
                     raise ConfigError(f"{setting} = {str(run_dir)!r} is in use by {holder}; use another one")
                 self.file.close()
                 time.sleep(0.2)
-        except OSError as error:
+            self.file.truncate(0)
+            self.file.write(self.words.encode())
+            os.fsync(self.file.fileno())  # NFS would else show it to other nodes when the file is closed
+        except OSError as error:  # a full disk says so at the first byte, or at the last of these
+            self._remove_made()
             raise ConfigError(f"{setting} = {str(run_dir)!r} cannot be used: {error.strerror}") from error
-        self.file.truncate(0)
-        self.words = f"process {os.getpid()} on {socket.gethostname()}"
-        """Who holds it, as the file says."""
-        self.file.write(self.words)
-        self.file.flush()
-        os.fsync(self.file.fileno())  # NFS would else show it to other nodes when the file is closed
 
     def _taken(self) -> bool:
         """Lock the file under its name. One that :meth:`undo` of another run has removed meanwhile is opened
@@ -90,7 +90,9 @@ class RunLock:
         while True:
             self._made = [path for path in (self._path, folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = self._path.open("a+")
+            self.file = self._path.open(
+                "a+b", buffering=0
+            )  # what cannot be written is lost when it is closed
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -106,10 +108,13 @@ class RunLock:
 
     def undo(self) -> None:
         """Let go, and remove what was made to take it, unless something else is in there by now."""
-        with suppress(OSError):
-            for path in self._made:
-                path.unlink() if path == self._path else path.rmdir()
+        self._remove_made()
         self.file.close()  # after it: who takes the lock then sees that the file has lost its name
+
+    def _remove_made(self) -> None:
+        for path in self._made:
+            with suppress(OSError):
+                path.unlink() if path == self._path else path.rmdir()
 
 
 @dataclass(frozen=True)
@@ -178,7 +183,7 @@ def refuse_unshared(config: TrainConfig, store: CheckpointStore, places: Places 
                 )
             time.sleep(0.2)
 
-    on_every_rank("use the run's folder", look, ranks)
+    on_every_rank("use the run's folder", look, ranks.control)
 
 
 def _words_in(folder: Path) -> str | None:
@@ -340,7 +345,7 @@ def _find(run: RunConfig, store: CheckpointStore, ranks: Ranks, warn: Callable[[
             warn(f"passing over a damaged checkpoint: {problem}")
         return found
     path = place(mode)
-    on_every_rank("read the checkpoint", lambda: path, ranks, _content)
+    on_every_rank("read the checkpoint", lambda: path, ranks.control, _content)
     if (path / MANIFEST).exists() and (problems := dcp.shared_damage(path, ranks.control)):
         raise ConfigError(f"resume: {problems[0]}")
     return path

@@ -1,14 +1,16 @@
 """A sample of the trained model's text."""
 
-import torch
+from collections.abc import Callable
 
-from ragged_fsdp.models.sample import sample_tokens
+import torch
+from torch import Tensor
+
 from ragged_fsdp.trainer.config import TrainConfig
 from ragged_fsdp.trainer.ranks import Ranks
 from ragged_fsdp.trainer.sharding import ShardedModel
 from ragged_fsdp.trainer.tokenizers import Tokenizer
 
-__all__ = ["sample_text"]
+__all__ = ["sample_text", "sample_tokens"]
 
 
 def sample_text(model: ShardedModel, tokenizer: Tokenizer, config: TrainConfig, ranks: Ranks) -> str:
@@ -26,3 +28,30 @@ def sample_text(model: ShardedModel, tokenizer: Tokenizer, config: TrainConfig, 
         )
     model.module.train()
     return tokenizer.decode(tokens.tolist())
+
+
+@torch.no_grad()
+def sample_tokens(
+    logits_of: Callable[[Tensor], Tensor],
+    prompt: Tensor,
+    count: int,
+    *,
+    context: int,
+    temperature: float,
+    seed: int,
+) -> Tensor:
+    """``prompt`` (T,) followed by ``count`` tokens, each sampled from what follows those before it.
+
+    ``logits_of`` maps (1, T) token ids to (1, T, vocab). Every rank of a sharded model calls this
+    together; the generator is seeded, so all of them make the same steps. Temperature 0 is greedy.
+    """
+    generator = torch.Generator(device=prompt.device).manual_seed(seed)
+    tokens = prompt
+    for _ in range(count):
+        logits = logits_of(tokens[-context:].unsqueeze(0))[0, -1].float()
+        if temperature == 0:
+            chosen = logits.argmax().view(1)
+        else:
+            chosen = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+        tokens = torch.cat((tokens, chosen.to(tokens.dtype)))
+    return tokens

@@ -28,7 +28,11 @@ def local_processes(config: TrainConfig) -> int:
 
 
 def start(config: TrainConfig) -> dict[str, Any]:
-    """Train; returns what came of it. Refuses settings that cannot work before any process exists."""
+    """Train; returns what came of it.
+
+    Settings that cannot work are refused before any process exists, or by all those that somebody else has
+    started.
+    """
     given = rank_variables()
     if given is None:
         processes = local_processes(config)
@@ -39,7 +43,6 @@ def start(config: TrainConfig) -> dict[str, Any]:
             return launch("ragged_fsdp.trainer.worker:run_rank", config, processes)
         except RankFailure as failure:
             raise RankFailure(f"{failure}\n{_what_is_left(config)}") from None
-    check(config, int(given["WORLD_SIZE"]))
     os.environ.update(given)
     from ragged_fsdp.trainer.worker import run_rank
 

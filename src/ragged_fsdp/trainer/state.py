@@ -68,8 +68,6 @@ def restore(
     checkpoint of another tool may hold the model alone: the optimizer then starts anew.
     """
     names = dcp.stored_names(path)
-    if not any(name.startswith("model.") for name in names):
-        raise ConfigError(f"resume: {path} holds no 'model.*' tensors, so it is not a checkpoint of a model")
     notes = []
     state = state_to_save(model, optimizer, ranks)
     groups = state["optim"].pop("param_groups")  # or those in the checkpoint would win over this run's

@@ -55,7 +55,9 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+        # a model may have more tokens than there are bytes, and say one that stands for none
+        unknown = "\ufffd".encode()
+        return b"".join(bytes([i]) if i < 256 else unknown for i in ids).decode(errors="replace")
 
 
 class FolderTokenizer:

@@ -19,15 +19,13 @@ def run_rank(config: TrainConfig, channel: Connection | None) -> dict[str, Any]:
     stop = StopRequest(config.run.minutes)
     if channel is not None:
         stop.listen_to_launcher(channel)
-        ranks = join(config)
     else:
         if has_agent():
             end_with_parent()
         # Ranks that wait for one that never comes are inside torch, where no handler of ours would run.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         stop.listen_to(signal.SIGUSR1)  # SLURM's, before a time limit
-        ranks = join(config)
-    job = TrainingJob(config, ranks, stop)
+    job = TrainingJob(config, join(config), stop)
     if channel is None:
         stop.listen_to(signal.SIGINT, signal.SIGTERM)  # until here they end at once: there is nothing to save
     outcome = job.run()
