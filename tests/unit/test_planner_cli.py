@@ -397,6 +397,8 @@ def test_advice_takes_replicas_and_memory_into_account(tensors):
         (["{tensors}", "-g", "up"], "expected PATTERN=GRANULARITY"),
         (["{tensors}", "-g", "*.up.*=100rows"], "100 rows do not divide its 256 rows"),
         (["{tensors}", "-w", "blocks.*"], "matches no module"),
+        (["{tensors}", "--threshold", "nan"], "'--threshold': nan is not in the range x>=0"),
+        (["{tensors}", "--advise", "--memory", "-3"], "'--memory': -3.0 is not in the range x>0"),
         (["{tensors}", "--dtype", "int3"], "dtype must be one of"),
         (["{tensors}", "--experts", "some"], "experts must be built"),
         (["{tensors}", "--order", "bets", "-n", "2"], "order must be one of"),

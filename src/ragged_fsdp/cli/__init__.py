@@ -1,8 +1,10 @@
 """The command line: one module per subcommand."""
 
 import gc
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -19,6 +21,20 @@ def given_options() -> dict[str, str]:
         for parameter in context.command.params
         if context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
     }
+
+
+class _Finite(click.FloatRange):
+    """Numbers of a range: click finds that "nan" is in each, and "inf" in those without an end."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{number} is not in the range {self._describe_range()}.", param, ctx)
+        return number
+
+
+FROM_ZERO = _Finite(min=0)
+ABOVE_ZERO = _Finite(min=0, min_open=True)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ragged_fsdp.checkpoint.place import is_url
-from ragged_fsdp.cli import HELP_OPTIONS
+from ragged_fsdp.cli import ABOVE_ZERO, HELP_OPTIONS
 from ragged_fsdp.cli.checkpoint_path import PLACE, find_checkpoint
 
 __all__ = ["command"]
@@ -25,12 +25,7 @@ _DTYPES = {"keep": None, "fp32": "float32", "bf16": "bfloat16", "fp16": "float16
     default="plain",
     help="fp8: matrices as float8 codes with a scale per 128 x 128, as DeepSeek-V3's checkpoints",
 )
-@click.option(
-    "--max-file-gib",
-    type=click.FloatRange(min=0, max=2**20, min_open=True),
-    default=5.0,
-    help="largest file",
-)
+@click.option("--max-file-gib", type=ABOVE_ZERO, default=5.0, help="largest file")
 @click.option("--best", is_flag=True, help="of a run, the best checkpoint instead of the newest")
 @click.option("--overwrite", is_flag=True, help="replace OUT if it is there")
 def command(

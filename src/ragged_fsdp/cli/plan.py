@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
 
-from ragged_fsdp.cli import HELP_OPTIONS, collecting_no_garbage, given_options
+from ragged_fsdp.cli import ABOVE_ZERO, FROM_ZERO, HELP_OPTIONS, collecting_no_garbage, given_options
 from ragged_fsdp.cli.plan_costs import (
     Candidate,
     PaddingWarning,
@@ -57,7 +57,6 @@ _PATIENCE_SECONDS = 1.0  # before a progress bar appears
 _Item = TypeVar("_Item")
 _FILE = click.Path(path_type=Path)
 _FROM_ONE = click.IntRange(min=1)
-_FROM_ZERO = click.FloatRange(min=0)
 _HELP = """Lay a model's parameters out over FSDP ranks and show padding, bounds and buffers.
 
 MODEL is any that `train --model` takes, or a config.json, or a JSON of tensors. By name:
@@ -127,7 +126,7 @@ _ADVISED_BY = {"model", "advising", "gpus", "memory", "hardware", "tokens_per_gp
     default=False,
     help="where a rule does not divide a tensor, take the largest block that does.",
 )
-@click.option("--threshold", type=_FROM_ZERO, default=3.0, help="warn above this padding, in percent.")
+@click.option("--threshold", type=FROM_ZERO, default=3.0, help="warn above this padding, in percent.")
 @click.option(
     "--ranks-per-node",
     "--node",
@@ -142,10 +141,10 @@ _ADVISED_BY = {"model", "advising", "gpus", "memory", "hardware", "tokens_per_gp
 @click.option("--rows", type=_FROM_ONE, default=32, help="most ranks that --show draws.")
 @click.option("--advise", "advising", is_flag=True, help="recommend FSDP sizes for --gpus.")
 @click.option("--gpus", type=_FROM_ONE, default=1024, help="GPUs of the job, for --advise.")
-@click.option("--memory", type=float, help="GiB per GPU for state and buffers, for --advise.")
+@click.option("--memory", type=ABOVE_ZERO, help="GiB per GPU for state and buffers, for --advise.")
 @click.option(
     "--state-bytes",
-    type=_FROM_ZERO,
+    type=FROM_ZERO,
     default=16.0,
     help="bytes of training state per parameter, for --advise.",
 )

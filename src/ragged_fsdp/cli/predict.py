@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 from rich.markup import escape
 
-from ragged_fsdp.cli import HELP_OPTIONS, collecting_no_garbage, given_options
+from ragged_fsdp.cli import ABOVE_ZERO, FROM_ZERO, HELP_OPTIONS, collecting_no_garbage, given_options
 from ragged_fsdp.cli.plan_display import Column, errors_in_one_line, fitted_table, output_console
 
 if TYPE_CHECKING:
@@ -28,8 +28,6 @@ _GIB = 1 << 30
 _FILE = click.Path(path_type=Path)
 _INPUT = click.Path(path_type=Path, exists=True, dir_okay=False)
 _FROM_ONE = click.IntRange(min=1)
-_FROM_ZERO = click.FloatRange(min=0)
-_ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 _NETWORKS = {
     "a100": "a100-200g",
     "h100": "h200-400g",
@@ -93,15 +91,15 @@ Examples:
 @click.option(
     "--expandable-segments/--no-expandable-segments", default=True, help="how torch's allocator is set."
 )
-@click.option("--memory", type=_ABOVE_ZERO, help="GiB of a GPU that may be used.  [default: all of it]")
+@click.option("--memory", type=ABOVE_ZERO, help="GiB of a GPU that may be used.  [default: all of it]")
 @click.option("--fsdp2", is_flag=True, help="show torch's FSDP2 beside ours.")
 @click.option("--search", "searching", is_flag=True, help="find the best settings at one number of GPUs.")
 @click.option("--allow-codes", is_flag=True, help="let --search round weights to 8-bit codes.")
-@click.option("--jitter", type=_FROM_ZERO, default=0.5, help="how much GPUs differ in speed, in percent.")
-@click.option("--mtbf-hours", type=_FROM_ZERO, default=50_700.0, help="GPU-hours between failures.")
-@click.option("--restart-seconds", type=_FROM_ZERO, default=600.0, help="lost by a restart.")
-@click.option("--save-seconds", type=_FROM_ZERO, default=30.0, help="for which a checkpoint stops training.")
-@click.option("--checkpoint-seconds", type=_FROM_ZERO, default=0.0, help="between checkpoints; 0: the best.")
+@click.option("--jitter", type=FROM_ZERO, default=0.5, help="how much GPUs differ in speed, in percent.")
+@click.option("--mtbf-hours", type=FROM_ZERO, default=50_700.0, help="GPU-hours between failures.")
+@click.option("--restart-seconds", type=FROM_ZERO, default=600.0, help="lost by a restart.")
+@click.option("--save-seconds", type=FROM_ZERO, default=30.0, help="for which a checkpoint stops training.")
+@click.option("--checkpoint-seconds", type=FROM_ZERO, default=0.0, help="between checkpoints; 0: the best.")
 @click.option("--json", "as_json", is_flag=True, help="print JSON and nothing else.")
 @click.option("--plot", "plot_file", type=_FILE, help="throughput and MFU over GPUs, svg or png.")
 @click.option("--timeline", type=_FILE, help="a picture of one step at the last number of GPUs, svg.")

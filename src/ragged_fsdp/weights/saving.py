@@ -250,7 +250,7 @@ def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
                 raise ValueError(f"{out} is, or holds, the working directory; give another folder")
             if out.exists() and not overwrite and any(out.iterdir()):
                 raise ValueError(
-                    f"{out} exists and is not empty; give another folder, or say that it be overwritten"
+                    f"{out} exists and is not empty; give another folder, or overwrite=True (--overwrite)"
                 )
             yield writing
             if out.exists():
