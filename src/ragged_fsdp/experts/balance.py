@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.agreement import compare
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.experts.again import check_cut, cut_again
-from ragged_fsdp.experts.dispatch import AllToAll
+from ragged_fsdp.experts.all_to_all import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.experts.levels import TwoLevel
 from ragged_fsdp.experts.parallel import SplitExperts, split_experts_of, split_placement

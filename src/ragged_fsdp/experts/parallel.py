@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
+from ragged_fsdp.experts.all_to_all import all_to_all
 from ragged_fsdp.experts.beside import SharedBeside
 from ragged_fsdp.experts.dispatch import (
     AllGather,
@@ -28,7 +29,6 @@ from ragged_fsdp.experts.dispatch import (
     Meanwhile,
     Route,
     SlicedTokens,
-    all_to_all,
     check_made,
     takes_work,
 )
