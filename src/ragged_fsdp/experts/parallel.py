@@ -23,6 +23,7 @@ from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
 from ragged_fsdp.experts.all_to_all import all_to_all
 from ragged_fsdp.experts.beside import SharedBeside
+from ragged_fsdp.experts.common import CommonParameters
 from ragged_fsdp.experts.dispatch import (
     AllGather,
     Dispatcher,
@@ -58,7 +59,8 @@ _BACKENDS: dict[str, MakeDispatcher] = {
     "two_level": two_level,
 }
 _STYLES = ("ep_dispatch_experts", *_BACKENDS)
-_OF_PARAMETERS = "grouped_gemm"
+_OF_PARAMETERS = ("grouped_gemm", "replicated_with_grad_allreduce")
+"""Styles of what is inside of a module of experts, which follows it."""
 _SHARED = ("shared_experts", "shared_expert")
 _ATTRIBUTE = "_ragged_fsdp_experts"
 
@@ -78,6 +80,7 @@ class SplitExperts:
         before the first."""
         self.dropped: Tensor | None = None
         """How many of those were dropped; None where none can be."""
+        self._common = CommonParameters(module, mesh.get_group())
         self.beside: SharedBeside | None = None
         """A shared expert that is computed while rows travel."""
         self.use(split)
@@ -97,7 +100,8 @@ class SplitExperts:
             dispatcher = getattr(dispatcher, "for_evaluation", dispatcher)
         overlaps = self.beside is not None and self._takes_work
         meanwhile = self.beside.work(tokens) if overlaps else None  # type: ignore[union-attr]
-        mixed, route = mix(self.module, dispatcher, tokens, chosen, weights, meanwhile, self._held)
+        with self._common.added_up():
+            mixed, route = mix(self.module, dispatcher, tokens, chosen, weights, meanwhile, self._held)
         if self.module.training and not in_backward():  # a recomputed layer has been counted
             self._count(route.load, route.dropped)
         return mixed
@@ -289,7 +293,7 @@ def _planned(
         return {name: (module, default) for name, module in known.items()}
     found: dict[str, tuple[nn.Module, MakeDispatcher]] = {}
     for pattern, style in plan.items():
-        if style == _OF_PARAMETERS:  # parameters follow their module
+        if style in _OF_PARAMETERS:
             continue
         if style not in _STYLES:
             raise ValueError(
