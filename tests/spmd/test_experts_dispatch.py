@@ -533,6 +533,10 @@ def test_what_cannot_be_spread_is_refused_and_left_as_it_was(rank):
         expert_parallel(module := model(), mesh, dispatcher=lambda m, s, w=wrong: Broken(m, s, w))
         with pytest.raises(ValueError, match=error):
             module["experts"](*_inputs(3, rank.rank))
+    tied = nn.ModuleDict({"first": Squares(), "second": Squares()})
+    tied["second"].weight = tied["first"].weight
+    with pytest.raises(ValueError, match=r"first.weight is tied to a parameter of second, .* one module"):
+        expert_parallel(tied, mesh)
     spread = model()
     expert_parallel(spread, mesh)
     with pytest.raises(ValueError, match="is a DTensor already"):

@@ -64,6 +64,15 @@ def test_layers_that_share_an_input_quantise_it_once():
     assert counted.calls == {"quantize": 1 + 3, "product": 3, "weight_gradient": 3}
 
 
+def test_a_gradient_of_a_gradient_is_refused():
+    """What is left of it without the codes is another number."""
+    layer = fp8.fp8_training(nn.Sequential(nn.Linear(128, 128)))
+    x = torch.randn(4, 128, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
 def test_a_weight_that_another_module_reads_is_left_alone():
     """The codes have no values for it: it would compute with nans."""
 

@@ -38,6 +38,7 @@ from ragged_fsdp.experts.levels import two_level
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import add_up
 from ragged_fsdp.fsdp.autograd import in_backward
+from ragged_fsdp.fsdp.parts.members import PRODUCT_ATTRIBUTE
 from ragged_fsdp.topology import given_ranks_per_node
 from ragged_fsdp.torch_internals import disable_dynamo
 
@@ -181,7 +182,7 @@ def expert_parallel(
         found = _planned(model, plan, _maker(dispatcher))
         _check_named(split, found)
         for name, (module, _) in found.items():
-            _check_module(name, module)
+            _check_module(model, name, module)
         return {n: (m, own, _split_for(n, m, mesh.size(), split)) for n, (m, own) in found.items()}
 
     def describe(prepared: dict[str, tuple[nn.Module, MakeDispatcher, ExpertSplit]]) -> str:
@@ -215,7 +216,10 @@ def spread(experts: SplitExperts) -> None:
     for name, parameter in expert_parameters(module).items():
         full = parameter.detach().contiguous()
         part = distribute_tensor(full, experts.mesh, [split_placement(experts.split)], src_data_rank=None)
-        setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        held = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        if hasattr(parameter, PRODUCT_ATTRIBUTE):  # fp8_training came first
+            setattr(held, PRODUCT_ATTRIBUTE, getattr(parameter, PRODUCT_ATTRIBUTE))
+        setattr(module, name, held)
     module.__dict__[_ATTRIBUTE] = experts
     module.forward = experts.forward  # type: ignore[method-assign]
 
@@ -332,8 +336,14 @@ def _check_named(given: Any, found: Mapping[str, Any]) -> None:
             )
 
 
-def _check_module(name: str, module: nn.Module) -> None:
+def _check_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    holders = {id(p): n for n, m in model.named_modules() if m is not module for p in m.parameters(False)}
     for own, parameter in expert_parameters(module).items():
+        if id(parameter) in holders:
+            raise ValueError(
+                f"expert_parallel: {name}.{own} is tied to a parameter of {holders[id(parameter)]}, and "
+                "would be another one afterwards; experts that are the same must be one module."
+            )
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"expert_parallel: {name}.{own} is a DTensor already; call it once, and before fully_shard."

@@ -89,15 +89,21 @@ class Fp8Experts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Tokens (N, D), their experts (N, K) and weights (N, K) to the mixed outputs (N, D)."""
-        for own, product in self.fp8_products.items():
-            weight = getattr(self, own)
-            if not hasattr(
-                weight, PRODUCT_ATTRIBUTE
-            ):  # a copy of the model, or another parameter in its place
-                setattr(weight, PRODUCT_ATTRIBUTE, product)
         names = self.fp8_arguments
         tokens, chosen, weights = (*args, *(kwargs[name] for name in names[len(args) :]))
         return mix(self, Here(self.num_experts), tokens, chosen, weights)[0]  # type: ignore[arg-type]
+
+
+def _name_products(experts: Any, _: Any) -> None:
+    """Before a forward, also one that another has replaced: weights say again how they are computed with.
+
+    A weight of a copy of the model does not, nor one in another's place (``to_empty``, ``assign=True``): its
+    products would be those of its dtype, without a word.
+    """
+    for own, product in experts.fp8_products.items():
+        weight = getattr(experts, own)
+        if not hasattr(weight, PRODUCT_ATTRIBUTE):
+            setattr(weight, PRODUCT_ATTRIBUTE, product)
 
 
 def fp8_training(
@@ -108,7 +114,8 @@ def fp8_training(
     Call it before ``fully_shard``, and pass ``gather_policy=ragged_fsdp.fp8.gather_policy`` to that: the
     owners of a weight then quantise it once per gather, and codes travel. A model that is not sharded
     quantises its weights where it computes, to the same bits. Before it, ``parallelize_module`` may split
-    linear layers, and :func:`ragged_fsdp.experts.expert_parallel` spread experts over ranks.
+    linear layers; before or after it :func:`ragged_fsdp.experts.expert_parallel` may spread experts over
+    ranks. Call it again where parameters are made anew: on a copy, after ``to_empty`` or ``assign=True``.
 
     Args:
         model: any module.
@@ -360,6 +367,7 @@ def _enable(name: str, module: Any, backend: str, seen: Seen) -> None:
     module.fp8_products = {own: getattr(p, PRODUCT_ATTRIBUTE) for own, p in _weights(module).items()}
     if experts and not isinstance(module, Fp8Experts):
         module.fp8_arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
+        module.register_forward_pre_hook(_name_products)
     if not isinstance(module, (Fp8Experts, Fp8Linear)):
         kind: Any = type(module)
         module.__class__ = _with(Fp8Experts if experts else Fp8Linear, kind)
