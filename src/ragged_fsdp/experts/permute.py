@@ -167,18 +167,16 @@ def _kernels(tensor: Tensor) -> Any:
 
 
 def _apply(function: Any, tensor: Tensor, *args: Any) -> Tensor:
-    apply = _apply_traced if _kernels(tensor) is None else _apply_untraced
-    applied: Tensor = apply(function, tensor, *args)
+    if _kernels(tensor) is not None:
+        return _apply_untraced(function, tensor, *args)
+    applied: Tensor = function.apply(tensor, *args)
     return applied
 
 
-def _apply_traced(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
-
-
 @disable_dynamo  # that of torch 2.11 fails inside of a function of autograd that launches kernels
-def _apply_untraced(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
+def _apply_untraced(function: Any, *args: Any) -> Tensor:
+    applied: Tensor = function.apply(*args)
+    return applied
 
 
 class _Take(torch.autograd.Function):
