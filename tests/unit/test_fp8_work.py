@@ -73,6 +73,26 @@ def test_a_gradient_of_a_gradient_is_refused():
         grad.square().sum().backward()
 
 
+def test_layers_whose_weight_is_read_past_them_or_computed_stay_as_they_are():
+    """Torch's attention multiplies with its layer's weight itself: sharded, that would be nans."""
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(128, 2),
+            "encoder": nn.TransformerEncoderLayer(128, 2, 128),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(128, 128)),
+            "up": nn.Linear(128, 128),
+        }
+    )
+    rules = fp8.left_out(model)
+    assert (
+        rules["attention.out_proj.weight"] == "is read by its MultiheadAttention, past the layer: exclude it"
+    )
+    assert "read by its TransformerEncoderLayer" in rules["encoder.linear1.weight"]
+    with pytest.raises(ValueError, match=r"attention.out_proj.weight is read by its MultiheadAttention"):
+        fp8.fp8_training(model, include=lambda name, module: True)
+    assert list(fp8.fp8_modules(fp8.fp8_training(model))) == ["up"]
+
+
 def test_a_weight_that_another_module_reads_is_left_alone():
     """The codes have no values for it: it would compute with nans."""
 

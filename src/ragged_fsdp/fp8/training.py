@@ -45,6 +45,8 @@ Include = Callable[[str, nn.Module], bool]
 _CODES = BlockCodes("float8_e4m3fn", (BLOCK, BLOCK), decoded=False)
 _IN_TILES = "store it in tiles (tiles=True; train --granularity '*_proj*=tiles:128x128'), "
 _TILED_MULTIPLE = 16  # what the kernels read begins at multiples of 16 bytes
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""They read the weights of the linear layers in them, the latter where nothing is trained: nans."""
 _EXCLUDED = re.compile(r"(^|\.)(lm_head|output|score|classifier|embed\w*|wte|wpe|\w*norm\w*|gate|router)$")
 
 
@@ -271,11 +273,21 @@ class _Choice(NamedTuple):
 def _choose(model: nn.Module, include: Include | None, tiles: bool) -> _Choice:
     """Which of the modules that could compute in FP8 do."""
     choice = _Choice({}, {}, {})
+    readers = {
+        id(m): type(own).__name__
+        for own in model.modules()
+        if isinstance(own, _READERS)
+        for m in own.children()
+    }
     for name, module in _candidates(model):
         if include is not None and not include(name, module):
             choice.excluded[name] = "include= leaves it out"
         elif include is None and _EXCLUDED.search(name):
             choice.excluded[name] = "left out by its name: a head, a router, a norm or an embedding"
+        elif id(module) in readers:
+            choice.unfit[name] = (
+                f"{name}.weight is read by its {readers[id(module)]}, past the layer: exclude it"
+            )
         elif broken := _broken_rule({f"{name}.{own}": w for own, w in _weights(module).items()}, tiles):
             choice.unfit[name] = broken
         else:
@@ -315,7 +327,11 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if name in experts:
             if hasattr(module, "has_gate") or getattr(module, "uses_grouped_linear", False):
                 yield name, module
-        elif isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Fp8Linear.forward):
+        elif (
+            isinstance(module, nn.Linear)
+            and type(module).forward in (nn.Linear.forward, Fp8Linear.forward)
+            and isinstance(module.weight, nn.Parameter)  # a parametrized one is computed from others
+        ):
             yield name, module
 
 
