@@ -74,7 +74,7 @@ from ragged_fsdp.experts import (
     ExpertSplit,
     Here,
     TwoLevel,
-    dispatch,
+    exchange,
     grouped_linear,
     mix,
 )
@@ -234,7 +234,7 @@ class Mirror:
 def mirrored(mirror: Mirror) -> Iterator[None]:
     with (
         mock.patch.object(dist, "all_to_all_single", mirror),
-        mock.patch.object(dispatch, "joined_launch", mirror.joined),
+        mock.patch.object(exchange, "joined_launch", mirror.joined),
     ):
         yield
 

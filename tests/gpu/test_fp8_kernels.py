@@ -154,7 +154,7 @@ def test_untiling_a_matrix_of_more_than_2_to_the_31_elements(turned):
     )
     source[-height * width :] = torch.arange(height * width, dtype=torch.int64).to(torch.uint8)
     with only_program(columns // BLOCK, rows // BLOCK, 0):
-        kernels.untile_kernel[(1,)](
+        kernels.turning.untile_kernel[(1,)](
             source.view(torch.int32), target.view(torch.int32), 1, rows, columns, turned, BLOCK, BLOCK
         )
     want, whole = source[-height * width :].view(height, width), target.view(rows, columns)

@@ -92,6 +92,34 @@ def test_any_number_of_tokens_on_each_rank(rank):
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+@spmd(4)
+def test_slots_of_no_expert_add_nothing(rank):
+    """Numbered one past the last, as transformers does it: on some ranks, in every way there is."""
+    split, levels = ExpertSplit((1, 0, 2, 1)), Levels(((0, 1), (2, 3)), 2)
+    x, chosen, w = _inputs(5, rank.rank)
+    if rank.rank % 2:
+        chosen[0, 0] = chosen[3] = EXPERTS
+    keep = (chosen < EXPERTS).double()
+    plain = (x, chosen.clamp(max=EXPERTS - 1), (w * keep).detach().requires_grad_())
+    expected = [t.clone() for t in _run(Squares().to(DEVICE), plain)]
+    for make in (
+        AllToAll,
+        functools.partial(AllToAll, most_exchanges=0),
+        functools.partial(AllToAll, capacity=4.0),
+        AllGather,
+        functools.partial(TwoLevel, levels=levels),
+        functools.partial(TwoLevel, levels=levels, capacity=4.0),
+    ):
+        layer = nn.ModuleDict({"experts": Squares().to(DEVICE)})
+        expert_parallel(layer, rank.mesh(), dispatcher=make, split=split)
+        x.grad = w.grad = None
+        out, grad_x, grad_w = _run(layer["experts"], (x, chosen, w))
+        assert torch.allclose(out, expected[0]) and torch.allclose(grad_x, expected[1]), make
+        assert torch.allclose(grad_w, expected[2] * keep), make
+        load = load_of(layer)
+        assert int(load.rows["experts"].sum()) == 4 * 10 - 2 * 3 and not int(load.dropped), make
+
+
 @spmd(2)
 def test_experts_of_another_dtype_than_the_tokens(rank):
     """A rank without experts, or without rows, sends and expects what it would with some."""
@@ -326,6 +354,42 @@ def test_a_shared_expert_is_computed_while_rows_travel(rank):
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, results[0]))
 
 
+class Cut(Layer):
+    """One of the two sees no gradient to the tokens, is called without gradients, or after a write."""
+
+    def __init__(self, where):
+        super().__init__(False)
+        self.where = where
+
+    def forward(self, tokens, chosen, weights):
+        tokens = tokens.clone()
+        with torch.set_grad_enabled(self.where != "no gradients"):
+            routed = self.experts(tokens.detach() if self.where == "routed" else tokens, chosen, weights)
+        if self.where == "written":
+            with torch.no_grad():
+                tokens.mul_(2)
+        return routed + self.shared_experts(tokens.detach() if self.where == "shared" else tokens)
+
+
+@spmd(2)
+def test_what_was_computed_ahead_is_taken_for_the_same_call_only(rank):
+    for where in ("routed", "shared", "no gradients", "written"):
+        results = []
+        for spread_out in (False, True):
+            layer = Cut(where).to(DEVICE)
+            if spread_out:
+                expert_parallel(layer, rank.mesh(), dispatcher=AllToAll)
+            with torch.set_grad_enabled(where != "written"):
+                x, chosen, w = _inputs(4, rank.rank)
+                out = layer(x, chosen, w)
+            if where != "written":
+                out.square().sum().backward()
+            results.append((out, x.grad, layer.shared_experts.weight.grad))
+        for plain, ours in zip(*results):
+            assert (plain is None) == (ours is None), where
+            assert plain is None or torch.allclose(plain, ours), where
+
+
 @spmd(2)
 def test_what_does_not_fit_is_dropped_and_counted(rank):
     """The last tokens for a rank lose; the outputs are those with their weights at zero."""
@@ -469,6 +533,10 @@ def test_what_cannot_be_spread_is_refused_and_left_as_it_was(rank):
         expert_parallel(module := model(), mesh, dispatcher=lambda m, s, w=wrong: Broken(m, s, w))
         with pytest.raises(ValueError, match=error):
             module["experts"](*_inputs(3, rank.rank))
+    tied = nn.ModuleDict({"first": Squares(), "second": Squares()})
+    tied["second"].weight = tied["first"].weight
+    with pytest.raises(ValueError, match=r"first.weight is tied to a parameter of second, .* one module"):
+        expert_parallel(tied, mesh)
     spread = model()
     expert_parallel(spread, mesh)
     with pytest.raises(ValueError, match="is a DTensor already"):

@@ -162,11 +162,21 @@ def test_impossible_moves_change_nothing(rank):
         ({"nothing": ExpertSplit((3, 2))}, "is not spread"),
         ({name: ExpertSplit((3, 3))}, "cannot become"),
         ({name: ExpertSplit((5,))}, "cannot become"),
-        ({name: ExpertSplit((1 + rank.rank, 4 - rank.rank))}, "were given other splits; rank 0 has"),
+        ({name: ExpertSplit((1 + rank.rank, 4 - rank.rank))}, "do not move experts the same: rank 0 has"),
+        # on one rank: the other must not wait for it
+        (
+            {("nothing", name)[rank.rank]: ExpertSplit((1, 4))},
+            "is not spread|rank 0 cannot move experts: Val",
+        ),
     ):
         with pytest.raises(ValueError, match=error):
             move_experts(model, splits, optimizer)
     ids = cases.batch(4)
+    cases.loss_of(model, ids, 60).backward()
+    if rank.rank:
+        optimizer.zero_grad()
+    with pytest.raises((RuntimeError, ValueError), match="has a gradient"):
+        move_experts(model, {name: ExpertSplit((1, 4))}, optimizer)
     cases.loss_of(model, ids, 60).backward()
     with pytest.raises(RuntimeError, match="has a gradient"):
         move_experts(model, {name: ExpertSplit((1, 4))}, optimizer)
@@ -177,4 +187,20 @@ def test_impossible_moves_change_nothing(rank):
         move_experts(model, dict.fromkeys(split_experts_of(model), ExpertSplit((1, 4))), optimizer)
     assert {experts.split for experts in split_experts_of(model).values()} == {ExpertSplit((3, 2))}
     optimizer.zero_grad()
+    _step(model, optimizer, rank)
+    splits = {name: ExpertSplit(held) for name, held in zip(split_experts_of(model), ((1, 4), (5, 0)))}
+    given = dict(reversed(splits.items())) if rank.rank else splits  # in another order
+    assert move_experts(model, given, optimizer) == list(splits)
+    _step(model, optimizer, rank)
+
+
+@spmd(4)
+def test_groups_that_hold_the_same_experts_must_move_them_alike(rank):
+    """Splits by the load of one group alone: the first layer's are the same, and must stay as they are."""
+    model, optimizer = _model(rank, "ours", torch.optim.AdamW)
+    first, second = split_experts_of(model)
+    with pytest.raises(ValueError, match="do not move experts the same: rank"):
+        others = ExpertSplit((1, 4) if rank.rank < 2 else (4, 1))
+        move_experts(model, {first: ExpertSplit((5, 0)), second: others}, optimizer)
+    assert {experts.split for experts in split_experts_of(model).values()} == {ExpertSplit((3, 2))}
     _step(model, optimizer, rank)

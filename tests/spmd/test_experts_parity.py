@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import experts_cases as cases
 from ragged_fsdp import Rows, fully_shard
-from ragged_fsdp.experts import AllToAll, ExpertSplit, expert_parallel
+from ragged_fsdp.experts import AllToAll, ExpertSplit, divide_gradients, expert_parallel
 from ragged_fsdp.optim import clip_grad_norm_
 from ragged_fsdp.torch_internals import checkpoint_wrapper
 from rank_pool import DEVICE, spmd
@@ -140,6 +140,46 @@ def test_every_way_is_that_of_one_process(rank):
                 ]
                 _assert_same(got[0], expected[experts][0], case)
                 _assert_same(got[1], expected[experts][2], case)
+
+
+@spmd(4)
+def test_a_norm_that_all_experts_share(rank):
+    """Muse Spark's experts by the library's plan: each rank's tokens give the norm a part of its gradient."""
+    from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
+    from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
+
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    sizes = {"moe_hidden_size": 8, "moe_intermediate_size": 6, "num_local_experts": cases.EXPERTS}
+    config = MuseSparkTextConfig(hidden_size=8, **sizes, **heads)
+    plan = {name.removeprefix("layers.*.mlp."): style for name, style in config.base_model_ep_plan.items()}
+
+    def made():
+        torch.manual_seed(3)
+        layer = torch.nn.ModuleDict({"experts": MuseSparkExperts(config).to(DEVICE, torch.float64)})
+        for parameter in layer.parameters():
+            torch.nn.init.normal_(parameter)
+        return layer
+
+    def loss(layer, index):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(3 * index, 8, generator=generator)  # the first rank has no tokens
+        chosen = torch.rand(len(x), cases.EXPERTS, generator=generator).argsort(1)[:, :2]
+        weights = torch.rand(len(x), 2, generator=generator)
+        given = x.to(DEVICE).double(), chosen.to(DEVICE), weights.to(DEVICE).double()
+        return layer["experts"](*given).square().sum()
+
+    config._experts_implementation = "eager"
+    plain, mesh = made(), rank.mesh(2, 2, names=("dp", "ep"))
+    (sum(loss(plain, index) for index in range(4)) / 4).backward()
+    for split in (None, ExpertSplit((0, 5))):
+        layer = expert_parallel(made(), mesh["ep"], plan, split=split)
+        fully_shard(layer["experts"], mesh=mesh["dp"])
+        divide_gradients([layer["experts"]], 4)
+        loss(layer, rank.rank).backward()
+        for name, parameter in plain.named_parameters():  # the norm itself computes in fp32
+            got = _whole(layer.get_parameter(name).grad)
+            assert torch.allclose(got, parameter.grad, rtol=1e-5, atol=1e-6), (split, name)
+        assert "weight" not in vars(layer["experts"].post_expert_norm)
 
 
 @spmd(2)

@@ -18,6 +18,7 @@ from ragged_fsdp.block_codes import encode_matrices
 from ragged_fsdp.cli.plan_costs import PlanSettings
 from ragged_fsdp.cli.plan_fp8 import plan_fp8
 from ragged_fsdp.cli.plan_inputs import load_shapes
+from ragged_fsdp.experts import expert_parallel
 from ragged_fsdp.fp8.autograd import Fp8Product
 from ragged_fsdp.models import MoEConfig
 from ragged_fsdp.models.moe import Experts
@@ -345,6 +346,46 @@ def test_inference_mode_before_a_step(rank):
             assert torch.equal(model(given), reference(given))
     assert torch.equal(step(model, batch), step(reference, batch))
     assert_same_gradients(rank, model, reference, "after inference")
+
+
+@spmd(2)
+def test_experts_that_are_spread_before_or_after(rank):
+    """Either order computes in FP8; weights that were made anew do so or say that they cannot."""
+
+    def made(device):
+        with torch.device(device):
+            config = MoEConfig(hidden=WIDE, expert_hidden=WIDE, experts=EXPERTS, init_std=0.1)
+            return nn.ModuleDict({"experts": Experts(config)})
+
+    mesh = rank.mesh(1, 2, names=("dp", "ep"))
+    batch = tokens(rank.device)
+    given = batch, torch.arange(TOKENS, device=rank.device)[:, None] % EXPERTS, batch.new_ones(TOKENS, 1)
+    outputs = []
+    for first in ("experts", "fp8"):
+        torch.manual_seed(0)
+        layer = made("cpu").to(rank.device)
+        if first == "fp8":
+            fp8.fp8_training(layer)
+        expert_parallel(layer, mesh["ep"])
+        if first == "experts":
+            fp8.fp8_training(layer)
+        fully_shard(layer["experts"], mesh=mesh["dp"], gather_policy=fp8.gather_policy)
+        outputs.append(layer["experts"](*given))
+    assert torch.equal(*outputs)
+    for again in (True, False):
+        layer = made("meta")
+        fp8.fp8_training(expert_parallel(layer, mesh["ep"]))
+        layer.to_empty(device=rank.device)
+        for parameter in layer.parameters():
+            nn.init.normal_(parameter)
+        if again:
+            fp8.fp8_training(layer)
+        fully_shard(layer["experts"], mesh=mesh["dp"], gather_policy=fp8.gather_policy)
+        if again:
+            assert layer["experts"](*given).isfinite().all()
+            continue
+        with pytest.raises(RuntimeError, match=r"gate_up_proj was gathered as .*after to_empty\(\)"):
+            layer["experts"](*given)
 
 
 @spmd(2)

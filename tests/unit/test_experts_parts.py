@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragged_fsdp.experts import ExpertSplit, Here, expert_modules
-from ragged_fsdp.experts.dispatch import launches
 from ragged_fsdp.experts.layers import _one_by_one, grouped_linear, in_one_kernel
 from ragged_fsdp.experts.permute import combine, count, order, place, take
 from ragged_fsdp.models import MoEConfig, MoETransformer
@@ -115,11 +114,20 @@ def test_rows_and_their_gradients_are_those_of_indexing():
     assert torch.autograd.gradgradcheck(lambda t: take(t, row_of, len(slot_of)), small)
 
 
-@pytest.mark.parametrize(
-    ("exchanges", "sizes"), [(1, [1]), (2, [2]), (3, [3]), (5, [3, 2]), (16, [2, 2, 4, 8])]
-)
-def test_a_launch_is_no_larger_than_those_before_it(exchanges, sizes):
-    assert launches(exchanges) == sizes
+def test_numbers_of_32_bits_and_tensors_that_are_not_contiguous():
+    torch.manual_seed(0)
+    chosen, x = torch.randint(4, (5, 2)), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    weights, factor = torch.rand(5, 2).double(), torch.randn(5, 6).double()
+    results = []
+    for turned in (False, True):
+        given = chosen.int() if turned else chosen
+        w, f = (t.t().contiguous().t() if turned else t for t in (weights, factor))
+        row_of, counts = order(given, 4)
+        assert torch.equal(counts, order(chosen, 4)[1]) and row_of.dtype == torch.int64
+        out = combine(take(x, row_of, 10).sin(), w.requires_grad_(), row_of, 5)
+        results.append((out, *torch.autograd.grad(out, (x, w), f)))
+        assert torch.equal(count(given, 4).rows(1), count(chosen, 4).rows(1))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
 def test_products_in_one_kernel_are_those_one_by_one():

@@ -64,6 +64,35 @@ def test_layers_that_share_an_input_quantise_it_once():
     assert counted.calls == {"quantize": 1 + 3, "product": 3, "weight_gradient": 3}
 
 
+def test_a_gradient_of_a_gradient_is_refused():
+    """What is left of it without the codes is another number."""
+    layer = fp8.fp8_training(nn.Sequential(nn.Linear(128, 128)))
+    x = torch.randn(4, 128, requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
+def test_layers_whose_weight_is_read_past_them_or_computed_stay_as_they_are():
+    """Torch's attention multiplies with its layer's weight itself: sharded, that would be nans."""
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(128, 2),
+            "encoder": nn.TransformerEncoderLayer(128, 2, 128),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(128, 128)),
+            "up": nn.Linear(128, 128),
+        }
+    )
+    rules = fp8.left_out(model)
+    assert (
+        rules["attention.out_proj.weight"] == "is read by its MultiheadAttention, past the layer: exclude it"
+    )
+    assert "read by its TransformerEncoderLayer" in rules["encoder.linear1.weight"]
+    with pytest.raises(ValueError, match=r"attention.out_proj.weight is read by its MultiheadAttention"):
+        fp8.fp8_training(model, include=lambda name, module: True)
+    assert list(fp8.fp8_modules(fp8.fp8_training(model))) == ["up"]
+
+
 def test_a_weight_that_another_module_reads_is_left_alone():
     """The codes have no values for it: it would compute with nans."""
 

@@ -3,10 +3,10 @@
 :func:`expert_parallel` does it to a model; ``docs/experts.md`` has the picture.
 """
 
+from ragged_fsdp.experts.all_to_all import AllToAll
 from ragged_fsdp.experts.balance import ExpertLoad, balanced_splits, fit_capacity, load_of, move_experts
 from ragged_fsdp.experts.dispatch import (
     AllGather,
-    AllToAll,
     Dispatcher,
     Here,
     Route,

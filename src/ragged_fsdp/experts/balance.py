@@ -11,7 +11,7 @@ its data-parallel group holds of them: memory peaks at the experts of one layer,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.agreement import compare
+from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.experts.again import check_cut, cut_again
-from ragged_fsdp.experts.dispatch import AllToAll
+from ragged_fsdp.experts.all_to_all import AllToAll
 from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.experts.levels import TwoLevel
 from ragged_fsdp.experts.parallel import SplitExperts, split_experts_of, split_placement
 from ragged_fsdp.experts.split import ExpertSplit
+from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.optim.base import ExactStateOptimizer
 
 __all__ = ["ExpertLoad", "balanced_splits", "fit_capacity", "load_of", "move_experts"]
@@ -149,17 +150,15 @@ def move_experts(
         The names of the modules that moved: those whose split changed.
     """
     found = split_experts_of(model)
-    for name, split in splits.items():
-        if name not in found:
-            raise ValueError(f"move_experts: {name!r} is not spread; there are {', '.join(found)}.")
-        now = found[name].split
-        if (split.ranks, split.experts) != (now.ranks, now.experts):
-            raise ValueError(f"move_experts: {name} has {now}, which cannot become {split}.")
-    _compare(found, splits)
-    moving = {name: split for name, split in splits.items() if split != found[name].split}
-    for name in moving:  # all of them before the first moves
-        _check_state(name, found[name].module, optimizer)
-        check_cut(found[name].module, expert_parameters(found[name].module))
+    if not found:
+        raise ValueError("move_experts: no experts are spread over ranks; call expert_parallel first.")
+    moving = done_alike(  # all that can be wrong, before the first moves
+        "move experts",
+        lambda: _checked(found, splits, optimizer),
+        lambda moving: "\n".join(f"{name} {split.held}" for name, split in moving.items()),
+        _groups(found.values()),
+        device_of(next(iter(found.values())).mesh),
+    )
     for name, split in moving.items():
         _move(found[name], split, optimizer)
     if moving and optimizer is not None:
@@ -168,14 +167,32 @@ def move_experts(
     return list(moving)
 
 
-def _compare(found: Mapping[str, SplitExperts], splits: Mapping[str, ExpertSplit]) -> None:
-    """Raise on every rank unless all that hold parts of the same experts were given the same splits."""
-    meshes = {experts.mesh.get_group(): experts.mesh for experts in found.values()}
-    text = "\n".join(f"{name} {splits[name].held}" for name in found if name in splits)
-    for group, mesh in meshes.items():
-        differs = compare(text, [group], torch.device(mesh.device_type))
-        if differs is not None:
-            raise ValueError(f"move_experts: the ranks were given other splits; {differs.difference}.")
+def _checked(
+    found: Mapping[str, SplitExperts],
+    splits: Mapping[str, ExpertSplit],
+    optimizer: torch.optim.Optimizer | None,
+) -> dict[str, ExpertSplit]:
+    """The splits that are others than now, in the order of the model: ranks may give them in any."""
+    for name, split in splits.items():
+        if name not in found:
+            raise ValueError(f"move_experts: {name!r} is not spread; there are {', '.join(found)}.")
+        now = found[name].split
+        if (split.ranks, split.experts) != (now.ranks, now.experts):
+            raise ValueError(f"move_experts: {name} has {now}, which cannot become {split}.")
+    moving = {
+        name: splits[name] for name in found if splits.get(name, found[name].split) != found[name].split
+    }
+    for name in moving:
+        _check_state(name, found[name].module, optimizer)
+        check_cut(found[name].module, expert_parameters(found[name].module))
+    return moving
+
+
+def _groups(found: Collection[SplitExperts]) -> Iterable[dist.ProcessGroup | None]:
+    """Those that experts are spread over, then those that hold the same ones."""
+    states = [state for experts in found if (state := state_of(experts.module)) is not None]
+    data = [group for state in states for group in state.call[1].key()]
+    return dict.fromkeys([*(experts.mesh.get_group() for experts in found), *data])
 
 
 def _move(experts: SplitExperts, split: ExpertSplit, optimizer: torch.optim.Optimizer | None) -> None:

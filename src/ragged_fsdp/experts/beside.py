@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ragged_fsdp.fsdp.autograd import in_backward
+from ragged_fsdp.torch_internals import version_of
 
 __all__ = ["SharedBeside"]
 
@@ -28,8 +29,8 @@ class SharedBeside:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._forward = module, module.forward
-        self._ahead: tuple[Tensor, Tensor] | None = None
-        """Tokens and their output, until the model's call takes it."""
+        self._ahead: tuple[Tensor, tuple[Any, ...], Tensor] | None = None
+        """Tokens, their state then and their output, until the model's call takes it."""
         self._is_wanted = True
         """Whether the model calls it after the experts, on their tokens."""
         self._was_recomputed = False
@@ -46,25 +47,32 @@ class SharedBeside:
 
     def _compute(self, tokens: Tensor) -> None:
         self._was_recomputed = in_backward()
-        self._ahead = (tokens, self._forward(tokens))
+        self._ahead = (tokens, _state_of(tokens), self._forward(tokens))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's call."""
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and len(args) == 1 and not kwargs and _is_same(args[0], ahead[0]):
-            return ahead[1].view(*args[0].shape[:-1], ahead[1].shape[-1])
+        if ahead is not None and len(args) == 1 and not kwargs and _is_same(args[0], *ahead[:2]):
+            return ahead[2].view(*args[0].shape[:-1], ahead[2].shape[-1])
         self._is_wanted = False
         return self._forward(*args, **kwargs)
 
 
-def _is_same(given: Any, tokens: Tensor) -> bool:
-    """Whether these are the same elements, in another shape at most."""
+def _state_of(tokens: Tensor) -> tuple[Any, ...]:
+    """What an output depends on beside the elements: whether gradients go back, and writes until now."""
+    version = None if tokens.is_inference() else version_of(tokens)
+    return torch.is_grad_enabled(), tokens.requires_grad, version
+
+
+def _is_same(given: Any, tokens: Tensor, state: tuple[Any, ...]) -> bool:
+    """Whether these are the same elements in the same state, in another shape at most."""
     return (
         isinstance(given, Tensor)
         and given.numel() == tokens.numel()
         and given.shape[-1:] == tokens.shape[-1:]
         and given.data_ptr() == tokens.data_ptr()
         and given.is_contiguous()
+        and _state_of(given) == state
     )

@@ -37,8 +37,9 @@ _FUSED = ("num_experts", "has_gate", "has_bias", "is_transposed", "down_proj", "
 class GroupedExperts(Protocol):
     """What a module of experts must have to be split over ranks.
 
-    Parameters whose first dim is ``num_experts`` are split, along that dim; the others stay whole. The
-    module's ``forward`` takes tokens (N, D), chosen experts (N, K) and weights (N, K).
+    Parameters whose first dim is ``num_experts`` are split, along that dim. The others stay whole, and their
+    gradients are added up over the ranks. The module's ``forward`` takes tokens (N, D), chosen experts (N, K)
+    and weights (N, K).
     """
 
     num_experts: int
@@ -46,8 +47,13 @@ class GroupedExperts(Protocol):
     def apply_to_groups(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Rows (R, D), ``counts[i]`` of them for the i-th expert that this rank holds, to their outputs.
 
-        The parameters hold this rank's experts alone: ``to_local()`` of them. Rows after the last group are
-        padding, whose outputs and gradients are not used.
+        The parameters hold this rank's experts alone: :func:`held_part` of them. A rank without rows or
+        experts calls it too, and its result must depend on the same parameters, as that of
+        :func:`grouped_linear` does: ranks wait for each other in backward.
+
+        Rows after the last group are padding, whose outputs and gradients are not used. What
+        :func:`grouped_linear` makes of them on a GPU may be nan, though, and their gradient of zero times nan
+        is nan: mask them before they meet a parameter that all experts share.
         """
         ...
 

@@ -23,17 +23,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ragged_fsdp.dbuffer.checks import device_of
-from ragged_fsdp.experts.dispatch import (
-    AllToAll,
-    Asked,
-    Dispatched,
-    Dispatcher,
-    Meanwhile,
-    Route,
-    agree_on_tokens,
-    all_to_all,
-    exchange,
-)
+from ragged_fsdp.experts.all_to_all import AllToAll, agree_on_tokens, all_to_all
+from ragged_fsdp.experts.dispatch import Dispatched, Dispatcher, Route
+from ragged_fsdp.experts.exchange import Asked, Meanwhile, exchange
 from ragged_fsdp.experts.permute import combine, count, place, take
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import keep_largest
@@ -166,8 +158,12 @@ class TwoLevel:
         return self._split.experts
 
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The node of each expert, by its place on the rail, and its number there; copied once."""
+        """The node of each expert, by its place on the rail, and its number there; of no expert, no node.
+
+        Copied once.
+        """
         if device not in self._constants:
-            places = torch.tensor([self._places[e] for e in range(self._split.experts)], device=device)
+            known = [self._places[e] for e in range(self._split.experts)]
+            places = torch.tensor([*known, (self._nodes, 0)], device=device)
             self._constants[device] = (places[:, 0].contiguous(), places[:, 1].contiguous())
         return self._constants[device]

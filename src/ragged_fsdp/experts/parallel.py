@@ -21,14 +21,15 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.agreement import done_alike
 from ragged_fsdp.dtensor import RaggedShard, distribute_tensor
+from ragged_fsdp.experts.all_to_all import all_to_all
 from ragged_fsdp.experts.beside import SharedBeside
+from ragged_fsdp.experts.common import CommonParameters
 from ragged_fsdp.experts.dispatch import (
     AllGather,
     Dispatcher,
     Meanwhile,
     Route,
     SlicedTokens,
-    all_to_all,
     check_made,
     takes_work,
 )
@@ -37,6 +38,7 @@ from ragged_fsdp.experts.levels import two_level
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import add_up
 from ragged_fsdp.fsdp.autograd import in_backward
+from ragged_fsdp.fsdp.parts.members import PRODUCT_ATTRIBUTE
 from ragged_fsdp.topology import given_ranks_per_node
 from ragged_fsdp.torch_internals import disable_dynamo
 
@@ -58,7 +60,8 @@ _BACKENDS: dict[str, MakeDispatcher] = {
     "two_level": two_level,
 }
 _STYLES = ("ep_dispatch_experts", *_BACKENDS)
-_OF_PARAMETERS = "grouped_gemm"
+_OF_PARAMETERS = ("grouped_gemm", "replicated_with_grad_allreduce")
+"""Styles of what is inside of a module of experts, which follows it."""
 _SHARED = ("shared_experts", "shared_expert")
 _ATTRIBUTE = "_ragged_fsdp_experts"
 
@@ -78,6 +81,7 @@ class SplitExperts:
         before the first."""
         self.dropped: Tensor | None = None
         """How many of those were dropped; None where none can be."""
+        self._common = CommonParameters(module, mesh.get_group())
         self.beside: SharedBeside | None = None
         """A shared expert that is computed while rows travel."""
         self.use(split)
@@ -97,7 +101,8 @@ class SplitExperts:
             dispatcher = getattr(dispatcher, "for_evaluation", dispatcher)
         overlaps = self.beside is not None and self._takes_work
         meanwhile = self.beside.work(tokens) if overlaps else None  # type: ignore[union-attr]
-        mixed, route = mix(self.module, dispatcher, tokens, chosen, weights, meanwhile, self._held)
+        with self._common.added_up():
+            mixed, route = mix(self.module, dispatcher, tokens, chosen, weights, meanwhile, self._held)
         if self.module.training and not in_backward():  # a recomputed layer has been counted
             self._count(route.load, route.dropped)
         return mixed
@@ -177,7 +182,7 @@ def expert_parallel(
         found = _planned(model, plan, _maker(dispatcher))
         _check_named(split, found)
         for name, (module, _) in found.items():
-            _check_module(name, module)
+            _check_module(model, name, module)
         return {n: (m, own, _split_for(n, m, mesh.size(), split)) for n, (m, own) in found.items()}
 
     def describe(prepared: dict[str, tuple[nn.Module, MakeDispatcher, ExpertSplit]]) -> str:
@@ -211,7 +216,10 @@ def spread(experts: SplitExperts) -> None:
     for name, parameter in expert_parameters(module).items():
         full = parameter.detach().contiguous()
         part = distribute_tensor(full, experts.mesh, [split_placement(experts.split)], src_data_rank=None)
-        setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+        held = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        if hasattr(parameter, PRODUCT_ATTRIBUTE):  # fp8_training came first
+            setattr(held, PRODUCT_ATTRIBUTE, getattr(parameter, PRODUCT_ATTRIBUTE))
+        setattr(module, name, held)
     module.__dict__[_ATTRIBUTE] = experts
     module.forward = experts.forward  # type: ignore[method-assign]
 
@@ -289,7 +297,7 @@ def _planned(
         return {name: (module, default) for name, module in known.items()}
     found: dict[str, tuple[nn.Module, MakeDispatcher]] = {}
     for pattern, style in plan.items():
-        if style == _OF_PARAMETERS:  # parameters follow their module
+        if style in _OF_PARAMETERS:
             continue
         if style not in _STYLES:
             raise ValueError(
@@ -328,8 +336,14 @@ def _check_named(given: Any, found: Mapping[str, Any]) -> None:
             )
 
 
-def _check_module(name: str, module: nn.Module) -> None:
+def _check_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    holders = {id(p): n for n, m in model.named_modules() if m is not module for p in m.parameters(False)}
     for own, parameter in expert_parameters(module).items():
+        if id(parameter) in holders:
+            raise ValueError(
+                f"expert_parallel: {name}.{own} is tied to a parameter of {holders[id(parameter)]}, and "
+                "would be another one afterwards; experts that are the same must be one module."
+            )
         if isinstance(parameter, DTensor):
             raise ValueError(
                 f"expert_parallel: {name}.{own} is a DTensor already; call it once, and before fully_shard."

@@ -84,7 +84,7 @@ def rows_reference(
 ) -> Tensor:
     """What :class:`Counted` finds, by sorting."""
     slots = _numbers(chosen, number_of)
-    row_of = torch.empty_like(slots)
+    row_of = torch.empty_like(slots, dtype=torch.int64)
     row_of[slots.argsort(stable=True)] = torch.arange(len(slots), device=slots.device)
     if room is not None:
         counts = count_reference(chosen, groups, number_of)
@@ -167,18 +167,16 @@ def _kernels(tensor: Tensor) -> Any:
 
 
 def _apply(function: Any, tensor: Tensor, *args: Any) -> Tensor:
-    apply = _apply_traced if _kernels(tensor) is None else _apply_untraced
-    applied: Tensor = apply(function, tensor, *args)
+    if _kernels(tensor) is not None:
+        return _apply_untraced(function, tensor, *args)
+    applied: Tensor = function.apply(tensor, *args)
     return applied
 
 
-def _apply_traced(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
-
-
 @disable_dynamo  # that of torch 2.11 fails inside of a function of autograd that launches kernels
-def _apply_untraced(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
+def _apply_untraced(function: Any, *args: Any) -> Tensor:
+    applied: Tensor = function.apply(*args)
+    return applied
 
 
 class _Take(torch.autograd.Function):
@@ -235,6 +233,6 @@ class _Combine(torch.autograd.Function):
         if kernels is not None:
             return *kernels.combine_backward(grads[0], rows, weights, row_of), None, None
         of_slots = grads[0].unsqueeze(1) * weights.unsqueeze(-1)
-        grad_rows = place(of_slots.view(-1, rows.shape[-1]), row_of, len(rows), 0)
+        grad_rows = place(of_slots.flatten(0, 1), row_of, len(rows), 0)
         grad_weights = (_slots(rows, row_of, *weights.shape) * grads[0].unsqueeze(1)).sum(-1)
         return grad_rows.to(rows.dtype), grad_weights.to(weights.dtype), None, None

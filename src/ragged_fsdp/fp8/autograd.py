@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ragged_fsdp.block_codes import encode_matrices
 from ragged_fsdp.fp8 import products
@@ -124,8 +125,8 @@ class Fp8Product:
         if getattr(weight, MANAGED_ATTRIBUTE, False):
             raise RuntimeError(
                 f"fp8: {self.name} was gathered as {weight.dtype}, not as codes; pass "
-                "gather_policy=ragged_fsdp.fp8.gather_policy to the fully_shard call that manages it, and "
-                "call fp8_training on the model itself, not on one it is a copy of."
+                "gather_policy=ragged_fsdp.fp8.gather_policy to the fully_shard call that manages it; before "
+                "that, call fp8_training again on a copy of a model, and after to_empty() or assign=True."
             )
         with torch.no_grad():
             return CodedWeight(*encode_matrices(weight.detach()))
@@ -178,6 +179,7 @@ class _Product(torch.autograd.Function):
         return products.product(x_codes, x_scales, codes, scales, table, starts, rows.dtype, turn, backend)
 
     @staticmethod
+    @once_differentiable  # a gradient's own would miss what goes through the codes
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales, x_turned, x_turned_scales, table, starts = ctx.saved_tensors
         to_rows, to_weight = ctx.needs_input_grad[:2]

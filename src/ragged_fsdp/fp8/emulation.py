@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ragged_fsdp.block_codes import encoded
-from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned, groups_of
+from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_quantized, groups_of
 from ragged_fsdp.policy import BlockCodes
 from ragged_fsdp.tiling import untiled
 
@@ -34,12 +34,10 @@ def quantize(
         first of its tiles on and zeros behind them; their scales (tiles, K). What is not asked for is empty.
         ``seen``, of one int32, becomes 1 if a value is not finite.
     """
-    rows, columns = values.shape
-    tiles, blocks = groups.tiles, -(-columns // BLOCK)
-    codes = values.new_zeros((rows, columns) if rowwise else (0, columns), dtype=torch.float8_e4m3fn)
-    scales = values.new_zeros((blocks, rows) if rowwise else (0, rows), dtype=torch.float32)
-    turned_codes = empty_turned(values, tiles if turned else 0, columns, groups.size).zero_()
-    turned_scales = values.new_zeros((tiles if turned else 0, columns), dtype=torch.float32)
+    columns = values.shape[1]
+    blocks = -(-columns // BLOCK)
+    made = empty_quantized(values, groups.tiles, groups.size, rowwise, turned)
+    codes, scales, turned_codes, turned_scales = (tensor.zero_() for tensor in made)
     broken = torch.zeros((), dtype=torch.bool, device=values.device)
     for tile, (_, first, end) in enumerate(groups.table.t().tolist()):
         part = values[first : min(end, first + BLOCK)].float()
@@ -48,14 +46,14 @@ def quantize(
         here = slice(first, first + len(part))
         if rowwise:
             wide = pad(part, (0, blocks * BLOCK - columns)).view(-1, 1, blocks, BLOCK)
-            made, made_scales = encoded(wide, _ROWWISE)
-            codes[here] = made.view(len(part), -1)[:, :columns]
-            scales[:, here] = made_scales.view(-1, blocks).t()
+            own, own_scales = encoded(wide, _ROWWISE)
+            codes[here] = own.view(len(part), -1)[:, :columns]
+            scales[:, here] = own_scales.view(-1, blocks).t()
         if turned:
             high = pad(part, (0, 0, 0, BLOCK - len(part))).view(1, BLOCK, columns, 1)
-            made, made_scales = encoded(high, _COLUMNWISE)
-            turned_codes[tile] = made.view(BLOCK, columns).t()
-            turned_scales[tile] = made_scales.view(-1)
+            own, own_scales = encoded(high, _COLUMNWISE)
+            turned_codes[tile] = own.view(BLOCK, columns).t()
+            turned_scales[tile] = own_scales.view(-1)
         broken |= ~part.isfinite().all()
     if seen is not None:
         seen.masked_fill_(broken, 1)

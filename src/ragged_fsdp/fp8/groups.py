@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "Groups", "columns_of", "empty_turned", "groups_of", "one_group"]
+__all__ = ["BLOCK", "Groups", "columns_of", "empty_quantized", "groups_of", "one_group"]
 
 BLOCK = 128
 """Elements that share a scale: along the contracted dim, and for weights along the other too."""
@@ -63,7 +63,7 @@ def one_group(rows: int, device: torch.device) -> Groups:
     return Groups(table, torch.tensor([0, tiles], dtype=torch.int32, device=device))
 
 
-def empty_turned(like: Tensor, tiles: int, columns: int, groups: int) -> Tensor:
+def _empty_turned(like: Tensor, tiles: int, columns: int, groups: int) -> Tensor:
     """Room for codes turned, (tiles, columns, 128): the columns of a tile, each with its 128 rows.
 
     Of several groups a tile is one run, which a group's product reads; of one group a column is, over all
@@ -73,6 +73,24 @@ def empty_turned(like: Tensor, tiles: int, columns: int, groups: int) -> Tensor:
         return like.new_empty((tiles, columns, BLOCK), dtype=torch.float8_e4m3fn)
     whole = like.new_empty((columns, tiles * BLOCK), dtype=torch.float8_e4m3fn)
     return whole.view(columns, tiles, BLOCK).transpose(0, 1)
+
+
+def empty_quantized(
+    values: Tensor, tiles: int, groups: int, rowwise: bool, turned: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Room for what quantising gives of rows (R, K), cut into so many tiles: nothing of what is not wanted.
+
+    Codes (R, K), scales (blocks of K, R), codes turned (tiles, K, 128), their scales (tiles, K).
+    """
+    rows, columns = values.shape
+    blocks = (columns + BLOCK - 1) // BLOCK
+    high = tiles if turned else 0
+    return (
+        values.new_empty((rows, columns) if rowwise else (0, columns), dtype=torch.float8_e4m3fn),
+        values.new_empty((blocks, rows) if rowwise else (0, rows), dtype=torch.float32),
+        _empty_turned(values, high, columns, groups),
+        values.new_empty((high, columns), dtype=torch.float32),
+    )
 
 
 def columns_of(weight: Tensor, scales: Tensor, inner: int, turned: bool) -> int:

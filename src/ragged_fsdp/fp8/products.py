@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.library import define, impl, register_fake
 
 from ragged_fsdp.fp8 import emulation
-from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_turned, one_group
+from ragged_fsdp.fp8.groups import BLOCK, Groups, columns_of, empty_quantized, one_group
 
 __all__ = [
     "BACKENDS",
@@ -121,16 +121,8 @@ def _fake_quantize(
     turned: bool,
     backend: str,
 ) -> Quantized:
-    rows, columns = values.shape
-    tiles = (rows + BLOCK - 1) // BLOCK if table is None else table.shape[1]
-    blocks = (columns + BLOCK - 1) // BLOCK
-    codes, scales = torch.float8_e4m3fn, torch.float32
-    return (
-        values.new_empty((rows, columns) if rowwise else (0, columns), dtype=codes),
-        values.new_empty((blocks, rows) if rowwise else (0, rows), dtype=scales),
-        empty_turned(values, tiles if turned else 0, columns, 1 if starts is None else starts.shape[0] - 1),
-        values.new_empty((tiles, columns) if turned else (0, columns), dtype=scales),
-    )
+    tiles = (values.shape[0] + BLOCK - 1) // BLOCK if table is None else table.shape[1]
+    return empty_quantized(values, tiles, 1 if starts is None else starts.shape[0] - 1, rowwise, turned)
 
 
 @impl("ragged_fsdp::fp8_product", _DEVICES)

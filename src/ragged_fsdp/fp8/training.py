@@ -45,6 +45,8 @@ Include = Callable[[str, nn.Module], bool]
 _CODES = BlockCodes("float8_e4m3fn", (BLOCK, BLOCK), decoded=False)
 _IN_TILES = "store it in tiles (tiles=True; train --granularity '*_proj*=tiles:128x128'), "
 _TILED_MULTIPLE = 16  # what the kernels read begins at multiples of 16 bytes
+_READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""They read the weights of the linear layers in them, the latter where nothing is trained: nans."""
 _EXCLUDED = re.compile(r"(^|\.)(lm_head|output|score|classifier|embed\w*|wte|wpe|\w*norm\w*|gate|router)$")
 
 
@@ -89,15 +91,21 @@ class Fp8Experts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Tokens (N, D), their experts (N, K) and weights (N, K) to the mixed outputs (N, D)."""
-        for own, product in self.fp8_products.items():
-            weight = getattr(self, own)
-            if not hasattr(
-                weight, PRODUCT_ATTRIBUTE
-            ):  # a copy of the model, or another parameter in its place
-                setattr(weight, PRODUCT_ATTRIBUTE, product)
         names = self.fp8_arguments
         tokens, chosen, weights = (*args, *(kwargs[name] for name in names[len(args) :]))
         return mix(self, Here(self.num_experts), tokens, chosen, weights)[0]  # type: ignore[arg-type]
+
+
+def _name_products(experts: Any, _: Any) -> None:
+    """Before a forward, also one that another has replaced: weights say again how they are computed with.
+
+    A weight of a copy of the model does not, nor one in another's place (``to_empty``, ``assign=True``): its
+    products would be those of its dtype, without a word.
+    """
+    for own, product in experts.fp8_products.items():
+        weight = getattr(experts, own)
+        if not hasattr(weight, PRODUCT_ATTRIBUTE):
+            setattr(weight, PRODUCT_ATTRIBUTE, product)
 
 
 def fp8_training(
@@ -108,7 +116,8 @@ def fp8_training(
     Call it before ``fully_shard``, and pass ``gather_policy=ragged_fsdp.fp8.gather_policy`` to that: the
     owners of a weight then quantise it once per gather, and codes travel. A model that is not sharded
     quantises its weights where it computes, to the same bits. Before it, ``parallelize_module`` may split
-    linear layers, and :func:`ragged_fsdp.experts.expert_parallel` spread experts over ranks.
+    linear layers; before or after it :func:`ragged_fsdp.experts.expert_parallel` may spread experts over
+    ranks. Call it again where parameters are made anew: on a copy, after ``to_empty`` or ``assign=True``.
 
     Args:
         model: any module.
@@ -264,11 +273,21 @@ class _Choice(NamedTuple):
 def _choose(model: nn.Module, include: Include | None, tiles: bool) -> _Choice:
     """Which of the modules that could compute in FP8 do."""
     choice = _Choice({}, {}, {})
+    readers = {
+        id(m): type(own).__name__
+        for own in model.modules()
+        if isinstance(own, _READERS)
+        for m in own.children()
+    }
     for name, module in _candidates(model):
         if include is not None and not include(name, module):
             choice.excluded[name] = "include= leaves it out"
         elif include is None and _EXCLUDED.search(name):
             choice.excluded[name] = "left out by its name: a head, a router, a norm or an embedding"
+        elif id(module) in readers:
+            choice.unfit[name] = (
+                f"{name}.weight is read by its {readers[id(module)]}, past the layer: exclude it"
+            )
         elif broken := _broken_rule({f"{name}.{own}": w for own, w in _weights(module).items()}, tiles):
             choice.unfit[name] = broken
         else:
@@ -308,7 +327,11 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if name in experts:
             if hasattr(module, "has_gate") or getattr(module, "uses_grouped_linear", False):
                 yield name, module
-        elif isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Fp8Linear.forward):
+        elif (
+            isinstance(module, nn.Linear)
+            and type(module).forward in (nn.Linear.forward, Fp8Linear.forward)
+            and isinstance(module.weight, nn.Parameter)  # a parametrized one is computed from others
+        ):
             yield name, module
 
 
@@ -360,6 +383,7 @@ def _enable(name: str, module: Any, backend: str, seen: Seen) -> None:
     module.fp8_products = {own: getattr(p, PRODUCT_ATTRIBUTE) for own, p in _weights(module).items()}
     if experts and not isinstance(module, Fp8Experts):
         module.fp8_arguments = list(inspect.signature(type(module).forward).parameters)[1:4]
+        module.register_forward_pre_hook(_name_products)
     if not isinstance(module, (Fp8Experts, Fp8Linear)):
         kind: Any = type(module)
         module.__class__ = _with(Fp8Experts if experts else Fp8Linear, kind)

@@ -1,0 +1,84 @@
+"""Parameters that all experts of a layer use: each rank's experts give them a part of the gradient.
+
+They stay whole on every rank that experts are spread over, such as the norm behind the experts of
+Muse Spark. A rank applies them to the rows of its own experts, which are rows of all ranks' tokens. So what
+it finds is a part of the sum that one process would find, and without the other parts the ranks would train
+apart. Here the parts are added up, so that these gradients are sums over the ranks as those of experts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+
+from ragged_fsdp.experts.layers import expert_parameters
+
+__all__ = ["CommonParameters"]
+
+
+class CommonParameters:
+    """The parameters of a module of experts that have no entry per expert.
+
+    Args:
+        module: the experts.
+        group: the ranks that experts are spread over.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+        self._module, self._group = module, group
+        own = expert_parameters(module)
+        self._places = [
+            (owner, name)
+            for owner in module.modules()
+            for name, _ in owner.named_parameters(recurse=False)
+            if owner is not module or name not in own
+        ]
+
+    @contextmanager
+    def added_up(self) -> Iterator[None]:
+        """Within it the module computes with tensors whose gradients are added up over the ranks."""
+        found = [
+            (owner, name)
+            for owner, name in self._places
+            if getattr(owner, name).requires_grad
+            # one that is sharded by itself is reduced over all ranks by its own call
+            and (owner is self._module or not isinstance(owner, FSDPModule))
+        ]
+        if not found or self._group.size() == 1 or not torch.is_grad_enabled():
+            yield
+            return
+        parameters = (getattr(owner, name) for owner, name in found)
+        try:
+            for (owner, name), tensor in zip(found, _AddUp.apply(self._group, *parameters)):
+                owner.__dict__[name] = tensor  # found before the parameter, which stays registered
+            yield
+        finally:
+            for owner, name in found:
+                owner.__dict__.pop(name, None)
+
+
+class _AddUp(torch.autograd.Function):
+    """The tensors themselves; backward adds up the gradients that the ranks have for them."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        made = []
+        for grad in grads:  # sums of many ranks lose too much in half precision
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            total = grad.to(wide, copy=True, memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=ctx.group)
+            made.append(total.to(grad.dtype))
+        return (None, *made)
