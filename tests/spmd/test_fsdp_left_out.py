@@ -74,6 +74,31 @@ def test_adapters_attached_after_sharding_are_refused_or_adopted(rank, after_for
 
 
 @spmd(2)
+def test_what_was_set_before_an_adoption_holds_for_what_is_adopted(rank):
+    """Else its gradients would be divided by another number, and reduced in each microbatch."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.set_gradient_divide_factor(1.0)
+    model.set_requires_gradient_sync(False)
+    _attach(model)
+    _attach(reference)
+    adopt_parameters(model)
+    for microbatch in range(2):
+        if microbatch == 1:
+            assert all(p.grad is None for p in model.parameters())
+            model.set_requires_gradient_sync(True)
+        model(tokens(rank, microbatch)).backward()
+        reference(tokens(rank, microbatch)).backward()
+    average_gradients(reference)
+    for parameter in reference.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(rank.world_size)
+    assert_same(model, reference, tolerance=1e-6, grads=True)
+
+
+@spmd(2)
 def test_frozen_and_ignored_parameters_may_stay_outside(rank):
     model, reference = build(Transformer, rank.device)
     ignored = model.layers[0].mlp.up.weight

@@ -121,8 +121,7 @@ class FSDPModule(TorchFSDPModule):
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in state.groups:
             group.reset_sharded_params()
-            if not group.stale:
-                group.lazy_init()
+            group.stale = True  # prepared before its next gather: others of a list may be cast after this one
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
