@@ -606,16 +606,16 @@ def _name(groups: Sequence[ParamGroup], module: nn.Module) -> None:
 
 
 def _check_shared(groups: Sequence[ParamGroup]) -> None:
-    seen: set[int] = set()
+    seen: set[object] = set()
     for group in groups:
         for param in group.params:
-            if param.uid in seen:
+            if param.identity in seen:
                 raise ValueError(
                     f"Parameter '{param.fqn}' is shared with a parameter already managed "
                     "by another FSDP group. For shared/tied parameters, use "
                     "fully_shard([module_a, module_b]) to place them in the same FSDP group."
                 )
-            seen.add(param.uid)
+            seen.add(param.identity)
 
 
 def _find_companions(groups: Sequence[ParamGroup]) -> None:
