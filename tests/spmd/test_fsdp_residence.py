@@ -206,8 +206,8 @@ def test_an_optimizer_step_makes_what_an_evaluation_gathered_old(rank: Rank, how
     if how == "moved":
         model.to(rank.device)
     elif how == "assigned":
-        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-        model.reshard()
+        copies = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(copies, assign=True)
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, reference)]
     for step in range(2):
         backward_both(model, reference, tokens(rank, step))

@@ -324,7 +324,7 @@ def test_what_a_step_sends_is_received_in_the_same_step(domains, rounds):
         ("abcd", False, "reduce_scatter"),
     ],
 )
-def test_auto_never_sends_a_gradient_from_several_ranks_of_a_node(domains: str, widens: bool, picked: str) -> None:
+def test_auto_never_sends_a_gradient_over_several_cards(domains: str, widens: bool, picked: str) -> None:
     assert pick_reduction("auto", Levels.of(domains), widens=widens) == picked
 
 

@@ -147,7 +147,7 @@ class Conditionals:
         """Gathered because others run them; this rank may run them too while it is in the gap."""
         self._starts = 0
         self._trains = False
-        self._trained: list[Conditional] = []
+        self.trained: list[Conditional] = []
         """Those on which ranks may part in this forward and that have a parameter that trains."""
 
     def begin(self, root: Any) -> None:
@@ -157,15 +157,10 @@ class Conditionals:
             return
         self._root, self._starts, self._trains = root, 0, torch.is_grad_enabled()
         self._undecided, self._held = [] if root.under is not None else list(self.all), []
-        self._trained = [each for each in self._undecided if self._trains and each.has_trainable]
+        self.trained = [each for each in self._undecided if self._trains and each.has_trainable]
         for each in self.all:
             each.begin_forward()
             each.by_vote &= root.under is not each
-
-    @property
-    def part_graphs(self) -> bool:
-        """Whether outputs of this forward may need gradients on some ranks and not on others."""
-        return bool(self._trained)
 
     def pass_gap(self) -> bool:
         """This rank starts a module that all ranks start, or ends the forward, and runs none before it.
@@ -180,7 +175,7 @@ class Conditionals:
             each.release_unused()
         self._held = []
         self._starts += 1
-        return any(each.gaps.get(self._root, self._starts) <= here for each in self._trained)
+        return any(each.gaps.get(self._root, self._starts) <= here for each in self.trained)
 
     def run(self, wanted: Conditional) -> None:
         """This rank runs one: gather it with the others, unless they have in this forward."""

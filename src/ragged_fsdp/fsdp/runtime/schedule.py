@@ -358,7 +358,7 @@ class Schedule:
     @property
     def parts_graphs(self) -> bool:
         """Whether what the forward returns may need gradients on some ranks only; not one computed again."""
-        return bool(self.conditionals.all) and self.conditionals.part_graphs and not in_backward()
+        return bool(self.conditionals.trained) and not in_backward()
 
     def end_forward(self) -> None:
         """The forward that is running ends: the next one may follow its order."""
