@@ -268,8 +268,9 @@ def adopt_parameters(module: nn.Module) -> list[str]:
             found = [names[param.sharded] for param in managed.params]
             _, groups = _make_groups(state.modules, managed, options, agreement)
         for group in groups:
-            like = next((known for known in state.groups if known.mesh.key() == group.mesh.key()), group)
+            like = next((old for old in state.groups if old.mesh.key() == group.mesh.key()), group)
             group.settings = dataclasses.replace(like.settings)
+            group.context = state.schedule.comm
         state.groups += groups
         adopted += found
     return adopted

@@ -62,6 +62,10 @@ def test_adapters_attached_after_sharding_are_refused_or_adopted(rank, after_for
     names = [f"layers.{i}.attention.out.{name}" for i in range(2) for name in ("down", "up")]
     assert sorted(adopt_parameters(model)) == names
     assert adopt_parameters(model) == []
+    model.reset_iter_state()  # before a forward has seen them
+    model.layers[0].unshard()
+    assert torch.equal(model.get_parameter(names[0]), reference.get_parameter(names[0]))
+    model.layers[0].reshard()
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, reference)
     ]
