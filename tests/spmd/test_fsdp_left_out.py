@@ -127,6 +127,25 @@ def test_ranks_that_attach_different_adapters_are_named(rank):
     _step(model, reference, rank, 0)
 
 
+@spmd(1, 2)
+def test_adoption_after_a_backward_that_raised(rank):
+    """It never ended, but it does not run any more either; the next forward forgets it."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    raises = model.layers[0].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens(rank, 0)).backward()
+    raises.remove()
+    for manual in (True, False):  # which cannot change while a backward runs
+        model.set_manual_backward_finalization(manual)
+    _attach(model)
+    _attach(reference)
+    assert len(adopt_parameters(model)) == 4
+    for parameter in model.parameters():
+        parameter.grad = None
+    _step(model, reference, rank, 1)
+
+
 @spmd(1)
 def test_adoption_refuses_what_it_cannot_do(rank):
     model, _ = build(Transformer, rank.device)

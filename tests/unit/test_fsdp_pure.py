@@ -341,7 +341,8 @@ def test_two_levels_of_a_gather_need_consecutive_ranks() -> None:
     for levels in (Levels.of("aabb"), Levels.of([rank % 16 for rank in range(128)]), Levels.flat(256)):
         assert pick_gather("auto", levels) == "flat"
     assert pick_gather("two_level", Levels.of("aabb")) == "two_level"
-    assert pick_gather("two_level", Levels.flat(4)) == "flat"
+    for one_level in ("aaaa", "abc", "a"):
+        assert pick_gather("two_level", Levels.of(one_level)) == "flat"
     for domains in ("abab", "aab"):
         with pytest.raises(ValueError, match="gather='two_level' needs nodes of consecutive ranks"):
             pick_gather("two_level", Levels.of(domains))

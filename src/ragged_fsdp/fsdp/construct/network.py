@@ -66,12 +66,14 @@ def pick_gather(asked: str, levels: Levels) -> str:
     if asked == "auto":
         ranks = len(levels.nodes) * levels.ranks_per_node
         return "two_level" if levels.has_two and levels.in_order and ranks >= _MANY_RANKS else "flat"
-    if asked == "two_level" and levels.spans_nodes and not (levels.has_two and levels.in_order):
-        raise ValueError(
-            "fully_shard: gather='two_level' needs nodes of consecutive ranks, equally many in each; got "
-            f"{levels}, {levels.nodes[:4]}. Use 'flat' or 'auto'."
-        )
-    return asked if levels.has_two else "flat"
+    if asked == "two_level" and not (levels.has_two and levels.in_order):
+        if levels.largest_node > 1 and levels.spans_nodes:
+            raise ValueError(
+                "fully_shard: gather='two_level' needs nodes of consecutive ranks, equally many in each; got "
+                f"{levels}, {levels.nodes[:4]}. Use 'flat' or 'auto'."
+            )
+        return "flat"
+    return asked
 
 
 Route = tuple[Callable[[Members], GradTransport], Comm | None]

@@ -45,9 +45,9 @@ _HOST = torch.device("cpu")
 class Conditional:
     """One such module, with all that is sharded below it."""
 
-    def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, name: str, turns: Sequence[Any]) -> None:
         self.name = name
-        self.groups = list(groups)
+        self._turns = tuple(turns)
         self.runs: bool | None = None
         """What the ranks decided in this forward; None before."""
         self.used = False
@@ -61,6 +61,11 @@ class Conditional:
         self.gaps: dict[Any, int] = {}
         """Per root of a forward: behind how many starts of other modules it runs."""
         self._needed = False
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """All that is sharded in it, asked anew each time: when experts have moved there are other groups."""
+        return [group for turn in self._turns for group in turn.groups]
 
     @property
     def has_trainable(self) -> bool:

@@ -557,8 +557,8 @@ class Schedule:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has started and not ended."""
-        return self._backward is not None
+        """Whether a backward is running; one that raised never ended, and does not run."""
+        return self._backward is not None and in_backward()
 
     # -- failures --------------------------------------------------------------------------------
 

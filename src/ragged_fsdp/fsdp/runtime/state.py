@@ -120,7 +120,7 @@ class ModuleState(Turn):
                     f"{name}: fully_shard(conditional=True) needs the mesh of the root, over which ranks "
                     "vote; it, or a module below it, was sharded over another."
                 )
-            conditional = Conditional(name, [group for other in below for group in other.groups])
+            conditional = Conditional(name, below)
             for other in below:
                 other.under = conditional
             found.append(conditional)
