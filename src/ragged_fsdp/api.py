@@ -241,8 +241,9 @@ def _make_groups(
 def adopt_parameters(module: nn.Module) -> list[str]:
     """Shard parameters that were attached or replaced after ``fully_shard``; their names below ``module``.
 
-    Each becomes part of the call on the nearest sharded module above it, with that call's arguments, in a
-    group of its own: one more gather and reduction. What is attached before ``fully_shard`` needs neither.
+    Each becomes part of the call on the nearest sharded module above it, with that call's arguments and what
+    methods have set for its parameters since, in a group of its own: one more gather and reduction. What is
+    attached before ``fully_shard`` needs neither.
     As there, a rank keeps its part of the values that it has. All ranks call it, between steps, and then
     make the optimizer.
 
@@ -266,6 +267,10 @@ def adopt_parameters(module: nn.Module) -> list[str]:
             managed = collect(state.modules, known)
             found = [names[param.sharded] for param in managed.params]
             _, groups = _make_groups(state.modules, managed, options, agreement)
+        for group in groups:
+            like = next((old for old in state.groups if old.mesh.key() == group.mesh.key()), group)
+            group.settings = dataclasses.replace(like.settings)
+            group.context = state.schedule.comm
         state.groups += groups
         adopted += found
     return adopted

@@ -10,16 +10,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from collective_calls import noted
 from fsdp_cases import (
+    Stack,
     Transformer,
     assert_same,
     average_gradients,
     build,
     full,
     ragged_only,
+    rows,
     shard_blocks,
     tokens,
 )
-from ragged_fsdp import fully_shard
+from ragged_fsdp import Tiles, fully_shard
 from rank_pool import Rank, spmd
 
 pytestmark = ragged_only
@@ -77,6 +79,26 @@ def test_casts_between_steps(rank: Rank, frozen: str) -> None:
     if rank.world_size == 4 and frozen != "int8":
         assert max(storages) > 1  # a shard of ``up`` alone is not the largest any more: it is copied together
     assert torch.equal(full(model.state_dict()["base"]), reference.base)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@spmd(1, 2)
+def test_a_list_is_cast_module_by_module(rank: Rank, tiles: bool) -> None:
+    """Between steps: until the last of its modules has been cast its parameters have two dtypes."""
+    model, reference = build(Stack, rank.device)
+    policy = (lambda name, param: Tiles(4, 4) if param.ndim == 2 else None) if tiles else None
+    fully_shard(list(model.layers), mesh=rank.mesh(), orig_param_policy=policy)
+    fully_shard(model, mesh=rank.mesh())
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        for module in (model, reference):
+            module.zero_grad()
+            module.to(dtype)(rows(rank, 0).to(dtype)).square().sum().backward()
+        average_gradients(reference)
+        assert all(p.dtype == p.grad.dtype == dtype for p in model.parameters())
+        assert_same(model, reference, tolerance=1e-5, grads=True)
+    model.layers[0].double()
+    with pytest.raises((AssertionError, RuntimeError), match=r"uniform original parameter dtype|one dtype"):
+        model(rows(rank, 0))
 
 
 @spmd(4)

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from collective_calls import count
 from fsdp_cases import DIM, FeedForward, assert_same, average_gradients, build, is_sharded, rows
 from ragged_fsdp import fully_shard
+from ragged_fsdp.experts.again import cut_again
 from rank_pool import spmd
 
 CHECKPOINTS = {
@@ -399,3 +400,24 @@ class _Once:
         if not self.done:
             self.done = True
             raise KeyError("on purpose")
+
+
+@spmd(1, 2)
+def test_what_is_cut_again_is_still_voted_on(rank):
+    """As experts are that move: their groups are new, and the old ones hold the values of before."""
+    model, reference = build(_Model, rank.device)
+    _shard(model, nested=False)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for step in range(3):
+        if step:
+            cut_again(model.images, {})
+        x, mine = rows(rank, step), "i" if rank.rank == 0 else ""
+        loss, expected = model(x, mine), reference(x, mine, dummy=True)
+        torch.testing.assert_close(loss, expected)
+        loss.backward()
+        expected.backward()
+        average_gradients(reference)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model, reference, tolerance=1e-6)

@@ -1,5 +1,6 @@
 """Corners that have no other home: empty groups, shared streams, modules that do nothing, odd inputs."""
 
+import io
 from collections.abc import Callable
 
 import pytest
@@ -57,6 +58,22 @@ def test_reused_ids_are_no_shared_parameters(rank: Rank) -> None:
         fully_shard(layer, mesh=rank.mesh())
     fully_shard(model, mesh=rank.mesh())
     model(rows(rank, 0, dim=8)).sum().backward()
+
+
+@spmd(2)
+def test_a_copy_from_a_file_shares_no_parameter(rank: Rank) -> None:
+    """Also if ``fully_shard`` has looked at the model before it was saved."""
+    layer = nn.Linear(8, 8)
+    with pytest.raises(TypeError, match="orig_param_policy must return"):
+        fully_shard(layer, mesh=rank.mesh(), orig_param_policy=lambda name, param: 3)
+    saved = io.BytesIO()
+    torch.save(layer, saved)
+    saved.seek(0)
+    model = nn.Sequential(layer, torch.load(saved, weights_only=False)).to(rank.device)
+    for each in (*model, model):
+        fully_shard(each, mesh=rank.mesh())
+    model(rows(rank, 0, dim=8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @spmd(2)

@@ -62,6 +62,10 @@ def test_adapters_attached_after_sharding_are_refused_or_adopted(rank, after_for
     names = [f"layers.{i}.attention.out.{name}" for i in range(2) for name in ("down", "up")]
     assert sorted(adopt_parameters(model)) == names
     assert adopt_parameters(model) == []
+    model.reset_iter_state()  # before a forward has seen them
+    model.layers[0].unshard()
+    assert torch.equal(model.get_parameter(names[0]), reference.get_parameter(names[0]))
+    model.layers[0].reshard()
     optimizers = [
         torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (model, reference)
     ]
@@ -71,6 +75,31 @@ def test_adapters_attached_after_sharding_are_refused_or_adopted(rank, after_for
             optimizer.step()
             optimizer.zero_grad()
     assert model.get_parameter(names[0]).device_mesh.size() == rank.world_size
+
+
+@spmd(2)
+def test_what_was_set_before_an_adoption_holds_for_what_is_adopted(rank):
+    """Else its gradients would be divided by another number, and reduced in each microbatch."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    model.requires_grad_(False)
+    for layer in model.layers:
+        layer.set_gradient_divide_factor(1.0)
+    model.set_requires_gradient_sync(False)
+    _attach(model)
+    _attach(reference)
+    adopt_parameters(model)
+    for microbatch in range(2):
+        if microbatch == 1:
+            assert all(p.grad is None for p in model.parameters())
+            model.set_requires_gradient_sync(True)
+        model(tokens(rank, microbatch)).backward()
+        reference(tokens(rank, microbatch)).backward()
+    average_gradients(reference)
+    for parameter in reference.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(rank.world_size)
+    assert_same(model, reference, tolerance=1e-6, grads=True)
 
 
 @spmd(2)
@@ -96,6 +125,25 @@ def test_ranks_that_attach_different_adapters_are_named(rank):
     if rank.rank == 0:
         del model.norm.scale
     _step(model, reference, rank, 0)
+
+
+@spmd(1, 2)
+def test_adoption_after_a_backward_that_raised(rank):
+    """It never ended, but it does not run any more either; the next forward forgets it."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model)
+    raises = model.layers[0].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens(rank, 0)).backward()
+    raises.remove()
+    for manual in (True, False):  # which cannot change while a backward runs
+        model.set_manual_backward_finalization(manual)
+    _attach(model)
+    _attach(reference)
+    assert len(adopt_parameters(model)) == 4
+    for parameter in model.parameters():
+        parameter.grad = None
+    _step(model, reference, rank, 1)
 
 
 @spmd(1)

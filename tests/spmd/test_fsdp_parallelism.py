@@ -168,6 +168,22 @@ def test_parameters_of_one_module_on_two_meshes(rank):
 
 
 @spmd(4)
+def test_larger_shards_must_fit_the_mesh_of_each_parameter(rank):
+    """What four ranks can share after forward is too much for two; nothing is changed."""
+    whole, pair = rank.mesh(4, names=("dp",)), rank.mesh(2, 2, names=("outer", "edp"))["edp"]
+    placed = {mesh: placed_on(mesh) for mesh in (whole, pair)}
+    model, _ = build(_ExpertLayer, rank.device)
+    with pytest.raises(ValueError, match="should be a factor of 2, not 4"):
+        fully_shard(
+            model,
+            mesh=whole,
+            reshard_after_forward=4,
+            shard_placement_fn=lambda parameter: placed[pair if parameter.ndim == 3 else whole],
+        )
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@spmd(4)
 def test_data_parallel_dims_of_a_full_mesh(rank):
     """``dp_mesh_dims``: parameters live on the whole mesh, FSDP takes its named dims."""
     model, reference, mesh = linear_on_a_full_mesh(rank)

@@ -11,6 +11,7 @@ from fsdp_cases import (
     Transformer,
     assert_same,
     average_gradients,
+    backward_both,
     build,
     full,
     fully_shard,
@@ -194,6 +195,27 @@ def test_what_gives_kept_data_up(rank: Rank, how: str) -> None:
         model.double()
     assert not memory.nbytes(last)
     assert is_sharded(last.parameters())
+
+
+@pytest.mark.parametrize("how", ["as sharded", "moved", "assigned"])
+@spmd(1, 2)
+def test_an_optimizer_step_makes_what_an_evaluation_gathered_old(rank: Rank, how: str) -> None:
+    """Also of parameters that ``Module.to`` or a state dict has made anew since ``fully_shard``."""
+    model, reference = build(Transformer, rank.device)
+    shard_blocks(model, mesh=rank.mesh())
+    if how == "moved":
+        model.to(rank.device)
+    elif how == "assigned":
+        copies = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(copies, assign=True)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, reference)]
+    for step in range(2):
+        backward_both(model, reference, tokens(rank, step))
+        with torch.no_grad():
+            model(tokens(rank, step))  # the root stays gathered
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(model(tokens(rank, 9)), reference(tokens(rank, 9)))
 
 
 @spmd(2)

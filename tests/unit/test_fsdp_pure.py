@@ -320,18 +320,19 @@ def test_what_a_step_sends_is_received_in_the_same_step(domains, rounds):
         ("aaaabb", True, "two_level"),
         ("aaaaaaaabbbbbb", True, "reduce_scatter"),  # parts of two of eight ranks send more than they save
         ("aaab", True, "reduce_scatter"),
-        ("abcd", True, "two_level"),  # of which one is there
+        ("abcd", True, "all_to_all"),  # one level
         ("abcd", False, "reduce_scatter"),
     ],
 )
-def test_auto_never_picks_the_flat_exchange_across_nodes(domains: str, widens: bool, picked: str) -> None:
+def test_auto_never_sends_a_gradient_over_several_cards(domains: str, widens: bool, picked: str) -> None:
     assert pick_reduction("auto", Levels.of(domains), widens=widens) == picked
 
 
 def test_two_levels_are_refused_where_nodes_have_no_common_part() -> None:
     with pytest.raises(ValueError, match="5 ranks on nodes of up to 3, as 5 parts of 1"):
         pick_reduction("two_level", Levels.of("aaabb"), widens=True)
-    assert pick_reduction("two_level", Levels.of("abc"), widens=True) == "two_level"
+    for one_level in ("abc", "aaa", "a"):
+        assert pick_reduction("two_level", Levels.of(one_level), widens=True) == "all_to_all"
 
 
 def test_two_levels_of_a_gather_need_consecutive_ranks() -> None:
@@ -340,6 +341,8 @@ def test_two_levels_of_a_gather_need_consecutive_ranks() -> None:
     for levels in (Levels.of("aabb"), Levels.of([rank % 16 for rank in range(128)]), Levels.flat(256)):
         assert pick_gather("auto", levels) == "flat"
     assert pick_gather("two_level", Levels.of("aabb")) == "two_level"
+    for one_level in ("aaaa", "abc", "a"):
+        assert pick_gather("two_level", Levels.of(one_level)) == "flat"
     for domains in ("abab", "aab"):
         with pytest.raises(ValueError, match="gather='two_level' needs nodes of consecutive ranks"):
             pick_gather("two_level", Levels.of(domains))

@@ -89,7 +89,4 @@ def network_of(plan: PlannedModel, ranks_per_node: int, dtype: str) -> Network:
             exchange("two_level", f"{sent}, {name} between nodes", *rail, size)
             for name, size in between.items()
         ]
-    auto = pick_reduction("auto", levels, widens=gradient_bytes < 4)
-    if auto == "two_level" and not levels.has_two:  # nodes of one rank each
-        auto = "all_to_all"
-    return Network(levels, tuple(traffic), auto)
+    return Network(levels, tuple(traffic), pick_reduction("auto", levels, widens=gradient_bytes < 4))

@@ -104,8 +104,7 @@ class GroupBuilder:
 
     def draft(self) -> list[Draft]:
         """Check everything, then plan and cut a group per mesh and kind; the module is not changed yet."""
-        coordinate_of(self.mesh.mesh)  # raises where collectives would count its ranks in another order
-        self._check_reshard()
+        self._check_mesh(self.mesh)
         alike: dict[Any, list[_Choice]] = {}
         for param in self.managed.params:
             choice = self._checked_choice(param)
@@ -166,41 +165,30 @@ class GroupBuilder:
             self._check_packed(choice)
         return choice
 
-    def _check_reshard(self) -> None:
-        value, shards = self.options.reshard_after_forward, self.mesh.shard_size
-        budget = self.options.gathered_budget_bytes
-        if (value == "auto") != (budget is not None):
-            raise ValueError(
-                'fully_shard: reshard_after_forward="auto" and gathered_budget_bytes go together, '
-                f"got {value!r} and {budget!r}."
-            )
-        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
-            raise ValueError(f"fully_shard: gathered_budget_bytes must be an int >= 0, got {budget!r}.")
-        if value in (None, "auto") or isinstance(value, bool):
+    def _check_mesh(self, mesh: ParallelMesh) -> None:
+        """Raise if groups over ``mesh``, the call's or that of a parameter, cannot do what was asked for."""
+        coordinate_of(mesh.mesh)  # raises where collectives would count its ranks in another order
+        size, shards = self.options.reshard_to, mesh.shard_size
+        if size is None:
             return
-        if not isinstance(value, int):
-            raise ValueError(
-                "reshard_after_forward should be a bool or an int representing the "
-                f"group size to reshard to, not {value}"
-            )
-        if self.mesh.spmd_mesh is not None:
+        if mesh.spmd_mesh is not None:
             raise NotImplementedError(
                 "reshard_after_forward as int is not yet supported with SPMD mesh (dp_mesh_dims)"
             )
-        if value < 1 or value > shards or shards % value:
+        if size < 1 or shards % size:
             raise ValueError(
-                f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not {value}"
+                f"If passing reshard_after_forward as an int, it should be a factor of {shards}, not {size}"
             )
-        self.mesh.check_order("reshard_after_forward as an int", "a bool")
+        mesh.check_order("reshard_after_forward as an int", "a bool")
 
     def _check_packed(self, choice: _Choice) -> None:
         """Raise on what parameters that are cut by themselves cannot do."""
         name, param = choice.param.name, choice.param.sharded
-        value = self.options.reshard_after_forward
-        if isinstance(value, int) and not isinstance(value, bool) and value not in (1, self.mesh.shard_size):
+        size = self.options.reshard_to
+        if size not in (None, 1, choice.mesh.shard_size):
             raise NotImplementedError(
                 f"{name}: a parameter with an explicit Shard or with all-gather extensions needs a bool "
-                f"reshard_after_forward, got {value}."
+                f"reshard_after_forward, got {size}."
             )
         sizes = {shape[choice.shard_dim or 0] for shape in outer_shapes(param)}
         if choice.shard_dim is not None and len(sizes) > 1:
@@ -269,7 +257,7 @@ class GroupBuilder:
 
     def _known_mesh(self, info: Any) -> ParallelMesh:
         made = ParallelMesh(info.mesh)
-        coordinate_of(made.mesh)
+        self._check_mesh(made)
         if made.key() == self.mesh.key():
             return self.mesh
         for other, mesh in self._meshes.values():
@@ -497,17 +485,15 @@ class GroupBuilder:
         return group
 
     def _set_reshard(self, group: ParamGroup) -> None:
-        value = self.options.reshard_after_forward
-        if value in (None, "auto") or isinstance(value, bool):
-            group.settings.reshard_after_forward = value is not False
-        elif value == 1:
+        size = self.options.reshard_to
+        group.settings.reshard_after_forward = self.options.reshard_after_forward is not False and size != 1
+        if size == 1:
             logger.warning(
                 "reshard_after_forward=1 (int) means resharding parameters to world size 1, "
                 "instead of reshard_after_forward=True (bool)"
             )
-            group.settings.reshard_after_forward = False
-        elif isinstance(value, int) and value != group.mesh.shard_size:
-            mesh = parking_mesh(group.mesh.shard_group, value, group.device)
+        elif size is not None and size != group.mesh.shard_size:
+            mesh = parking_mesh(group.mesh.shard_group, size, group.device)
             group.parking = Parking(group.transport, mesh)  # type: ignore[arg-type]  # packed ones raised
 
 

@@ -100,6 +100,28 @@ class Options:
         for name in ("shard_placement_fn", "orig_param_policy", "gather_policy"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise TypeError(f"fully_shard: {name} must be callable, got {getattr(self, name)!r}.")
+        self._check_reshard()
+
+    def _check_reshard(self) -> None:
+        value, budget = self.reshard_after_forward, self.gathered_budget_bytes
+        if (value == "auto") != (budget is not None):
+            raise ValueError(
+                'fully_shard: reshard_after_forward="auto" and gathered_budget_bytes go together, '
+                f"got {value!r} and {budget!r}."
+            )
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+            raise ValueError(f"fully_shard: gathered_budget_bytes must be an int >= 0, got {budget!r}.")
+        if value not in (None, "auto") and not isinstance(value, int):
+            raise ValueError(
+                "reshard_after_forward should be a bool or an int representing the "
+                f"group size to reshard to, not {value}"
+            )
+
+    @property
+    def reshard_to(self) -> int | None:
+        """Over how many ranks shards are kept after forward, where ``reshard_after_forward`` says it."""
+        value = self.reshard_after_forward
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     @property
     def asks_the_network(self) -> bool:

@@ -8,9 +8,10 @@
     two_level          ``Exchange`` over nodes and rails    B
     =================  ===================================  ======================================
 
-``auto`` is the exchange where gradients are added in a wider dtype than they have, through two levels if the
-group spans nodes. It is the reduce-scatter where there are no bytes to save: sums as wide as the gradients,
-nodes of one rank, or nodes whose numbers of ranks have only a small common divisor.
+``auto`` is the exchange where gradients are added in a wider dtype than they have, through two levels if
+there are two. It is the reduce-scatter where there are no bytes to save: sums as wide as the gradients, or
+nodes whose numbers of ranks have only a small common divisor. One node, and nodes of one rank each, have one
+level: what was asked to go through two goes through that one there.
 
 A gather moves the same bytes over one level or two (:class:`~ragged_fsdp.collectives.LevelComm`); two have
 fewer steps that wait for each other, which counts where there are many ranks.
@@ -49,12 +50,14 @@ def pick_reduction(asked: str, levels: Levels, *, widens: bool) -> str:
             # of nodes send what they save, and more
             fits = levels.has_two and levels.largest_node <= 2 * levels.ranks_per_node
             return "two_level" if fits else "reduce_scatter"
-        return "two_level" if levels.spans_nodes else "all_to_all"
-    if asked == "two_level" and levels.spans_nodes and not levels.has_two and levels.largest_node > 1:
-        raise ValueError(
-            "fully_shard: reduction='two_level' needs nodes that hold equally many ranks of the group, or a "
-            f"common part of them; got {levels}. Use 'reduce_scatter' or 'auto'."
-        )
+        return "all_to_all"
+    if asked == "two_level" and not levels.has_two:
+        if levels.largest_node > 1 and levels.spans_nodes:
+            raise ValueError(
+                "fully_shard: reduction='two_level' needs nodes that hold equally many ranks of the group, "
+                f"or a common part of them; got {levels}. Use 'reduce_scatter' or 'auto'."
+            )
+        return "all_to_all"
     return asked
 
 
@@ -63,11 +66,13 @@ def pick_gather(asked: str, levels: Levels) -> str:
     if asked == "auto":
         ranks = len(levels.nodes) * levels.ranks_per_node
         return "two_level" if levels.has_two and levels.in_order and ranks >= _MANY_RANKS else "flat"
-    if asked == "two_level" and levels.spans_nodes and not (levels.has_two and levels.in_order):
-        raise ValueError(
-            "fully_shard: gather='two_level' needs nodes of consecutive ranks, equally many in each; got "
-            f"{levels}, {levels.nodes[:4]}. Use 'flat' or 'auto'."
-        )
+    if asked == "two_level" and not (levels.has_two and levels.in_order):
+        if levels.largest_node > 1 and levels.spans_nodes:
+            raise ValueError(
+                "fully_shard: gather='two_level' needs nodes of consecutive ranks, equally many in each; got "
+                f"{levels}, {levels.nodes[:4]}. Use 'flat' or 'auto'."
+            )
+        return "flat"
     return asked
 
 
@@ -76,7 +81,7 @@ Route = tuple[Callable[[Members], GradTransport], Comm | None]
 
 
 def pick(options: Options, levels: Levels, *, widens: bool) -> tuple[str, str]:
-    """How gradients are reduced and weights are gathered on a network; the log has what ``auto`` is.
+    """How gradients are reduced and weights are gathered on a network; the log says where it is not as asked.
 
     Raises where what was asked for does not fit, on the ranks of one mesh and not on those of another: before
     :func:`route` the call compares what became of it.
@@ -85,9 +90,8 @@ def pick(options: Options, levels: Levels, *, widens: bool) -> tuple[str, str]:
     gather = pick_gather(options.gather, levels)
     chosen = ("reduction", options.reduction, reduction), ("gather", options.gather, gather)
     for name, asked, picked in chosen:
-        if asked != picked or (asked == "two_level" and not levels.has_two):
-            what = picked if levels.has_two or picked != "two_level" else "one level"
-            _say_once(logging.INFO, f"fully_shard: {name}={asked!r} is {what!r} here: {levels}")
+        if asked != picked:
+            _say_once(logging.INFO, f"fully_shard: {name}={asked!r} is {picked!r} here: {levels}")
     if reduction == "all_to_all" and levels.spans_nodes and levels.largest_node > 1:
         _say_once(
             logging.WARNING,
@@ -100,10 +104,9 @@ def pick(options: Options, levels: Levels, *, widens: bool) -> tuple[str, str]:
 
 def route(reduction: str, gather: str, pg: ProcessGroup, device: torch.device, options: Options) -> Route:
     """What was picked, with the process groups it needs: a collective of the ranks of ``pg``."""
-    if reduction == "reduce_scatter" and gather == "flat":
-        return ReduceScatter, None
-    levels, over = find_levels(pg, device, options.node_size), None
-    if levels.has_two and "two_level" in (reduction, gather):
+    over = None
+    if "two_level" in (reduction, gather):
+        levels = find_levels(pg, device, options.node_size)
         with explain_failure("making of groups for nodes", "", pg):
             over = level_groups(pg, levels, device)
     comm = LevelComm(over, device) if over is not None and gather == "two_level" else None

@@ -19,7 +19,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ragged_fsdp.collectives import Comm, explain
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
@@ -71,7 +72,9 @@ PRODUCT_ATTRIBUTE = "_ragged_fsdp_fp8"
 """On a parameter, in each of its forms: the FP8 product that computes with it (:mod:`ragged_fsdp.fp8`)."""
 CODES_ATTRIBUTE = "_ragged_fsdp_codes"
 """On a gathered parameter without values: the codes and scales that its product reads instead."""
-_UNIQUE_IDS = count()
+_IDENTITIES = WeakIdKeyDictionary()
+"""By original parameter what is known of it after it was freed, when its ``id()`` may be another's. Not an
+attribute: a copy of the parameter that went through a file would have it too."""
 
 # by the id of the sharded parameter; whether it still is that must be asked
 _OWNERS: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
@@ -85,13 +88,6 @@ class Place:
     attribute: str
 
 
-def _unique_id(param: nn.Parameter) -> int:
-    """A number that belongs to this parameter for ever; ``id()`` may be reused after it is freed."""
-    if not hasattr(param, "_ragged_fsdp_uid"):
-        param._ragged_fsdp_uid = next(_UNIQUE_IDS)
-    return param._ragged_fsdp_uid
-
-
 class ManagedParam:
     """One parameter in all its forms: see [Note: tensors of a parameter]."""
 
@@ -103,7 +99,7 @@ class ManagedParam:
         # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
         usual = all(type(p.module).__setattr__ is nn.Module.__setattr__ for p in self.places)
         self.tables = [(parameters_of(p.module), p.attribute) for p in self.places] if usual else None
-        self.uid = _unique_id(original)
+        self.identity: object = _IDENTITIES.setdefault(original, object())
         self.inner_spec: DTensorSpec | None = spec_of(original) if isinstance(original, DTensor) else None
         self.packing = packing_of(original)
         """How a frozen weight of a class of its own becomes a plain tensor, and that tensor the weight."""
@@ -133,13 +129,11 @@ class ManagedParam:
         self.grad_as_is &= shard_dim == 0
         self.spec = ragged_spec(mesh, tuple(placements), self.global_shape, self.dtype)
         self.sharded = nn.Parameter(wrap_local(local, self.spec), requires_grad=self.sharded.requires_grad)
-        if self.product is not None:
-            setattr(self.sharded, PRODUCT_ATTRIBUTE, self.product)
         self.local_shape = local.shape
 
     def register(self, param: nn.Parameter) -> None:
         """Put ``param`` wherever this parameter is registered."""
-        setattr(param, MANAGED_ATTRIBUTE, True)  # a later call on a module below must not take it
+        setattr(param, MANAGED_ATTRIBUTE, True)
         if self._original is not None:
             note_replaced(self._original, self.name)
             self._original = None
@@ -153,6 +147,11 @@ class ManagedParam:
                 setattr(place.module, place.attribute, param)
 
     def _mark(self) -> None:
+        """Say on the sharded parameter what it is."""
+        # else a later call on a module below would take it, and nobody would see that a step made weights old
+        setattr(self.sharded, MANAGED_ATTRIBUTE, True)
+        if self.product is not None:
+            setattr(self.sharded, PRODUCT_ATTRIBUTE, self.product)
         if self.packing is not None:
             mark(self.sharded, self.packing, [place.module for place in self.places])
 
@@ -160,6 +159,7 @@ class ManagedParam:
         """Take over what the user registered in place of the sharded parameter."""
         param: Any = getattr(self.places[0].module, self.places[0].attribute)
         if param is self.sharded:
+            self._mark()  # ``Module.to`` and its like leave the object and drop its attributes
             return
         owner = _OWNERS.get(id(param))
         if owner is not None and owner.sharded is param:

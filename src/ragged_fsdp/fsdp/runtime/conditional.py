@@ -45,9 +45,9 @@ _HOST = torch.device("cpu")
 class Conditional:
     """One such module, with all that is sharded below it."""
 
-    def __init__(self, name: str, groups: Sequence[ParamGroup]) -> None:
+    def __init__(self, name: str, turns: Sequence[Any]) -> None:
         self.name = name
-        self.groups = list(groups)
+        self._turns = tuple(turns)
         self.runs: bool | None = None
         """What the ranks decided in this forward; None before."""
         self.used = False
@@ -61,6 +61,11 @@ class Conditional:
         self.gaps: dict[Any, int] = {}
         """Per root of a forward: behind how many starts of other modules it runs."""
         self._needed = False
+
+    @property
+    def groups(self) -> list[ParamGroup]:
+        """All that is sharded in it, asked anew each time: when experts have moved there are other groups."""
+        return [group for turn in self._turns for group in turn.groups]
 
     @property
     def has_trainable(self) -> bool:
@@ -147,7 +152,7 @@ class Conditionals:
         """Gathered because others run them; this rank may run them too while it is in the gap."""
         self._starts = 0
         self._trains = False
-        self._trained: list[Conditional] = []
+        self.trained: list[Conditional] = []
         """Those on which ranks may part in this forward and that have a parameter that trains."""
 
     def begin(self, root: Any) -> None:
@@ -157,15 +162,10 @@ class Conditionals:
             return
         self._root, self._starts, self._trains = root, 0, torch.is_grad_enabled()
         self._undecided, self._held = [] if root.under is not None else list(self.all), []
-        self._trained = [each for each in self._undecided if self._trains and each.has_trainable]
+        self.trained = [each for each in self._undecided if self._trains and each.has_trainable]
         for each in self.all:
             each.begin_forward()
             each.by_vote &= root.under is not each
-
-    @property
-    def part_graphs(self) -> bool:
-        """Whether outputs of this forward may need gradients on some ranks and not on others."""
-        return bool(self._trained)
 
     def pass_gap(self) -> bool:
         """This rank starts a module that all ranks start, or ends the forward, and runs none before it.
@@ -180,7 +180,7 @@ class Conditionals:
             each.release_unused()
         self._held = []
         self._starts += 1
-        return any(each.gaps.get(self._root, self._starts) <= here for each in self._trained)
+        return any(each.gaps.get(self._root, self._starts) <= here for each in self.trained)
 
     def run(self, wanted: Conditional) -> None:
         """This rank runs one: gather it with the others, unless they have in this forward."""

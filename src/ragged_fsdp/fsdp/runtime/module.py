@@ -109,10 +109,7 @@ class FSDPModule(TorchFSDPModule):
 
     def reset_iter_state(self) -> None:
         """Recover after an exception in forward or backward, on the root; the gradients are lost."""
-        state = self._get_fsdp_state()
-        if state.is_root is False:
-            raise RuntimeError("reset_iter_state must be called on the root FSDP module")
-        state.schedule.reset()
+        self._root_schedule("reset_iter_state").reset()
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         # ``to``, ``cuda``, ``float`` and friends act on the sharded parameters
@@ -121,8 +118,7 @@ class FSDPModule(TorchFSDPModule):
         result = super(TorchFSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in state.groups:
             group.reset_sharded_params()
-            if not group.stale:
-                group.lazy_init()
+            group.stale = True  # prepared before its next gather: others of a list may be cast after this one
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -149,20 +145,18 @@ class FSDPModule(TorchFSDPModule):
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Whether :meth:`finalize_backward` ends a backward, instead of its own end; root only."""
-        state = self._get_fsdp_state()
-        if state.is_root is False:
-            raise RuntimeError("set_manual_backward_finalization must be called on the root FSDP module")
-        if enabled != state.schedule.manual_finalization and state.schedule.is_in_backward:
+        schedule = self._root_schedule("set_manual_backward_finalization")
+        if enabled != schedule.manual_finalization and schedule.is_in_backward:
             raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
-        state.schedule.manual_finalization = enabled
+        schedule.manual_finalization = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """With manual finalization: reduce what was collected and wait, or return a handle that does."""
-        state = self._get_fsdp_state()
-        if not state.schedule.manual_finalization:
+        schedule = self._get_fsdp_state().schedule
+        if not schedule.manual_finalization:
             raise RuntimeError("finalize_backward needs set_manual_backward_finalization(True)")
-        state.schedule.finalize()
-        handle = GradientReductionHandle(state.schedule)
+        schedule.finalize()
+        handle = GradientReductionHandle(schedule)
         if async_op:
             return handle
         handle.wait()
@@ -328,6 +322,12 @@ class FSDPModule(TorchFSDPModule):
         )
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _root_schedule(self, method: str) -> Schedule:
+        state = self._get_fsdp_state()
+        if state.is_root is False:
+            raise RuntimeError(f"{method} must be called on the root FSDP module")
+        return state.schedule
 
     def _states(self, recurse: bool) -> list[ModuleState]:
         return states_below(self) if recurse else [self._get_fsdp_state()]  # type: ignore[arg-type]

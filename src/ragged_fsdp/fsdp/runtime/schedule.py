@@ -358,7 +358,7 @@ class Schedule:
     @property
     def parts_graphs(self) -> bool:
         """Whether what the forward returns may need gradients on some ranks only; not one computed again."""
-        return bool(self.conditionals.all) and self.conditionals.part_graphs and not in_backward()
+        return bool(self.conditionals.trained) and not in_backward()
 
     def end_forward(self) -> None:
         """The forward that is running ends: the next one may follow its order."""
@@ -557,8 +557,8 @@ class Schedule:
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether a backward has started and not ended."""
-        return self._backward is not None
+        """Whether a backward is running; one that raised never ended, and does not run."""
+        return self._backward is not None and in_backward()
 
     # -- failures --------------------------------------------------------------------------------
 
@@ -606,16 +606,16 @@ def _name(groups: Sequence[ParamGroup], module: nn.Module) -> None:
 
 
 def _check_shared(groups: Sequence[ParamGroup]) -> None:
-    seen: set[int] = set()
+    seen: set[object] = set()
     for group in groups:
         for param in group.params:
-            if param.uid in seen:
+            if param.identity in seen:
                 raise ValueError(
                     f"Parameter '{param.fqn}' is shared with a parameter already managed "
                     "by another FSDP group. For shared/tied parameters, use "
                     "fully_shard([module_a, module_b]) to place them in the same FSDP group."
                 )
-            seen.add(param.uid)
+            seen.add(param.identity)
 
 
 def _find_companions(groups: Sequence[ParamGroup]) -> None:

@@ -66,8 +66,6 @@ class ModuleState(Turn):
         self.auto_reshard = options.reshard_after_forward in (None, "auto")
         self.gathered_budget_bytes = options.gathered_budget_bytes or 0
         self.schedule = Schedule(self)
-        self._lists: list[ModuleState] = []
-        """The states below the root that were given a list of modules, which may run in parts."""
         self._backward_hooks = BackwardHooks(self.post_backward, self.pre_backward)
         single = len(modules) == 1
         for module in modules:
@@ -102,9 +100,8 @@ class ModuleState(Turn):
         conditionals = self._find_conditionals(list(states))
         self.schedule.adopt(self, list(states), root_module, self.device)
         self.schedule.conditionals = conditionals
-        lists = [state for state in states if len(state.modules) > 1]
         for state in states:
-            state.schedule, state._lists = self.schedule, lists
+            state.schedule = self.schedule
 
     def _find_conditionals(self, states: Sequence[ModuleState]) -> Conditionals:
         """The outermost modules below the root that not every rank runs."""
@@ -123,7 +120,7 @@ class ModuleState(Turn):
                     f"{name}: fully_shard(conditional=True) needs the mesh of the root, over which ranks "
                     "vote; it, or a module below it, was sharded over another."
                 )
-            conditional = Conditional(name, [group for other in below for group in other.groups])
+            conditional = Conditional(name, below)
             for other in below:
                 other.under = conditional
             found.append(conditional)
@@ -204,13 +201,12 @@ class ModuleState(Turn):
 
         Lists below the root, not below this module: it may call modules that are no children of its own.
         """
-        for state in reversed(self._lists):
-            if state is self or not state.still_to_run:
-                continue
-            self.schedule.end(state)
-            output = state._hook_outputs(output)
-            output = state._cast_output(output)
-            state.still_to_run.clear()
+        for turn in reversed(self.schedule.turns):
+            if turn.still_to_run and turn is not self:
+                assert isinstance(turn, ModuleState)
+                self.schedule.end(turn)
+                output = turn._cast_output(turn._hook_outputs(output))
+                turn.still_to_run.clear()
         return output
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
