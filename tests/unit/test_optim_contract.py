@@ -339,3 +339,57 @@ def test_frozen_neighbours_take_no_memory():
     params[1].grad = torch.ones(1000)
     optimizer.step()
     assert optimizer.state[params[1]]["exp_avg"].untyped_storage().nbytes() == 4000
+
+
+def test_step_counts_are_read_from_the_state():
+    """A value that arrives by a broadcast, or through NumPy, raises no version counter."""
+    for kind in ("8bit", "fused", "shampoo"):
+        sides = [_model(), _model()]
+        optimizers = [OPTIMIZERS[kind](model.named_parameters()) for model in sides]
+        for step in range(3):
+            _step(sides[0], optimizers[0], step)
+        _step(sides[1], optimizers[1], 0)
+        sides[1].load_state_dict(sides[0].state_dict())
+        for ours, theirs in zip(optimizers[1].state.values(), optimizers[0].state.values()):
+            for key, value in theirs.items():
+                ours[key].detach().numpy()[...] = value.numpy()
+        for side, optimizer in zip(sides, optimizers):
+            _step(side, optimizer, 3)
+        assert _are_equal(*sides), kind
+
+
+def test_a_default_device_does_not_matter():
+    """Counts of steps are on the host: each step reads them."""
+    for kind in EVERY:
+        models = [_model(), _model()]
+        for model, device in zip(models, ("cpu", "meta")):
+            with torch.device(device):
+                optimizer = EVERY[kind](model.named_parameters())
+                for _ in range(2):
+                    for parameter in model.parameters():
+                        parameter.grad = torch.ones_like(parameter)
+                    optimizer.step()
+            steps = [entries["step"] for entries in optimizer.state.values() if "step" in entries]
+            assert all(step.device.type == "cpu" and step == 2 for step in steps), kind
+        assert _are_equal(*models), kind
+
+
+@pytest.mark.parametrize("kind", ["8bit", "shampoo"])
+def test_a_group_may_exclude_by_one_pattern(kind):
+    """As the constructor: its letters are no patterns, of which ``*`` would match every name."""
+    model = _model()
+    group = {"params": list(model.named_parameters()), "exclude": "2.*"}
+    optimizer = OPTIMIZERS[kind]([group])
+    _step(model, optimizer, 0)
+    own = "exp_avg_codes" if kind == "8bit" else "left_root"
+    assert [own in optimizer.state[model[i].weight] for i in (0, 2)] == [True, False]
+    with pytest.raises(ValueError, match=r"exclude must be patterns of names, got \[1\]"):
+        OPTIMIZERS[kind]([{**group, "exclude": [1]}])
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_texts_are_no_numbers(kind):
+    """YAML reads 1e-3 as one: it would fail in the first step, behind the gradients."""
+    for option in ({"lr": "1e-3"}, {"weight_decay": "0.1"}):
+        with pytest.raises(ValueError, match=f"{next(iter(option))} must be non-negative, got '"):
+            EVERY[kind](_model().named_parameters(), **option)

@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dtensor import is_ragged, ragged_layout, ragged_spec, wrap_local
 from ragged_fsdp.dtensor.geometry import shard_box
-from ragged_fsdp.torch_internals import disable_dynamo, local_of, spec_of, version_of
+from ragged_fsdp.torch_internals import disable_dynamo, local_of, spec_of
 
 __all__ = [
     "ADAM_RANGES",
@@ -89,9 +89,12 @@ def as_tuple(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """``value`` as a float; what is no number becomes NaN, which is in no range."""
+    """``value`` as a float; what is no number becomes NaN, which is in no range.
+
+    Nor is a text that reads like one (YAML takes ``1e-3`` for text): it would fail in the first step.
+    """
     try:
-        return float(value)
+        return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         return math.nan
 
@@ -112,12 +115,12 @@ def name_patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
 
 def is_excluded(name: str, group: dict[str, Any]) -> bool:
     """Whether the group's ``exclude`` patterns match a parameter; they need names."""
-    if group["exclude"] and "param_names" not in group:
+    patterns = name_patterns(group["exclude"])  # a group may have one alone, whose letters are no patterns
+    if patterns and "param_names" not in group:
         raise ValueError(
-            f"exclude={group['exclude']!r} matches names, but parameters came without; pass "
-            "model.named_parameters()."
+            f"exclude={patterns!r} matches names, but parameters came without; pass model.named_parameters()."
         )
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in group["exclude"])
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -271,21 +274,19 @@ class ParamAddresses:
 class StepCounters:
     """Step counts of the parameters of a group: one addition counts a step for all of them.
 
-    A parameter's ``state["step"]`` is a scalar view of ``flat``, as optimizers of torch have it.
+    A parameter's ``state["step"]`` is a scalar view of ``flat``, as optimizers of torch have it. Each step
+    reads them all: who broadcasts into a view, or writes there through NumPy, leaves no trace to ask for.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self.flat = torch.zeros(len(params), dtype=torch.float32)
+        # on the host, whatever the default device is: a step must not wait for a device to read them
+        self.flat = torch.zeros(len(params), dtype=torch.float32, device="cpu")
         self.views = list(self.flat)
         self.index_of = {param: index for index, param in enumerate(params)}
-        self._counts, self._seen_version = [0] * len(params), version_of(self.flat)
 
-    def counts(self) -> list[int]:
-        """Steps of each parameter; read anew if written to, as by a checkpoint loaded into the views."""
-        if self._seen_version != version_of(self.flat):
-            self._counts = [int(count) for count in self.flat.tolist()]
-            self._seen_version = version_of(self.flat)
-        return self._counts
+    def counts(self) -> list[float]:
+        """Steps of each parameter: whole numbers."""
+        return self.flat.tolist()
 
     def adopt(self, param: Tensor, state: dict[str, Any]) -> None:
         """Make ``state["step"]`` the parameter's view, keeping a value that was loaded."""
@@ -297,18 +298,12 @@ class StepCounters:
 
     def advance(self, indices: Collection[int]) -> None:
         """Count one step for these parameters."""
-        counts = self.counts()
-        if len(indices) == len(counts):
+        if len(indices) == self.flat.numel():
             self.flat += 1
-            counts = [count + 1 for count in counts]
         elif indices:
-            self.flat[torch.tensor(list(indices))] += 1
-            counts = list(counts)
-            for index in indices:
-                counts[index] += 1
-        self._counts, self._seen_version = counts, version_of(self.flat)
+            self.flat[torch.tensor(list(indices), device="cpu")] += 1
 
-    def by_count(self, indices: Iterable[int]) -> dict[int, list[int]]:
+    def by_count(self, indices: Iterable[int]) -> dict[float, list[int]]:
         """Those of ``indices`` that have taken the same number of steps."""
         counts, members = self.counts(), defaultdict(list)
         for index in indices:

@@ -277,7 +277,7 @@ class Adam8bit(ExactStateOptimizer):
             together = members.counters.by_count(grads)
             members.counters.advance(grads)
             for count, indices in together.items():
-                self._update(members, indices, grads, group, count + 1)
+                self._update(members, indices, grads, group, int(count) + 1)
 
     def _new_slot(self, param: Tensor, counters: StepCounters) -> _Slot:
         self._noted = None
