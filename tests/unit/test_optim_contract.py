@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ragged_fsdp.optim import AdamW8bit, FusedAdamW, FusedSGD, Muon, Shampoo
+from ragged_fsdp.optim import AdamW8bit, FusedAdamW, FusedSGD, Muon, Shampoo, offload_state
 
 OPTIMIZERS = {
     "8bit": lambda p, **o: AdamW8bit(p, **{"lr": 1e-2, **o}),
@@ -239,6 +239,31 @@ def test_hooks_on_loading_see_tensors(kind):
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append(o.state[model[0].weight][key]))
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert torch.equal(seen[0], wanted)
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_load_that_is_stopped_changes_nothing(kind, offloaded):
+    """Ctrl-C raises anywhere; here while the state is made."""
+    sides = [_model(), _model()]
+    optimizers = [EVERY[kind](model.named_parameters()) for model in sides]
+    if offloaded:
+        offload_state(optimizers[0])
+    for model, optimizer in zip(sides, optimizers):
+        _step(model, optimizer, 0)
+    other = copy.deepcopy(optimizers[0].state_dict())
+    other["param_groups"][0]["lr"] = 0.5
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    handle = optimizers[0].register_load_state_dict_post_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        optimizers[0].load_state_dict(other)
+    handle.remove()
+    for model, optimizer in zip(sides, optimizers):
+        _step(model, optimizer, 1)
+    assert _are_equal(*sides)
 
 
 @pytest.mark.parametrize("kind", EVERY)

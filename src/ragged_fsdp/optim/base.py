@@ -58,6 +58,7 @@ __all__ = [
     "require_state",
     "state_like",
     "state_values",
+    "unchanged_by_errors",
     "wrap_state",
 ]
 
@@ -338,15 +339,12 @@ class CheckedStateOptimizer(torch.optim.Optimizer):
                 if state := self.state.get(param):
                     require_state(name, param, state, self._expected_state(param, group))
 
-    @contextmanager
-    def _unchanged_by_errors(self) -> Iterator[None]:
-        """Gives the optimizer its state and groups back if what runs inside raises."""
-        before = self.state, self.param_groups
-        try:
-            yield
-        except Exception:
-            self.state, self.param_groups = before
-            raise
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known: Sequence[dict[str, Any]] = getattr(self, "param_groups", ())  # none in a copy that is made
+        super().__setstate__(state)
+        for index, group in enumerate(self.param_groups):
+            for key, value in {**self.defaults, **(known[index] if known else {})}.items():
+                group.setdefault(key, value)  # written by an optimizer without some of our options
 
 
 class ExactStateOptimizer(CheckedStateOptimizer):
@@ -393,16 +391,13 @@ class ExactStateOptimizer(CheckedStateOptimizer):
         super().add_param_group(param_group)
         try:
             self._plan_group(len(self.param_groups) - 1)
-        except Exception:
+        except BaseException:
             self.param_groups.pop()
             raise
         self._planned = (*self._planned, self._planned_group(len(self.param_groups) - 1))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # written by an optimizer without some of our options
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
         self._plan_all()  # options may have come with the state
 
     def _plan_all(self) -> None:
@@ -433,12 +428,8 @@ class ExactStateOptimizer(CheckedStateOptimizer):
 
         State or options that do not fit raise, naming the parameter, and nothing is changed.
         """
-        try:
-            with self._unchanged_by_errors(), between_load_hooks(self, _hide_tensors, _show_tensors):
-                super().load_state_dict(state_dict)
-        except Exception:
-            self._plan_all()
-            raise
+        with unchanged_by_errors(self), between_load_hooks(self, _hide_tensors, _show_tensors):
+            super().load_state_dict(state_dict)
 
 
 def _hide_tensors(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -458,6 +449,18 @@ def _show_tensors(optimizer: ExactStateOptimizer) -> None:
             if isinstance(value, _Untouched):
                 entries[key] = value.tensor.to(device=local_part(param).device)
     optimizer._require_states()
+
+
+@contextmanager
+def unchanged_by_errors(optimizer: torch.optim.Optimizer, **attributes: Any) -> Iterator[None]:
+    """Gives an optimizer its state, groups and these attributes back if what runs inside raises."""
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups, **attributes}
+    try:
+        yield
+    except BaseException:  # of a load that Ctrl-C stopped half of the state would stay
+        optimizer.param_groups = before["param_groups"]
+        optimizer.__setstate__(before)  # which plans anew
+        raise
 
 
 @contextmanager
