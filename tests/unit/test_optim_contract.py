@@ -156,10 +156,10 @@ def test_groups_added_later_and_options_refused(kind):
     assert len(optimizer.param_groups) == 1
     optimizer.add_param_group({"params": [("late", late)], "lr": torch.tensor(0.5)})
     late.grad = torch.ones_like(late)
-    steps = optimizer.state[model[0].weight]["step"].clone()
     optimizer.step()
-    assert bool((late < 1).all()) and optimizer.state[late]["step"] == 1
-    assert optimizer.state[model[0].weight]["step"] == steps + 1
+    assert bool((late < 1).all())
+    if kind != "sgd":  # whose state has no counts
+        assert [optimizer.state[p]["step"] for p in (model[0].weight, late)] == [2, 1]
 
 
 def test_one_log_line_names_the_parameters_in_fp32(caplog):

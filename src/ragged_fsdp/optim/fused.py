@@ -290,9 +290,11 @@ class _FlatOptimizer(ExactStateOptimizer):
         for position in positions:
             chain, member = members.places[position]
             state = self.state[member.param]
-            if not self._saves_step:  # ours tells whether momentum begins: torch's files have momentum alone
-                state["step"] = state.get("step", 1.0) if state.keys() >= set(keys) else 0.0
-            members.counters.adopt(member.param, state)
+            if self._saves_step:
+                members.counters.adopt(member.param, state)
+            else:  # all that matters is whether momentum begins, which the state tells, as torch's
+                state.pop("step", None)  # of a file that we wrote before
+                members.counters.flat[position] = float(state.keys() >= set(keys))
             for key in keys:
                 if key not in chain.state:
                     flat = self._flat_state(chain, key)
