@@ -178,7 +178,8 @@ class OptimizerTrial(Trial):
         else:
             options["exclude"] = self._unfit()
             if self.kind is not Shampoo:
-                options["stochastic_rounding"] = self.chance(0.5)
+                # of a parameter in tiles the noise goes by the place in their order, which whole tensors lack
+                options["stochastic_rounding"] = self.chance(0.5) and "tiles" not in self.notes
         if self.kind is not Muon:
             options["maximize"] = self.chance(0.3)
         half = self.draw.randint(0, len(names))
