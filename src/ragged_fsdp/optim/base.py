@@ -47,6 +47,7 @@ __all__ = [
     "check_options",
     "form_like",
     "fresh_moments",
+    "group_names",
     "is_excluded",
     "local_part",
     "loss_of",
@@ -319,6 +320,13 @@ class _Untouched:
     tensor: Tensor
 
 
+def group_names(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
+    """The names of a group's parameters that were given to the constructor, or their positions."""
+    group = optimizer.param_groups[index]
+    positions = range(len(group["params"]))
+    return group.get("param_names") or [f"param_groups[{index}]['params'][{i}]" for i in positions]
+
+
 class CheckedStateOptimizer(torch.optim.Optimizer):
     """An optimizer that refuses state which does not fit its parameters, by name, and is then unchanged."""
 
@@ -328,10 +336,7 @@ class CheckedStateOptimizer(torch.optim.Optimizer):
 
     def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a group with the names given to the constructor, or their position."""
-        group = self.param_groups[group_index]
-        names = group.get("param_names")
-        for index, param in enumerate(group["params"]):
-            yield (names[index] if names else f"param_groups[{group_index}]['params'][{index}]"), param
+        yield from zip(group_names(self, group_index), self.param_groups[group_index]["params"])
 
     def _require_states(self) -> None:
         for index, group in enumerate(self.param_groups):

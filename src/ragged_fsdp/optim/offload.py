@@ -34,6 +34,7 @@ from ragged_fsdp.optim.base import (
     are_params_of,
     are_same,
     between_load_hooks,
+    group_names,
     local_part,
     loss_of,
     state_values,
@@ -269,8 +270,8 @@ class _Part:
         return made
 
     def _names(self, index: int, chosen: Sequence[int]) -> list[str]:
-        names = self.whole.param_groups[index].get("param_names")
-        return [names[i] if names else f"param_groups[{index}]['params'][{i}]" for i in chosen]
+        names = group_names(self.whole, index)
+        return [names[i] for i in chosen]
 
     @property
     def nbytes(self) -> int:
