@@ -83,15 +83,16 @@ def test_non_finite_empty_and_bad_input(rank):
     set_grads(params, gradients(0, rank.device))
     if rank.rank == 0:
         params["wide"].grad._local_tensor[0, 0] = float("nan")
-    for norm_type in (2.0, math.inf):
+    for norm_type in (2.0, math.inf, "inf"):
         with pytest.raises(RuntimeError, match="non-finite"):
             clip_grad_norm_(params.values(), 1.0, norm_type, error_if_nonfinite=True)
     assert clip_grad_norm_(params.values(), 1.0, math.inf).isnan()  # on every rank
     assert bool(full(params["bias"].grad).isnan().all())
     with pytest.raises(ValueError, match="norm_type"):
         clip_grad_norm_(params.values(), 1.0, 0.0)
-    with pytest.raises(ValueError, match="max_norm must be a number, got None"):
-        clip_grad_norm_(params.values(), None)
+    for bad in (None, "1.0"):
+        with pytest.raises(ValueError, match=f"max_norm must be a number, got {bad!r}"):
+            clip_grad_norm_(params.values(), bad)
     with pytest.raises(TypeError, match="parameters must be tensors, got 'wide' among them"):
         clip_grad_norm_(params, 1.0)
     assert set(params) == set(SHAPES)

@@ -368,3 +368,31 @@ def test_gradients_are_checked_before_anything_changes() -> None:
     with pytest.raises(RuntimeError, match=r"embed.weight: expected a dense gradient, got a sparse one"):
         optimizer.step()
     assert all(torch.equal(p, b) for p, b in zip(params, before))
+
+
+def test_a_group_has_options_of_its_own_for_its_adamw_half() -> None:
+    """Its other options are for both halves."""
+    matrix, bias, other = parameters((8, 8), (9,), (9,))
+    group = {"params": [("layers.0.w", matrix), ("layers.0.bias", bias)], "lr": 0.5, "weight_decay": 0.3}
+    own = {"adamw_lr": 0.01, "adamw_betas": (0.8, 0.9), "adamw_weight_decay": None}
+    optimizer = Muon([{**group, **own}], lr=9.0, adamw_eps=1e-3)
+    first, second = optimizer.param_groups
+    assert (first["lr"], first["weight_decay"]) == (0.5, 0.3)
+    found = [second[key] for key in ("lr", "weight_decay", "betas", "eps")]
+    assert found == [0.01, 0.3, (0.8, 0.9), 1e-3]
+    assert not any(key.startswith("adamw_") for group in optimizer.param_groups for key in group)
+    with pytest.raises(ValueError, match="betas must be two"):
+        optimizer.add_param_group({"params": [("layers.1.bias", other)], "adamw_betas": 0.9})
+
+
+def test_a_parameter_that_is_laid_out_anew_is_refused() -> None:
+    """Its elements are found by their places in memory: the update would be that of others."""
+    kernel = nn.Conv2d(8, 8, 3, bias=False)
+    weight = kernel.weight
+    optimizer = Muon([muon_group([("layers.0.w", weight)])], split=lambda name, p: Flattened())
+    kernel.to(memory_format=torch.channels_last)
+    weight.grad = torch.randn_like(weight)
+    before = weight.detach().clone()
+    with pytest.raises(ValueError, match=r"layers.0.w: Muon needs contiguous parameters, got strides"):
+        optimizer.step()
+    assert torch.equal(weight, before) and not optimizer.state

@@ -16,6 +16,7 @@ from ragged_fsdp.optim.adam8bit.codes import (
     dequantize,
     map_constants,
     nearest_index,
+    one_edge,
     quantize,
     rounding_key,
     rounding_noise,
@@ -96,6 +97,25 @@ def _rounded(exact: Fraction) -> Fraction:
         return exact
     unit = Fraction(2) ** (math.frexp(float(exact))[1] - 24)
     return round(exact / unit) * unit
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_tables_do_not_depend_on_defaults(signed):
+    """Scripts for bf16 set the default dtype, others the device; tables are made in the first step."""
+    tables = map_constants, one_edge, value_table, _thresholds
+    made = [[*map_constants(signed), value_table(signed, CPU), _thresholds(signed, CPU)]]
+    default = torch.get_default_dtype()
+    try:
+        for table in tables:
+            table.cache_clear()
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            made.append([*map_constants(signed), value_table(signed, CPU), _thresholds(signed, CPU)])
+    finally:
+        torch.set_default_dtype(default)
+        for table in tables:
+            table.cache_clear()
+    assert all(map(torch.equal, *made)) and {table.dtype for table in made[1]} == {torch.float32}
 
 
 def test_round_trip_zero_blocks_and_non_finite_blocks():

@@ -30,7 +30,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ragged_fsdp.dtensor import is_ragged, ragged_layout, ragged_spec, wrap_local
 from ragged_fsdp.dtensor.geometry import shard_box
-from ragged_fsdp.torch_internals import disable_dynamo, local_of, spec_of, version_of
+from ragged_fsdp.torch_internals import disable_dynamo, local_of, spec_of
 
 __all__ = [
     "ADAM_RANGES",
@@ -47,6 +47,7 @@ __all__ = [
     "check_options",
     "form_like",
     "fresh_moments",
+    "group_names",
     "is_excluded",
     "local_part",
     "loss_of",
@@ -58,6 +59,7 @@ __all__ = [
     "require_state",
     "state_like",
     "state_values",
+    "unchanged_by_errors",
     "wrap_state",
 ]
 
@@ -89,9 +91,12 @@ def as_tuple(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """``value`` as a float; what is no number becomes NaN, which is in no range."""
+    """``value`` as a float; what is no number becomes NaN, which is in no range.
+
+    Nor is a text that reads like one (YAML takes ``1e-3`` for text): it would fail in the first step.
+    """
     try:
-        return float(value)
+        return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
         return math.nan
 
@@ -112,12 +117,12 @@ def name_patterns(patterns: str | Sequence[str]) -> tuple[str, ...]:
 
 def is_excluded(name: str, group: dict[str, Any]) -> bool:
     """Whether the group's ``exclude`` patterns match a parameter; they need names."""
-    if group["exclude"] and "param_names" not in group:
+    patterns = name_patterns(group["exclude"])  # a group may have one alone, whose letters are no patterns
+    if patterns and "param_names" not in group:
         raise ValueError(
-            f"exclude={group['exclude']!r} matches names, but parameters came without; pass "
-            "model.named_parameters()."
+            f"exclude={patterns!r} matches names, but parameters came without; pass model.named_parameters()."
         )
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in group["exclude"])
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -271,21 +276,19 @@ class ParamAddresses:
 class StepCounters:
     """Step counts of the parameters of a group: one addition counts a step for all of them.
 
-    A parameter's ``state["step"]`` is a scalar view of ``flat``, as optimizers of torch have it.
+    A parameter's ``state["step"]`` is a scalar view of ``flat``, as optimizers of torch have it. Each step
+    reads them all: who broadcasts into a view, or writes there through NumPy, leaves no trace to ask for.
     """
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self.flat = torch.zeros(len(params), dtype=torch.float32)
+        # on the host, whatever the default device is: a step must not wait for a device to read them
+        self.flat = torch.zeros(len(params), dtype=torch.float32, device="cpu")
         self.views = list(self.flat)
         self.index_of = {param: index for index, param in enumerate(params)}
-        self._counts, self._seen_version = [0] * len(params), version_of(self.flat)
 
-    def counts(self) -> list[int]:
-        """Steps of each parameter; read anew if written to, as by a checkpoint loaded into the views."""
-        if self._seen_version != version_of(self.flat):
-            self._counts = [int(count) for count in self.flat.tolist()]
-            self._seen_version = version_of(self.flat)
-        return self._counts
+    def counts(self) -> list[float]:
+        """Steps of each parameter: whole numbers."""
+        return self.flat.tolist()
 
     def adopt(self, param: Tensor, state: dict[str, Any]) -> None:
         """Make ``state["step"]`` the parameter's view, keeping a value that was loaded."""
@@ -297,18 +300,12 @@ class StepCounters:
 
     def advance(self, indices: Collection[int]) -> None:
         """Count one step for these parameters."""
-        counts = self.counts()
-        if len(indices) == len(counts):
+        if len(indices) == self.flat.numel():
             self.flat += 1
-            counts = [count + 1 for count in counts]
         elif indices:
-            self.flat[torch.tensor(list(indices))] += 1
-            counts = list(counts)
-            for index in indices:
-                counts[index] += 1
-        self._counts, self._seen_version = counts, version_of(self.flat)
+            self.flat[torch.tensor(list(indices), device="cpu")] += 1
 
-    def by_count(self, indices: Iterable[int]) -> dict[int, list[int]]:
+    def by_count(self, indices: Iterable[int]) -> dict[float, list[int]]:
         """Those of ``indices`` that have taken the same number of steps."""
         counts, members = self.counts(), defaultdict(list)
         for index in indices:
@@ -323,6 +320,13 @@ class _Untouched:
     tensor: Tensor
 
 
+def group_names(optimizer: torch.optim.Optimizer, index: int) -> list[str]:
+    """The names of a group's parameters that were given to the constructor, or their positions."""
+    group = optimizer.param_groups[index]
+    positions = range(len(group["params"]))
+    return group.get("param_names") or [f"param_groups[{index}]['params'][{i}]" for i in positions]
+
+
 class CheckedStateOptimizer(torch.optim.Optimizer):
     """An optimizer that refuses state which does not fit its parameters, by name, and is then unchanged."""
 
@@ -332,10 +336,7 @@ class CheckedStateOptimizer(torch.optim.Optimizer):
 
     def named_group_params(self, group_index: int) -> Iterator[tuple[str, Tensor]]:
         """The parameters of a group with the names given to the constructor, or their position."""
-        group = self.param_groups[group_index]
-        names = group.get("param_names")
-        for index, param in enumerate(group["params"]):
-            yield (names[index] if names else f"param_groups[{group_index}]['params'][{index}]"), param
+        yield from zip(group_names(self, group_index), self.param_groups[group_index]["params"])
 
     def _require_states(self) -> None:
         for index, group in enumerate(self.param_groups):
@@ -343,15 +344,12 @@ class CheckedStateOptimizer(torch.optim.Optimizer):
                 if state := self.state.get(param):
                     require_state(name, param, state, self._expected_state(param, group))
 
-    @contextmanager
-    def _unchanged_by_errors(self) -> Iterator[None]:
-        """Gives the optimizer its state and groups back if what runs inside raises."""
-        before = self.state, self.param_groups
-        try:
-            yield
-        except Exception:
-            self.state, self.param_groups = before
-            raise
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        known: Sequence[dict[str, Any]] = getattr(self, "param_groups", ())  # none in a copy that is made
+        super().__setstate__(state)
+        for index, group in enumerate(self.param_groups):
+            for key, value in {**self.defaults, **(known[index] if known else {})}.items():
+                group.setdefault(key, value)  # written by an optimizer without some of our options
 
 
 class ExactStateOptimizer(CheckedStateOptimizer):
@@ -398,16 +396,13 @@ class ExactStateOptimizer(CheckedStateOptimizer):
         super().add_param_group(param_group)
         try:
             self._plan_group(len(self.param_groups) - 1)
-        except Exception:
+        except BaseException:
             self.param_groups.pop()
             raise
         self._planned = (*self._planned, self._planned_group(len(self.param_groups) - 1))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # written by an optimizer without some of our options
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
         self._plan_all()  # options may have come with the state
 
     def _plan_all(self) -> None:
@@ -438,12 +433,8 @@ class ExactStateOptimizer(CheckedStateOptimizer):
 
         State or options that do not fit raise, naming the parameter, and nothing is changed.
         """
-        try:
-            with self._unchanged_by_errors(), between_load_hooks(self, _hide_tensors, _show_tensors):
-                super().load_state_dict(state_dict)
-        except Exception:
-            self._plan_all()
-            raise
+        with unchanged_by_errors(self), between_load_hooks(self, _hide_tensors, _show_tensors):
+            super().load_state_dict(state_dict)
 
 
 def _hide_tensors(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -463,6 +454,18 @@ def _show_tensors(optimizer: ExactStateOptimizer) -> None:
             if isinstance(value, _Untouched):
                 entries[key] = value.tensor.to(device=local_part(param).device)
     optimizer._require_states()
+
+
+@contextmanager
+def unchanged_by_errors(optimizer: torch.optim.Optimizer, **attributes: Any) -> Iterator[None]:
+    """Gives an optimizer its state, groups and these attributes back if what runs inside raises."""
+    before = {"state": optimizer.state, "param_groups": optimizer.param_groups, **attributes}
+    try:
+        yield
+    except BaseException:  # of a load that Ctrl-C stopped half of the state would stay
+        optimizer.param_groups = before["param_groups"]
+        optimizer.__setstate__(before)  # which plans anew
+        raise
 
 
 @contextmanager

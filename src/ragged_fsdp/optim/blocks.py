@@ -37,10 +37,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Shard
 
-from ragged_fsdp.dtensor.geometry import outer_index, outer_mesh_dims, ragged_mesh_dim, shard_box
+from ragged_fsdp.dtensor.geometry import (
+    compute_layout,
+    outer_index,
+    outer_mesh_dims,
+    ragged_mesh_dim,
+    regions_of,
+    shard_box,
+)
 from ragged_fsdp.optim.base import StateForm, name_patterns, wrap_state
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.policy import Elements, Granularity, Rows, Tiles, Whole
+from ragged_fsdp.routes import region_numel
 from ragged_fsdp.torch_internals import StridedShard
 
 __all__ = [
@@ -236,9 +244,18 @@ def _blocks_at(
 ) -> LocalBlocks | None:
     if grid.tile is not None:
         return _tiles_at(grid, mesh_shape, coordinate, placements)
-    offset, size = shard_box(grid.shape, mesh_shape, coordinate, placements)
-    start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, placements)
-    return _blocks_of(grid, offset, size, start, stop)
+    return _blocks_of(grid, *_piece_at(grid.shape, mesh_shape, coordinate, placements))
+
+
+def _piece_at(
+    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> tuple[Shape, Shape, int, int]:
+    """What the rank at ``coordinate`` holds: elements [start, stop) of a box, given by offset and size."""
+    if ragged_mesh_dim(placements) is not None:
+        layout = compute_layout(shape, mesh_shape, coordinate, placements)
+        return layout.inner_offset, layout.inner_shape, layout.start, layout.stop
+    offset, size = shard_box(shape, mesh_shape, coordinate, placements)
+    return offset, size, 0, math.prod(size)
 
 
 def _tiles_at(
@@ -246,8 +263,7 @@ def _tiles_at(
 ) -> LocalBlocks | None:
     """The blocks of a parameter stored in tiles, as rows of the stored order."""
     assert grid.tile is not None
-    _, size = shard_box(grid.shape, mesh_shape, coordinate, placements)
-    start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, placements)
+    _, size, start, stop = _piece_at(grid.shape, mesh_shape, coordinate, placements)
     cols = grid.block_cols
     if start == stop:
         return LocalBlocks(grid, 0, cols, 0, 0, 1, 0, 0)
@@ -289,19 +305,6 @@ def _blocks_of(grid: BlockGrid, offset: Shape, size: Shape, start: int, stop: in
     return LocalBlocks(grid, stop - start, cols, start // cols, row_base, inner_rows, matrix_rows, left)
 
 
-def ragged_interval(
-    inner_numel: int, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
-) -> tuple[int, int]:
-    """The elements of the flattened inner tensor on the rank at ``coordinate``."""
-    for mesh_dim, placement in enumerate(placements):
-        if isinstance(placement, RaggedShard):
-            units = placement.units_of(outer_index(mesh_shape, coordinate, placements))
-            unit_numel = inner_numel // (sum(units) or 1)
-            start = sum(units[: coordinate[mesh_dim]]) * unit_numel
-            return start, start + units[coordinate[mesh_dim]] * unit_numel
-    return 0, inner_numel
-
-
 @lru_cache(maxsize=4096)
 def blocks_placements(
     grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...]
@@ -309,16 +312,47 @@ def blocks_placements(
     """Placements under which a tensor over the grid lies where its blocks do; None if there are none."""
     if grid.tile is not None:
         return _tiles_placements(grid, mesh_shape, placements)
-    outer = outer_mesh_dims(placements)  # whole rows of dim 0, which the grid has too
-    candidates = [tuple(p if d in outer else _grid_placement(grid, p) for d, p in enumerate(placements))]
+    parts = [part for part in locate_blocks(grid, mesh_shape, placements) if part is not None]
+    if len(parts) < math.prod(mesh_shape):
+        return None
+    rows, outer = range(len(grid.grid_shape) - 1), outer_mesh_dims(placements)
+    candidates = [
+        tuple(  # units are relative: rows of blocks divide like elements, and outer ones are rows of dim 0
+            type(p)(rows, p.local_units) if isinstance(p, RaggedShard) and d not in outer else p
+            for d, p in enumerate(placements)
+        )
+    ]
     cut = [d for d, p in enumerate(placements) if isinstance(p, (Shard, StridedShard, RaggedShard))]
     if len(cut) == 1:
-        parts = _along(cut[0], mesh_shape, locate_blocks(grid, mesh_shape, placements))
-        units = tuple(part.grid_rows for part in parts if part is not None)
-        dims = tuple(range(len(grid.grid_shape) - 1))
-        ragged = RaggedShard(dims, units if sum(units) else (1,) * len(units))
+        stride = math.prod(mesh_shape[cut[0] + 1 :])
+        units = tuple(part.grid_rows for part in parts[: stride * mesh_shape[cut[0]] : stride])
+        ragged = RaggedShard(rows, units if sum(units) else (1,) * len(units))
         candidates.append(tuple(ragged if d == cut[0] else p for d, p in enumerate(placements)))
-    return next((c for c in candidates if _same_place(grid, mesh_shape, placements, c)), None)
+    return next((c for c in candidates if _is_place_of(parts, grid.grid_shape, mesh_shape, c)), None)
+
+
+def _is_place_of(
+    parts: Sequence[LocalBlocks], shape: Shape, mesh_shape: Shape, candidate: tuple[Placement, ...]
+) -> bool:
+    """Whether ``candidate`` over a grid of this shape puts on every rank exactly its part of the blocks."""
+    if any(isinstance(p, (Shard, StridedShard)) and p.dim >= len(shape) for p in candidate):
+        return False
+    region_at = regions_of(shape, mesh_shape, candidate)
+    for coordinate, part in zip(itertools.product(*map(range, mesh_shape)), parts):
+        try:
+            region = region_at(coordinate)
+        except ValueError:  # the grid cannot be cut like that
+            return False
+        if region_numel(region) != part.grid_rows * part.grid_cols:
+            return False
+        if part.numel:
+            (*outer, col), row = region[0][0], 0  # of the first block
+            for size, place in zip(shape, outer):
+                row = row * size + place
+            grid = part.grid
+            if (row, col) != (part.source_row(0) // grid.block_rows, part.col_base // grid.block_cols):
+                return False
+    return True
 
 
 def _tiles_placements(
@@ -343,62 +377,6 @@ def _tiles_placements(
     else:
         ragged = RaggedShard((0,), units)
     return tuple(ragged if d == mesh_dim else p for d, p in enumerate(placements))
-
-
-def _along(mesh_dim: int, mesh_shape: Shape, parts: Sequence[LocalBlocks | None]) -> list[LocalBlocks | None]:
-    """The parts of the ranks along one mesh dim, at coordinate 0 of the others."""
-    stride = math.prod(mesh_shape[mesh_dim + 1 :])
-    return [parts[index * stride] for index in range(mesh_shape[mesh_dim])]
-
-
-def _grid_placement(grid: BlockGrid, placement: Placement) -> Placement:
-    if isinstance(placement, RaggedShard):  # units are relative: rows of blocks divide like elements
-        return type(placement)(range(len(grid.grid_shape) - 1), placement.local_units)
-    return placement
-
-
-def _same_place(
-    grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...], candidate: tuple[Placement, ...]
-) -> bool:
-    """Whether ``candidate`` over the grid puts on every rank exactly the blocks it holds."""
-    shape, ranks = grid.grid_shape, itertools.product(*map(range, mesh_shape))
-    for coordinate, part in zip(ranks, locate_blocks(grid, mesh_shape, placements)):
-        if any(isinstance(p, (Shard, StridedShard)) and p.dim >= len(shape) for p in candidate):
-            return False
-        inner = ragged_mesh_dim(candidate)
-        if inner is not None and not _divides(candidate[inner], shape, mesh_shape, coordinate, candidate):
-            return False
-        offset, size = shard_box(shape, mesh_shape, coordinate, candidate)
-        start, stop = ragged_interval(math.prod(size), mesh_shape, coordinate, candidate)
-        if part is None or stop - start != part.grid_rows * part.grid_cols:
-            return False
-        if stop > start and _first_block(shape, offset, size, start) != _first_block_of(part):
-            return False
-    return True
-
-
-def _divides(
-    ragged: Any, shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
-) -> bool:
-    rows = math.prod(shard_box(shape, mesh_shape, coordinate, placements)[1][:-1])
-    units = ragged.units_of(outer_index(mesh_shape, coordinate, placements))
-    return not rows or (sum(units) > 0 and rows % sum(units) == 0)
-
-
-def _first_block(shape: Shape, offset: Shape, size: Shape, start: int) -> tuple[int, int]:
-    """Row and column in the flattened global grid of local block ``start``."""
-    index, position = start, []
-    for length, base in zip(reversed(size), reversed(offset)):
-        position.append(index % length + base)
-        index //= length
-    row = 0
-    for length, place in zip(shape[:-1], reversed(position[1:])):
-        row = row * length + place
-    return row, position[0]
-
-
-def _first_block_of(part: LocalBlocks) -> tuple[int, int]:
-    return part.source_row(0) // part.grid.block_rows, part.col_base // part.grid.block_cols
 
 
 def state_over_blocks(param: Tensor, grid: BlockGrid, local: Tensor) -> Tensor:

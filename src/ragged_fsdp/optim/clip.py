@@ -48,6 +48,7 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, a plain tensor, the same on every rank.
     """
+    norm_type = math.inf if norm_type == "inf" else norm_type  # torch takes it too
     if not number(norm_type) > 0:
         raise ValueError(f"norm_type must be positive or inf, got {norm_type!r}.")
     if not isinstance(max_norm, Tensor) and math.isnan(number(max_norm)):  # a tensor stays on its device

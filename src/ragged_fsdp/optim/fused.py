@@ -90,7 +90,7 @@ class _Span(NamedTuple):
 class _Update:
     """Spans of one dtype and device whose parameters took ``count`` steps before, and their gradients."""
 
-    count: int
+    count: float
     spans: list[_Span] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
 
@@ -131,11 +131,11 @@ class _GroupChains:
         return list(found.values())
 
     def _stretches(
-        self, chain: _Chain, grads: dict[int, Tensor], counts: Sequence[int]
-    ) -> Iterator[tuple[int, _Span, Tensor]]:
+        self, chain: _Chain, grads: dict[int, Tensor], counts: Sequence[float]
+    ) -> Iterator[tuple[float, _Span, Tensor]]:
         """The spans of a chain with several parameters."""
         first: _Member | None = None
-        count, stop, expected = 0, 0, 0
+        count, stop, expected = 0.0, 0, 0
         for member in chain.held:
             grad = grads.get(member.position)
             if grad is None:
@@ -151,8 +151,8 @@ class _GroupChains:
             yield from self._joined(chain, first, stop, grads, count)
 
     def _joined(
-        self, chain: _Chain, first: _Member, stop: int, grads: dict[int, Tensor], count: int
-    ) -> Iterator[tuple[int, _Span, Tensor]]:
+        self, chain: _Chain, first: _Member, stop: int, grads: dict[int, Tensor], count: float
+    ) -> Iterator[tuple[float, _Span, Tensor]]:
         """Neighbours from ``first`` to ``stop`` as one span, if their gradients lie in one storage."""
         grad, numel = grads[first.position], stop - first.start
         if numel == first.numel:
@@ -290,9 +290,11 @@ class _FlatOptimizer(ExactStateOptimizer):
         for position in positions:
             chain, member = members.places[position]
             state = self.state[member.param]
-            if not self._saves_step:  # ours tells whether momentum begins: torch's files have momentum alone
-                state["step"] = state.get("step", 1.0) if state.keys() >= set(keys) else 0.0
-            members.counters.adopt(member.param, state)
+            if self._saves_step:
+                members.counters.adopt(member.param, state)
+            else:  # all that matters is whether momentum begins, which the state tells, as torch's
+                state.pop("step", None)  # of a file that we wrote before
+                members.counters.flat[position] = float(state.keys() >= set(keys))
             for key in keys:
                 if key not in chain.state:
                     flat = self._flat_state(chain, key)
@@ -360,7 +362,7 @@ class FusedAdam(_FlatOptimizer):
     def _apply(self, group: dict[str, Any], update: _Update, tensors: list[list[Tensor]]) -> None:
         beta1, beta2 = group["betas"]
         weights, means, squares, *largest = tensors
-        step = torch.full((), float(update.count + 1), dtype=torch.float32, device=weights[0].device)
+        step = torch.full((), update.count + 1, dtype=torch.float32, device=weights[0].device)
         kernel: Callable[..., Any] = self._kernel
         kernel(
             weights,

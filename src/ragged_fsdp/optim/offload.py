@@ -34,9 +34,11 @@ from ragged_fsdp.optim.base import (
     are_params_of,
     are_same,
     between_load_hooks,
+    group_names,
     local_part,
     loss_of,
     state_values,
+    unchanged_by_errors,
 )
 from ragged_fsdp.torch_internals import DTensorSpec, disable_dynamo, spec_of
 
@@ -158,20 +160,12 @@ class OffloadedState(Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, of this optimizer with or without offload; a part at a time is on the device."""
-        before = self.state, self.param_groups, self._offload
-        try:
+        with unchanged_by_errors(self, _offload=self._offload):
             if _steps_whole(self._kind):
                 super().load_state_dict(state_dict)
-                fresh = _Offload(self)
-                fresh.take()
-                fresh.publish()
-                self._offload = fresh
+                self._offload_anew()
             else:
                 self._load_parts(state_dict)
-        except Exception:
-            state, groups, self._offload = before
-            self.__setstate__({"state": state, "param_groups": groups})
-            raise
 
     def _load_parts(self, state_dict: dict[str, Any]) -> None:
         """Let torch load the groups, between the hooks of the user, which see the state too."""
@@ -200,12 +194,16 @@ class OffloadedState(Optimizer):
 
     def _offloaded(self) -> _Offload:
         """The parts; made anew if parameters or state were exchanged since the last step."""
-        if self._offload is None or self._offload.is_stale():
-            offload = _Offload(self)
-            offload.take()
-            offload.publish()
-            self._offload = offload
-        return self._offload
+        stale = self._offload is None or self._offload.is_stale()
+        return self._offload_anew() if stale else self._offload  # type: ignore[return-value]
+
+    def _offload_anew(self) -> _Offload:
+        """New parts, with what state there is."""
+        offload = _Offload(self)
+        offload.take()
+        offload.publish()
+        self._offload = offload
+        return offload
 
 
 @dataclass(frozen=True)
@@ -272,8 +270,8 @@ class _Part:
         return made
 
     def _names(self, index: int, chosen: Sequence[int]) -> list[str]:
-        names = self.whole.param_groups[index].get("param_names")
-        return [names[i] if names else f"param_groups[{index}]['params'][{i}]" for i in chosen]
+        names = group_names(self.whole, index)
+        return [names[i] for i in chosen]
 
     @property
     def nbytes(self) -> int:

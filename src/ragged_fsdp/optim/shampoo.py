@@ -187,7 +187,7 @@ _RANGES = {
 
 
 def _new_state(param: Tensor, blocks: LocalBlocks | None) -> dict[str, Tensor]:
-    state = {"step": torch.zeros((), dtype=torch.float32), **fresh_moments(param)}
+    state = {"step": torch.zeros((), dtype=torch.float32, device="cpu"), **fresh_moments(param)}
     if blocks is not None:
         device = local_part(param).device
         count = blocks.grid_rows * blocks.grid_cols

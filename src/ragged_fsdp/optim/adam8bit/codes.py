@@ -101,7 +101,7 @@ def map_constants(signed: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _fp32(value: float | list[float]) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64).to(torch.float32)
+    return torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float32)
 
 
 def value_of_index(index: Tensor, signed: bool) -> Tensor:
@@ -141,8 +141,8 @@ def fused_multiply_add(left: Tensor, right: Tensor | float, addend: Tensor | flo
     (The sum is then rounded twice. That could only matter to a value whose exact result lies within 2^-30 of
     the middle between two floats; a test proves that no threshold is such a value.)
     """
-    wide = [torch.as_tensor(x, dtype=torch.float32).double() for x in (right, addend)]
-    return (left.double() * wide[0].to(left.device) + wide[1].to(left.device)).float()
+    wide = [torch.as_tensor(x, dtype=torch.float32, device=left.device).double() for x in (right, addend)]
+    return (left.double() * wide[0] + wide[1]).float()
 
 
 @cache
@@ -154,7 +154,7 @@ def _on(device: torch.device, signed: bool) -> tuple[Tensor, Tensor, Tensor]:
 @cache
 def one_edge(signed: bool) -> float:
     """Above this magnitude the nearest value is 1."""
-    last = value_of_index(torch.tensor([_top_index(signed) - 1]), signed)
+    last = value_of_index(torch.tensor([_top_index(signed) - 1], device="cpu"), signed)
     return float(_fp32(float(1 + last.double()) / 2))
 
 
@@ -162,8 +162,8 @@ def one_edge(signed: bool) -> float:
 def value_table(signed: bool, device: torch.device) -> Tensor:
     """The 256 values of a map as an fp32 tensor, ascending."""
     if not signed:
-        return value_of_index(torch.arange(1, 257), False).to(device)
-    magnitudes = value_of_index(torch.arange(129), True)
+        return value_of_index(torch.arange(1, 257, device="cpu"), False).to(device)
+    magnitudes = value_of_index(torch.arange(129, device="cpu"), True)
     return torch.cat([-magnitudes[1:128].flip(0), magnitudes]).to(device)
 
 
@@ -171,16 +171,16 @@ def value_table(signed: bool, device: torch.device) -> Tensor:
 def _thresholds(signed: bool, device: torch.device) -> Tensor:
     """255 floats: a normalised value gets the code ``c`` if exactly ``c`` of them lie below it."""
     first = 1 if signed else 2
-    target = torch.arange(first, _top_index(signed) + 1, dtype=torch.int32)
-    low = torch.zeros(target.numel(), dtype=torch.int32)
-    high = torch.full_like(low, torch.tensor(1.0).view(torch.int32).item())
+    target = torch.arange(first, _top_index(signed) + 1, dtype=torch.int32, device="cpu")
+    low = torch.zeros_like(target)
+    high = torch.full_like(low, _fp32(1.0).view(torch.int32).item())
     while bool((high - low > 1).any()):  # non-negative floats are ordered like their bits
         middle = (low + high) // 2
         reached = nearest_index(middle.view(torch.float32), signed) >= target
         high, low = torch.where(reached, middle, high), torch.where(reached, low, middle)
     positive = low.view(torch.float32)
     if signed:  # strictly below -t is the next cell outwards; -1 has no value of its own
-        negative = torch.nextafter(-positive[:127], torch.tensor(-torch.inf)).flip(0)
+        negative = torch.nextafter(-positive[:127], _fp32(-torch.inf)).flip(0)
         positive = torch.cat([negative, positive])
     return positive.to(device)
 

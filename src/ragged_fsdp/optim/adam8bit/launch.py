@@ -55,9 +55,9 @@ class _Batch:
     """Rows of a table and which program belongs to which row; gradients by address."""
 
     def __init__(self, rows: list[list[int]], programs: Sequence[int], device: torch.device) -> None:
-        counts = torch.tensor(programs)
-        owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32), counts)
-        self._table = torch.tensor(rows, dtype=torch.int64).to(device)
+        counts = torch.tensor(programs, device="cpu")
+        owner = torch.repeat_interleave(torch.arange(len(rows), dtype=torch.int32, device="cpu"), counts)
+        self._table = torch.tensor(rows, dtype=torch.int64, device="cpu").to(device)
         self._owner = owner.to(device)
         self._addresses: list[int] = []
         self._grads = self._table
@@ -66,7 +66,9 @@ class _Batch:
         addresses = [grad.data_ptr() for grad in grads]
         if addresses != self._addresses:
             self._addresses = addresses
-            self._grads = torch.tensor(addresses, dtype=torch.int64).to(self._table.device, non_blocking=True)
+            self._grads = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(
+                self._table.device, non_blocking=True
+            )
 
 
 class BlockBatch(_Batch):
@@ -174,10 +176,10 @@ def _maps(device: torch.device) -> tuple[Tensor, ...]:
         tables = []
         for signed in (True, False):
             slopes, offsets, widths = map_constants(signed)
-            octaves = torch.arange(-256, 256) - FIRST_OCTAVE
+            octaves = torch.arange(-256, 256, device="cpu") - FIRST_OCTAVE
             octaves = octaves.clamp(0, slopes.numel() - 1)
             lines = torch.stack([slopes[octaves], offsets[octaves]], dim=1)
-            padding = torch.zeros(0 if signed else 1)  # k of the unsigned map is at least 1
+            padding = widths.new_zeros(0 if signed else 1)  # k of the unsigned map is at least 1
             tables += [torch.cat([padding, widths]), lines.view(torch.int64).view(-1)]
         widths_signed, lines_signed, widths, lines = (table.to(device) for table in tables)
         _MAPS[device] = widths_signed, lines_signed[256:], widths, lines[256:]

@@ -68,9 +68,9 @@ class _Plan:
 class _Slot:
     """What a step needs of one parameter, except its gradient: that is not to be kept alive."""
 
-    plan: _Plan
+    position: int
+    """In the optimizer: what its random rounding depends on."""
     weight: Tensor
-    address: int
     moments: tuple[Tensor, ...]
     entry: BlockEntry | None
 
@@ -107,15 +107,12 @@ class _Members:
         self.slots: list[_Slot | None] = [None] * len(named)
         self.batches: dict[Any, _Batches] = {}
 
-    def drop_moved(self) -> None:
-        """Forget what was noted of parameters whose memory is another now."""
-        if not self.addresses.have_changed():
-            return
-        self.addresses = ParamAddresses(self.params)
-        for index, (param, slot) in enumerate(zip(self.params, self.slots)):
-            if slot is not None and local_part(param).data_ptr() != slot.address:
-                self.slots[index] = None
-                self.batches.clear()
+    def look_again(self) -> None:
+        """Forget what was noted if the memory of a parameter is another now."""
+        if self.addresses.have_changed():
+            self.addresses = ParamAddresses(self.params)
+            self.slots = [None] * len(self.params)
+            self.batches.clear()
 
     def batches_of(self, indices: Sequence[int], grads: dict[int, Tensor]) -> _Batches:
         """How to update these members, whose gradients have these dtypes."""
@@ -149,7 +146,7 @@ class _Members:
             for members in blocks.values():
                 slots = [self.slot(index) for index in members]
                 entries = [slot.entry for slot in slots if slot.entry is not None]
-                batches.blocks.append((BlockBatch(entries, [s.plan.position for s in slots]), members))
+                batches.blocks.append((BlockBatch(entries, [slot.position for slot in slots]), members))
             for members in exact.values():
                 slots = [self.slot(index) for index in members]
                 batches.exact.append((ExactBatch([[s.weight, *s.moments] for s in slots]), members))
@@ -270,14 +267,14 @@ class Adam8bit(ExactStateOptimizer):
 
     def _update_all(self, every_grad: Sequence[dict[int, Tensor]]) -> None:
         for group, members, grads in zip(self.param_groups, self._members, every_grad):
-            members.drop_moved()
+            members.look_again()
             for index in grads:
                 if members.slots[index] is None:
                     members.slots[index] = self._new_slot(members.params[index], members.counters)
             together = members.counters.by_count(grads)
             members.counters.advance(grads)
             for count, indices in together.items():
-                self._update(members, indices, grads, group, count + 1)
+                self._update(members, indices, grads, group, int(count) + 1)
 
     def _new_slot(self, param: Tensor, counters: StepCounters) -> _Slot:
         self._noted = None
@@ -292,7 +289,7 @@ class Adam8bit(ExactStateOptimizer):
         if plan.blocks is not None:
             mean_codes, mean_scales, square_codes, square_scales = moments
             entry = BlockEntry(weight, mean_codes, mean_scales, square_codes, square_scales, plan.blocks)
-        return _Slot(plan, weight, weight.data_ptr(), moments, entry)
+        return _Slot(plan.position, weight, moments, entry)
 
     def _update(
         self,
@@ -376,7 +373,7 @@ def _update_others(
             update_exact(slot.weight, grad, mean, square, scalars)
             continue
         weight = slot.weight.contiguous()  # a copy if strided
-        key = rounding_key(*noise, slot.plan.position) if noise else None
+        key = rounding_key(*noise, slot.position) if noise else None
         update_entry(replace(slot.entry, param=weight), grad, scalars, key)
         if weight is not slot.weight:
             slot.weight.copy_(weight)

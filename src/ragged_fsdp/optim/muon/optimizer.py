@@ -37,6 +37,7 @@ from ragged_fsdp.optim.base import (
     require_matching_grad,
     require_option,
     require_state,
+    unchanged_by_errors,
 )
 from ragged_fsdp.optim.exchange import Exchange, Exchanges, MatrixRule, Member
 from ragged_fsdp.optim.exchange.matrices import slabs_of
@@ -57,6 +58,7 @@ __all__ = ["Muon"]
 
 _LOG = logging.getLogger(__name__)
 _MUON, _ADAMW = "muon", "adamw"
+_ADAMW_OPTIONS = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
 _STATE_KEYS = {_MUON: ("momentum_buffer",), _ADAMW: ("step", "exp_avg", "exp_avg_sq")}
 
 IsMatrix = Callable[[str | None, Tensor], bool]
@@ -83,7 +85,8 @@ class Muon(CheckedStateOptimizer):
 
     Pass ``model.named_parameters()``: names tell embeddings and heads from hidden matrices. Each given
     param group becomes up to two, with ``group["algorithm"]`` ``"muon"`` and ``"adamw"``; a group that
-    already has that key is taken as it says. :meth:`describe` shows who got what.
+    already has that key is taken as it says. A group's own ``adamw_...`` options are for its AdamW half, its
+    others for both. :meth:`describe` shows who got what.
 
     Args:
         params: parameters, named parameters, or param groups of either.
@@ -146,12 +149,8 @@ class Muon(CheckedStateOptimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "transposed": transposed,
         }
-        adamw = {
-            "lr": lr if adamw_lr is None else adamw_lr,
-            "weight_decay": weight_decay if adamw_weight_decay is None else adamw_weight_decay,
-            "betas": adamw_betas,
-            "eps": adamw_eps,
-        }
+        adamw = {"lr": lr, "weight_decay": weight_decay, "betas": adamw_betas, "eps": adamw_eps}
+        adamw |= _given({"lr": adamw_lr, "weight_decay": adamw_weight_decay})
         self._options = _Options(
             is_matrix, split, ns_dtype, ns_backend, compile, bucket_numel, buckets_in_flight, muon, adamw
         )
@@ -174,14 +173,18 @@ class Muon(CheckedStateOptimizer):
         is_matrix = self._options.is_matrix
         kinds = [chosen or (_MUON if is_matrix(name, p) else _ADAMW) for name, p in named]
         rest = {key: value for key, value in param_group.items() if key not in ("params", "algorithm")}
-        defaults = {_MUON: self._options.muon_defaults, _ADAMW: self._options.adamw_defaults}
+        own = {key.removeprefix("adamw_"): rest.pop(key) for key in _ADAMW_OPTIONS if key in rest}
+        options = {
+            _MUON: {**self._options.muon_defaults, **rest},
+            _ADAMW: {**self._options.adamw_defaults, **rest, **_given(own)},
+        }
         groups_before = len(self.param_groups)
         try:
             for algorithm in (_MUON, _ADAMW):
                 members = [pair for pair, kind in zip(named, kinds) if kind == algorithm]
                 if not members and (named or algorithm == _ADAMW):
                     continue
-                group = {**defaults[algorithm], **rest, "algorithm": algorithm}
+                group = {**options[algorithm], "algorithm": algorithm}
                 _check_group(group, members, self._rule_of)
                 group["params"] = [pair if pair[0] is not None else pair[1] for pair in members]
                 super().add_param_group(group)
@@ -234,7 +237,7 @@ class Muon(CheckedStateOptimizer):
     @disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict; state that does not lie like its parameter raises, and nothing is changed."""
-        with self._unchanged_by_errors():
+        with unchanged_by_errors(self):
             super().load_state_dict(state_dict)
             self._require_states()
 
@@ -251,9 +254,6 @@ class Muon(CheckedStateOptimizer):
         return {**super().__getstate__(), "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for group, known in zip(state["param_groups"], getattr(self, "param_groups", ())):
-            for key, value in known.items():  # written by an optimizer without some of our options
-                group.setdefault(key, value)
         super().__setstate__(state)
         self._forget_exchanges()  # they are bound to the parameters of the original
 
@@ -276,7 +276,7 @@ class Muon(CheckedStateOptimizer):
             for name, p in self.named_group_params(index):
                 if p.grad is not None:
                     require_matching_grad(name, p)
-                    _require_usable_state(name, p, group["algorithm"], self.state.get(p, {}))
+                    _require_usable(name, p, group["algorithm"], self.state.get(p, {}))
         devices = {work_device(p): None for group in groups for p in group["params"]}
         return {device: [self._family_step(group, device) for group in groups] for device in devices}
 
@@ -346,6 +346,11 @@ class Muon(CheckedStateOptimizer):
         )
 
 
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Options that say something: None means those of Muon."""
+    return {key: value for key, value in options.items() if value is not None}
+
+
 def _is_sharded(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
 
@@ -365,15 +370,24 @@ def _named(params: Any) -> list[tuple[str | None, Tensor]]:
     return named
 
 
-def _require_usable_state(label: str, parameter: Tensor, algorithm: str, state: dict[str, Any]) -> None:
-    """Raise unless a step can use what state there is."""
+def _require_usable(label: str, parameter: Tensor, algorithm: str, state: dict[str, Any]) -> None:
+    """Raise unless a step can use the parameter as it lies, and what state there is."""
     if algorithm == _ADAMW:
         if state:
             require_state(label, parameter, state, dict.fromkeys(_STATE_KEYS[_ADAMW]))
-    elif "momentum_buffer" in state:
+        return
+    _require_contiguous(label, parameter)  # ``to(memory_format=...)`` may have come since it was added
+    if "momentum_buffer" in state:
         buffer = local_part(state["momentum_buffer"])
         if not buffer.is_contiguous():
             raise ValueError(f"{label}: momentum_buffer must be contiguous, got strides {buffer.stride()}.")
+
+
+def _require_contiguous(label: str, parameter: Tensor) -> None:
+    """Links address elements by their place in memory: of another order they would be others."""
+    local = local_part(parameter)
+    if not local.is_contiguous():
+        raise ValueError(f"{label}: Muon needs contiguous parameters, got strides {local.stride()}.")
 
 
 def _matrices_text(parameter: Tensor, rule: MatrixRule) -> str:
@@ -405,10 +419,7 @@ def _check_group(
             raise ValueError(
                 f"{label}: Muon needs at least two dims, got shape {tuple(parameter.shape)}; use 'adamw'."
             )
-        if not local_part(parameter).is_contiguous():
-            raise ValueError(
-                f"{label}: Muon needs contiguous parameters, got strides {local_part(parameter).stride()}."
-            )
+        _require_contiguous(label, parameter)
         try:
             slabs_of(tuple(parameter.shape), rule_of(name, parameter))
         except ValueError as error:
