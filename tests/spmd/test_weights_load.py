@@ -344,6 +344,38 @@ def test_stored_together_and_held_apart(rank):
         assert torch.equal(model[str(index)].weight.full_tensor(), fused[index])
     assert torch.equal(model["flipped"].weight.full_tensor(), fused[0])
 
+    for index in ([3, 1], torch.tensor([0, 2]), (slice(None, None, 2),), (..., slice(2, 4), slice(None))):
+        rows = fused[index]
+        held = nn.ParameterDict({"w": torch.zeros(rows.shape)})
+        fully_shard(held, mesh=rank.mesh())
+        stored_rows = weights.Stored("experts", index)
+        weights.load(
+            held, rank.shared_dir, strict="missing", names=lambda name, t, stored=stored_rows: {stored: t}
+        )
+        assert torch.equal(held["w"].full_tensor(), rows), index
+
+
+@spmd(2)
+def test_parts_that_leave_elements_without_values_are_refused_on_the_meta_device(rank):
+    """Those that are forgotten keep what they are elsewhere; here they would be what lay in the memory."""
+    if rank.rank == 0:
+        save_file({"w.gate": torch.ones(3, 4)}, rank.shared_dir / "f.safetensors")
+    dist.barrier()
+
+    def naming(name, tensor):
+        return {f"{name}.gate": tensor[:3]}
+
+    for device in ("meta", "cpu"):
+        held = nn.ParameterDict({"w": torch.zeros(6, 4, device=device)})
+        fully_shard(held, mesh=rank.mesh())
+        if device == "meta":
+            with pytest.raises(ValueError, match=r"w: names= gives 12 of its 24 elements"):
+                weights.load(held, rank.shared_dir, names=naming)
+            assert held["w"].is_meta
+            continue
+        weights.load(held, rank.shared_dir, names=naming)
+        assert torch.equal(held["w"].full_tensor(), torch.tensor([1.0] * 12 + [0.0] * 12).view(6, 4))
+
 
 @spmd(2)
 def test_refusals_on_every_rank_change_nothing(rank):
