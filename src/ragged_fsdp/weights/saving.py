@@ -104,14 +104,15 @@ def save(
             _describe(Adapters(model).base, writing, dtype, source, {r.name for r in made.metadata()})
             return writing
 
-        writing = _on_all(begin)[0]
+        writing: Any = _on_all(begin)[0]
 
         def pass_on() -> dict[str, int]:
             sums: dict[str, int] = {}
             with iter(made) as buckets:  # what fails on rank 0 ends the pass on all
                 values = _summed(made, buckets, sums if several else None)
-                if first and writing is not None:
-                    _write(made, values, writing, max_file_bytes)
+                if first:
+                    planned = [TensorToWrite(r.name, r.shape, r.dtype) for r in made.metadata()]
+                    write_safetensors(writing, planned, values, max_file_bytes=max_file_bytes)
                 else:
                     for _ in values:
                         pass
@@ -179,18 +180,6 @@ def _refuse_others(sums: list[dict[str, int]]) -> None:
                 f"save: rank {rank} has other values of {other!r} than rank 0, as equal stages of a pipeline "
                 "have, or copies that were trained apart; the folder would hold a part of the model"
             )
-
-
-def _write(made: Stream, values: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> None:
-    planned = [TensorToWrite(r.name, r.shape, r.dtype, group=r.name) for r in made.metadata()]
-
-    def next_value(expected: str) -> dict[str, Tensor]:
-        name, value = next(values)
-        assert name == expected, (name, expected)
-        return {name: value}
-
-    write_safetensors(folder, planned, next_value, max_file_bytes=max_file_bytes)
-    assert next(values, None) is None
 
 
 def _receiver(model: nn.Module) -> int:
