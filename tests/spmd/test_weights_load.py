@@ -382,6 +382,7 @@ def test_refusals_on_every_rank_change_nothing(rank):
     """Missing and unexpected tensors, other shapes, codes, short and missing files, ranks that differ."""
     torch.manual_seed(0)
     tensors = stored(Model(), lambda name, tensor: name)
+    endless = b'{"embed.weight":{"dtype":"F32","shape":[0,%d],"data_offsets":[0,0]}}' % 2**70
     wrong = {
         "missing": {n: t for n, t in tensors.items() if n != "blocks.1.proj.bias"},
         "extra": {**tensors, "blocks.9.odd": torch.ones(2)},
@@ -397,6 +398,9 @@ def test_refusals_on_every_rank_change_nothing(rank):
         write(rank.shared_dir / "gone", tensors)
         (rank.shared_dir / "gone/part-1.safetensors").unlink()
         (rank.shared_dir / "empty").mkdir()
+        (rank.shared_dir / "endless").mkdir()
+        file = rank.shared_dir / "endless/model.safetensors"
+        file.write_bytes(len(endless).to_bytes(8, "little") + endless)
         write(rank.shared_dir / "good", tensors)
     dist.barrier()
     model = sharded(rank.mesh(), meta=False)
@@ -408,6 +412,7 @@ def test_refusals_on_every_rank_change_nothing(rank):
         "short": "is truncated",
         "gone": "lacks part-1.safetensors",
         "empty": r"has no \*.safetensors",
+        "endless": r"embed.weight has shape \(0, \d+\); \(33, 24\) is expected",
         "nowhere": "is not a folder",
     }
     for name, message in errors.items():

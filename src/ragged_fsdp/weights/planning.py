@@ -166,7 +166,9 @@ class Plan:
     def _check(self, name: str, tensor: Tensor, part: Part) -> None:
         entry = self.entries[part.stored]
         where = self.folder / entry.boxes[0].file if len(entry.boxes) == 1 else self.folder
-        shape = tuple(torch.empty(entry.shape, device="meta")[part.index].shape)
+        shape = entry.shape
+        if part.index != ():
+            shape = tuple(torch.empty(shape, device="meta")[part.index].shape)
         if shape != part.shape:
             raise ValueError(
                 f"{where}: {part.stored} has shape {shape}; {part.shape} is expected for the model's {name}"
