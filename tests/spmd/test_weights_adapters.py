@@ -396,3 +396,33 @@ def test_nothing_of_an_adapter_or_a_tied_weight_is_lost_without_a_word(rank):
         model, _ = sharded(tied=True, modules=modules)
         with pytest.raises(ValueError, match="are one tied weight, and the adapter 'default' is"):
             weights.stream(model)
+
+
+@spmd(2)
+def test_an_adapter_that_cannot_be_saved_whole_is_refused_on_all_ranks(rank):
+    """Stages of a pipeline, with other layers or with equal ones; no values; a dtype that is none."""
+    peft = pytest.importorskip("peft")
+
+    def adapted(layers, mesh, device="cpu"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+            names = [str(index) for index in range(layers)]
+            model = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=names))
+        return fully_shard(model, mesh=mesh)
+
+    def refused(model, message, **options):
+        with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+            weights.save(model, rank.shared_dir / "saved", adapter="default", **options)
+        dist.barrier()
+        assert not list(rank.shared_dir.iterdir())
+
+    of_stage = rank.mesh(2, 1, names=("stage", "shard"))["shard"]
+    refused(adapted(1 + rank.rank, of_stage), "rank 1 does not have the tensors that rank 0 has")
+    stage = adapted(1, of_stage)
+    with torch.no_grad():
+        dict(stage.named_parameters())["base_model.model.0.lora_A.default.weight"].add_(rank.rank)
+    refused(stage, "rank 1 has other values of 'base_model.model.0.lora_A.default.weight' than rank 0")
+    refused(adapted(1, rank.mesh(), "meta"), "is on the meta device and has no weights")
+    for dtype in ("bfloat16", torch.int8):
+        refused(adapted(1, rank.mesh()), "dtype must be a floating-point dtype", dtype=dtype)

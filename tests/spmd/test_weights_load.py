@@ -344,12 +344,45 @@ def test_stored_together_and_held_apart(rank):
         assert torch.equal(model[str(index)].weight.full_tensor(), fused[index])
     assert torch.equal(model["flipped"].weight.full_tensor(), fused[0])
 
+    for index in ([3, 1], torch.tensor([0, 2]), (slice(None, None, 2),), (..., slice(2, 4), slice(None))):
+        rows = fused[index]
+        held = nn.ParameterDict({"w": torch.zeros(rows.shape)})
+        fully_shard(held, mesh=rank.mesh())
+        stored_rows = weights.Stored("experts", index)
+        weights.load(
+            held, rank.shared_dir, strict="missing", names=lambda name, t, stored=stored_rows: {stored: t}
+        )
+        assert torch.equal(held["w"].full_tensor(), rows), index
+
+
+@spmd(2)
+def test_parts_that_leave_elements_without_values_are_refused_on_the_meta_device(rank):
+    """Those that are forgotten keep what they are elsewhere; here they would be what lay in the memory."""
+    if rank.rank == 0:
+        save_file({"w.gate": torch.ones(3, 4)}, rank.shared_dir / "f.safetensors")
+    dist.barrier()
+
+    def naming(name, tensor):
+        return {f"{name}.gate": tensor[:3]}
+
+    for device in ("meta", "cpu"):
+        held = nn.ParameterDict({"w": torch.zeros(6, 4, device=device)})
+        fully_shard(held, mesh=rank.mesh())
+        if device == "meta":
+            with pytest.raises(ValueError, match=r"w: names= gives 12 of its 24 elements"):
+                weights.load(held, rank.shared_dir, names=naming)
+            assert held["w"].is_meta
+            continue
+        weights.load(held, rank.shared_dir, names=naming)
+        assert torch.equal(held["w"].full_tensor(), torch.tensor([1.0] * 12 + [0.0] * 12).view(6, 4))
+
 
 @spmd(2)
 def test_refusals_on_every_rank_change_nothing(rank):
     """Missing and unexpected tensors, other shapes, codes, short and missing files, ranks that differ."""
     torch.manual_seed(0)
     tensors = stored(Model(), lambda name, tensor: name)
+    endless = b'{"embed.weight":{"dtype":"F32","shape":[0,%d],"data_offsets":[0,0]}}' % 2**70
     wrong = {
         "missing": {n: t for n, t in tensors.items() if n != "blocks.1.proj.bias"},
         "extra": {**tensors, "blocks.9.odd": torch.ones(2)},
@@ -365,6 +398,9 @@ def test_refusals_on_every_rank_change_nothing(rank):
         write(rank.shared_dir / "gone", tensors)
         (rank.shared_dir / "gone/part-1.safetensors").unlink()
         (rank.shared_dir / "empty").mkdir()
+        (rank.shared_dir / "endless").mkdir()
+        file = rank.shared_dir / "endless/model.safetensors"
+        file.write_bytes(len(endless).to_bytes(8, "little") + endless)
         write(rank.shared_dir / "good", tensors)
     dist.barrier()
     model = sharded(rank.mesh(), meta=False)
@@ -376,6 +412,7 @@ def test_refusals_on_every_rank_change_nothing(rank):
         "short": "is truncated",
         "gone": "lacks part-1.safetensors",
         "empty": r"has no \*.safetensors",
+        "endless": r"embed.weight has shape \(0, \d+\); \(33, 24\) is expected",
         "nowhere": "is not a folder",
     }
     for name, message in errors.items():
@@ -428,9 +465,7 @@ def test_what_is_saved_is_loaded_again(rank):
             with pytest.raises((OSError, RuntimeError), match="no space"):
                 weights.save(sharded, folder)
         patch.setattr(saving.os, "rename", _no_space)
-        patch.setattr(
-            saving, "write_safetensors", lambda folder, planned, take, **_: [take(t.name) for t in planned]
-        )
+        patch.setattr(saving, "write_safetensors", lambda folder, planned, values, **_: list(values))
         with pytest.raises((OSError, RuntimeError), match="no space"):
             weights.save(model, folder, names=cut_experts)
     assert not list(rank.shared_dir.iterdir())
@@ -574,9 +609,8 @@ def test_two_saves_into_one_folder_do_not_mix(rank):
     assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
 
 
-def _no_space_at_the_end(folder, planned, take, **_):
-    for tensor in planned:
-        take(tensor.name)
+def _no_space_at_the_end(folder, planned, values, **_):
+    list(values)
     raise OSError("no space left")
 
 

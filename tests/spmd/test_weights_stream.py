@@ -445,3 +445,84 @@ def test_a_delta_has_what_changed_and_little_more(rank):
     passing.close()
     assert all(isinstance(bucket, weights.Bucket) for bucket in stream)
     gc.collect()
+
+
+@spmd(1, 3)
+@pytest.mark.parametrize("left_at", [1, 2, 3])
+def test_a_delta_that_one_rank_left_is_sent_again_by_all(rank, left_at):
+    """Also where the others had every bucket, or where it was left with the last in hand."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    for layer in model:
+        fully_shard(layer, mesh=rank.mesh())
+    stream = weights.stream(model, delta=True)
+    receiver = {r.name: torch.zeros(r.shape) for r in stream.metadata()}
+    for bucket in stream:
+        bucket.apply(receiver)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    try:
+        with iter(stream) as buckets:
+            for index, bucket in enumerate(buckets):
+                if rank.rank == 0 and index == left_at:
+                    break
+                bucket.apply(receiver)
+    except RuntimeError as error:
+        assert "its consumer has stopped" in str(error)
+    for sent in (weights.Bucket, weights.Delta):
+        for bucket in stream:
+            assert isinstance(bucket, sent)
+            bucket.apply(receiver)
+        for name, value in model.state_dict().items():
+            assert torch.equal(receiver[name], value.full_tensor()), name
+
+
+class _Counting(nn.Module):
+    """A forward that puts another buffer in the place of the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(3, 5)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        return self.proj(x)
+
+
+@spmd(1, 3)
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_tensors_that_were_replaced_are_streamed(rank, snapshot):
+    """By a forward and by a state dict that is assigned; the stream was made before."""
+    model = fully_shard(_Counting(), mesh=rank.mesh(), reshard_after_forward=False)
+    stream = weights.stream(model, snapshot=snapshot)
+    for step in (1, 2):
+        model(torch.ones(1, 3, device=rank.device))
+        if step == 2:
+            state = {name: torch.full_like(value, 7) for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+        if snapshot:
+            stream.refresh()
+        received = dict(stream.tensors())
+        assert received.keys() == {"proj.weight", "proj.bias", "seen"}
+        for name, value in model.state_dict().items():
+            whole = value if name == "seen" else value.full_tensor()
+            assert torch.equal(received[name], whole), (name, step)
+    model.seen = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"seen had the shape \(2,\).* now it has \(3,\)"):
+        stream.refresh() if snapshot else dict(stream.tensors())
+
+
+@spmd(2)
+def test_a_snapshot_is_not_replaced_below_a_pass(rank):
+    """The rest of the pass would have the weights of another step; a rank that has no pass hears of it."""
+    model = fully_shard(nn.Linear(3, 5), mesh=rank.mesh())
+    stream = weights.stream(model, snapshot=True)
+    if rank.rank == 0:
+        passing = iter(stream)
+    with pytest.raises((ValueError, RuntimeError), match="is being iterated"):
+        stream.refresh()
+    if rank.rank:
+        passing = iter(stream)
+    assert len(list(passing)) == 1
+    stream.refresh()

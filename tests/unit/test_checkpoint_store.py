@@ -53,6 +53,19 @@ def test_a_step_that_is_saved_again_has_its_new_loss(tmp_path):
     assert store.best_step() is None
 
 
+@pytest.mark.parametrize(
+    "text",
+    [b"\xff\xfe", b"[" * 100_000, b'{"step": 1, "eval_loss": 1' + b"0" * 400 + b"}", b"[1]", b"\0" * 30],
+)
+def test_a_damaged_note_of_the_best_does_not_end_the_saves(tmp_path, text):
+    store = CheckpointStore(tmp_path, keep_last=1)
+    (tmp_path / "best.json").write_bytes(text)
+    assert store.best_step() is None
+    for step, loss in [(1, 1.0), (2, 2.0)]:
+        _save(store, step, loss)
+    assert store.best_step() == 1 and store.steps() == [1, 2]
+
+
 def test_saving_a_step_again_replaces_it(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     _save(store, 1, text="old")

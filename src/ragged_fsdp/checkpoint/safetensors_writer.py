@@ -8,7 +8,7 @@ written first and the values streamed after it.
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,12 +36,11 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class TensorToWrite:
-    """One tensor of the output; ``group`` names what it is read from."""
+    """One tensor of the output."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    group: str
 
     @property
     def byte_count(self) -> int:
@@ -52,14 +51,14 @@ class TensorToWrite:
 def write_safetensors(
     folder: Path,
     tensors: Iterable[TensorToWrite],
-    read_group: Callable[[str], dict[str, Tensor]],
+    values: Iterator[tuple[str, Tensor]],
     *,
     max_file_bytes: int,
 ) -> list[Path]:
     """Write ``model.safetensors``, or several files and an index if one would be too large.
 
-    ``read_group`` returns all tensors of a group; groups are asked for once each, in order, and never two
-    at a time. Files appear under their names when complete.
+    ``values`` are the tensors in their order, each asked for when the one before has been written. Files
+    appear under their names when complete.
     """
     tensors = list(tensors)
     counts = Counter(["__metadata__", *(tensor.name for tensor in tensors)])  # the header has a place for it
@@ -69,7 +68,9 @@ def write_safetensors(
     folder.mkdir(parents=True, exist_ok=True)
     names = [_file_name(index, len(files)) for index in range(len(files))]
     for name, content in zip(names, files, strict=True):
-        _write_file(folder / name, content, read_group)
+        _write_file(folder / name, content, values)
+    if more := next(values, None):
+        raise ValueError(f"{more[0]}: one tensor more than the {len(tensors)} that were to be written")
     if len(files) > 1:
         placed = {t.name: name for name, content in zip(names, files, strict=True) for t in content}
         total = sum(t.byte_count for content in files for t in content)
@@ -79,19 +80,15 @@ def write_safetensors(
 
 
 def _cut(tensors: list[TensorToWrite], max_file_bytes: int) -> list[list[TensorToWrite]]:
-    """Files of at most ``max_file_bytes``; a group stays together, and one that is larger is a file alone."""
-    by_group: dict[str, list[TensorToWrite]] = {}
-    for tensor in tensors:
-        by_group.setdefault(tensor.group, []).append(tensor)
+    """Files of at most ``max_file_bytes``; a tensor that is larger is a file alone."""
     files: list[list[TensorToWrite]] = [[]]
     filled = 0
-    for members in by_group.values():
-        size = sum(t.byte_count for t in members)
-        if files[-1] and filled + size > max_file_bytes:
+    for tensor in tensors:
+        if files[-1] and filled + tensor.byte_count > max_file_bytes:
             files.append([])
             filled = 0
-        files[-1].extend(members)
-        filled += size
+        files[-1].append(tensor)
+        filled += tensor.byte_count
     return files
 
 
@@ -99,9 +96,7 @@ def _file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def _write_file(
-    path: Path, tensors: list[TensorToWrite], read_group: Callable[[str], dict[str, Tensor]]
-) -> None:
+def _write_file(path: Path, tensors: list[TensorToWrite], values: Iterator[tuple[str, Tensor]]) -> None:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for tensor in tensors:
@@ -120,20 +115,13 @@ def _write_file(
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
-        group: str | None = None
-        values: dict[str, Tensor] = {}
         for tensor in tensors:
-            if tensor.group != group:
-                values = {}  # free the last group before the next is read
-                group, values = tensor.group, read_group(tensor.group)
-            out.write(_raw_bytes(values.pop(tensor.name), tensor))
+            out.write(_raw_bytes(*next(values), tensor))
     os.replace(temporary, path)
 
 
-def _raw_bytes(value: Tensor, expected: TensorToWrite) -> bytes:
-    if tuple(value.shape) != expected.shape or value.dtype != expected.dtype:
-        raise ValueError(
-            f"{expected.name}: read {value.dtype} {tuple(value.shape)}, expected {expected.dtype} "
-            f"{expected.shape}"
-        )
+def _raw_bytes(name: str, value: Tensor, expected: TensorToWrite) -> bytes:
+    found = TensorToWrite(name, tuple(value.shape), value.dtype)
+    if found != expected:
+        raise ValueError(f"{expected.name}: read {found}, expected {expected}")
     return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -237,8 +237,8 @@ class CheckpointStore:
             best = json.loads((self.root / "best.json").read_text())
             is_usable = isinstance(best["step"], int) and isinstance(best["eval_loss"], int | float)
             return best if is_usable and math.isfinite(best["eval_loss"]) else None
-        except (OSError, json.JSONDecodeError, KeyError, TypeError):
-            return None
+        except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None  # damaged: no reason for saves to fail from then on
 
     def _prune(self, newest: int) -> None:
         """Delete old ones. Later steps than ``newest`` are damaged ones that a run has passed over: if they

@@ -1,7 +1,7 @@
 """A checkpoint as safetensors under the names its model's library uses."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,13 +70,14 @@ def export(
                 made[key] = part.to(dtype) if dtype is not None and part.is_floating_point() else part
         return made
 
-    def read_group(name: str) -> dict[str, Tensor]:
-        on_tensor(name)
-        return converted(name, reader.load(stored[name]))
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for name, source in stored.items():
+            on_tensor(name)
+            yield from converted(name, reader.load(source)).items()
 
     planned = [tensor for name, source in stored.items() for tensor in _plan(name, source, converted)]
     with new_folder(out, overwrite=overwrite) as writing:
-        files = write_safetensors(writing, planned, read_group, max_file_bytes=max_file_bytes)
+        files = write_safetensors(writing, planned, values(), max_file_bytes=max_file_bytes)
         if config:
             if dtype is not None:
                 config["dtype"] = str(dtype).removeprefix("torch.")
@@ -97,7 +98,7 @@ def _origin(info: dict[str, Any]) -> Path | None:
 def _plan(name: str, source: StoredTensor, converted: TakeApart) -> list[TensorToWrite]:
     """What a stored tensor will become, found out on the meta device."""
     parts = converted(name, torch.empty(source.shape, dtype=source.dtype, device="meta"))
-    return [TensorToWrite(k, tuple(v.shape), v.dtype, group=name) for k, v in parts.items()]
+    return [TensorToWrite(k, tuple(v.shape), v.dtype) for k, v in parts.items()]
 
 
 def _conversion(settings: dict[str, Any], origin: Path | None) -> tuple[TakeApart, dict[str, Any], set[str]]:

@@ -38,17 +38,11 @@ class Bucket:
     has let go of the one before, and two are in memory.
     """
 
-    def __init__(
-        self,
-        label: str,
-        data: Tensor,
-        records: Sequence[Record],
-        on_use: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, label: str, data: Tensor, records: Sequence[Record]) -> None:
         self.label = label
         self.records = tuple(records)
         self._data = data
-        self.on_use = on_use
+        self.on_use: Callable[[], None] = lambda: None
         """Starts the next gather; may be called again."""
 
     @property

@@ -27,14 +27,8 @@ class Changes:
 
     def __init__(self) -> None:
         self._last: dict[int, Tensor] = {}
-
-    def knows(self, index: int) -> bool:
-        """Whether a source was sent before."""
-        return index in self._last
-
-    def forget(self) -> None:
-        """Send everything again."""
-        self._last.clear()
+        self.complete = False
+        """Whether the last pass came to its end on this rank; else the receiver has some of it."""
 
     def keep(self, index: int, shard: Tensor) -> None:
         """Note what is being sent."""

@@ -96,16 +96,12 @@ def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str,
         text = opened.read(length)
     try:
         header = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: its header is damaged: {error!r}") from error
+    try:
         header.pop("__metadata__", None)
         entries = {name: _entry(path, name, given, _LENGTH_BYTES + length) for name, given in header.items()}
-    except (
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-        AttributeError,
-        KeyError,
-        TypeError,
-        RecursionError,
-    ) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: its header is damaged: {error!r}") from error
     ends = [entry.boxes[0].begin + entry.nbytes for entry in entries.values()]
     end = max(ends, default=_LENGTH_BYTES + length)

@@ -178,7 +178,7 @@ def _adapter_config(folder: Place) -> dict[str, Any]:
     """The settings of an adapter that PEFT wrote."""
     try:
         return dict(json.loads((folder / "adapter_config.json").read_text()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{folder / 'adapter_config.json'} is damaged: {error}") from error
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.routes import Region, contiguous_stride
+from ragged_fsdp.torch_internals import base_of
 from ragged_fsdp.weights.dcp_folder import elements_of
 from ragged_fsdp.weights.files import Entry, StoredBox
 from ragged_fsdp.weights.names import Naming, Part, View, parts_of
@@ -50,7 +51,10 @@ class _Want:
         """What to copy if the box has its elements there; ``ValueError`` if that is no strided view."""
         model = (self.model.offset, self.model.sizes, self.model.strides)
         if self.index != ():
-            probe = torch.empty_strided(elements.sizes, elements.strides, device="meta")[self.index]
+            whole = torch.empty_strided(elements.sizes, elements.strides, device="meta")
+            probe = whole[self.index]
+            if base_of(probe) is not whole:  # a list of rows makes a copy: its strides are not the file's
+                raise ValueError(f"{self.stored}[{self.index!r}] is no view")
             elements = View(elements.offset + int(probe.storage_offset()), tuple(probe.shape), probe.stride())
         return list(transfers(self.shape, self.region, model, (elements.offset, elements.strides)))
 
@@ -130,6 +134,12 @@ class Plan:
             self.found += 1
             for part in options[name]:
                 self._check(name, target.tensor, part)
+            given = sum(math.prod(part.shape) for part in options[name])
+            if target.tensor.is_meta and given < target.tensor.numel():
+                raise ValueError(
+                    f"{name}: names= gives {given} of its {target.tensor.numel()} elements; the others would "
+                    "have no values: on the meta device"
+                )
             lines.append(f"{target.name} {shape} {dtype}")
             if self._reads(index, target.tensor):
                 self._add(index, name, options[name])
@@ -156,7 +166,9 @@ class Plan:
     def _check(self, name: str, tensor: Tensor, part: Part) -> None:
         entry = self.entries[part.stored]
         where = self.folder / entry.boxes[0].file if len(entry.boxes) == 1 else self.folder
-        shape = tuple(torch.empty(entry.shape, device="meta")[part.index].shape)
+        shape = entry.shape
+        if part.index != ():
+            shape = tuple(torch.empty(shape, device="meta")[part.index].shape)
         if shape != part.shape:
             raise ValueError(
                 f"{where}: {part.stored} has shape {shape}; {part.shape} is expected for the model's {name}"

@@ -29,9 +29,9 @@ from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.packing import is_packed
 from ragged_fsdp.weights.adapters import Adapters
 from ragged_fsdp.weights.names import Naming
-from ragged_fsdp.weights.sources import whole_of
+from ragged_fsdp.weights.sources import sent_dtype, whole_of
 from ragged_fsdp.weights.streaming import Stream, stream
-from ragged_fsdp.weights.targets import holders_of, targets_of
+from ragged_fsdp.weights.targets import Target, holders_of, targets_of
 
 __all__ = ["copy_serving", "new_folder", "save"]
 
@@ -78,7 +78,7 @@ def save(
     Raises:
         ValueError: on every rank, if the model cannot be streamed or the folder cannot be taken.
     """
-    chosen = _on_all(lambda: _checked(model, folder, names, adapter, source, max_file_bytes))
+    chosen = _on_all(lambda: _checked(model, folder, dtype, names, adapter, source, max_file_bytes))
     if len(set(chosen)) > 1:
         raise ValueError(f"save: the ranks do not save the same: adapter= is {chosen} on ranks 0, 1, ...")
     folder, first = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
@@ -92,14 +92,9 @@ def save(
         records = [(record.name, record.shape, record.dtype) for record in streams[0].metadata()]
         return hashlib.sha256(repr(records).encode()).hexdigest()
 
-    found = _on_all(contents)  # the stream compares ranks that share a group alone
+    _refuse_parts(_on_all(contents))  # the stream compares ranks that share a group alone
     made = streams[0]
     several = len(set(_on_all(lambda: made.to))) > 1
-    if other := next((rank for rank, text in enumerate(found) if text != found[0]), None):
-        raise ValueError(
-            f"save: rank {other} does not have the tensors that rank 0 has, as in a pipeline; the folder "
-            "would hold a part of the model"
-        )
     with ExitStack() as stack:
 
         def begin() -> Path | None:
@@ -109,14 +104,15 @@ def save(
             _describe(Adapters(model).base, writing, dtype, source, {r.name for r in made.metadata()})
             return writing
 
-        writing = _on_all(begin)[0]
+        writing: Any = _on_all(begin)[0]
 
         def pass_on() -> dict[str, int]:
             sums: dict[str, int] = {}
             with iter(made) as buckets:  # what fails on rank 0 ends the pass on all
                 values = _summed(made, buckets, sums if several else None)
-                if first and writing is not None:
-                    _write(made, values, writing, max_file_bytes)
+                if first:
+                    planned = [TensorToWrite(r.name, r.shape, r.dtype) for r in made.metadata()]
+                    write_safetensors(writing, planned, values, max_file_bytes=max_file_bytes)
                 else:
                     for _ in values:
                         pass
@@ -128,13 +124,15 @@ def save(
 
 
 def _checked(
-    model: Any, folder: Any, names: Any, adapter: str | None, source: Any, max_file_bytes: Any
+    model: Any, folder: Any, dtype: Any, names: Any, adapter: str | None, source: Any, max_file_bytes: Any
 ) -> str | None:
     """The adapter to save; raises if an argument cannot be used."""
     if is_url(os.fspath(folder)):
         raise ValueError(f"save: weights are written to a folder; {folder} is a URL")
     if type(max_file_bytes) is not int or max_file_bytes < 1:
         raise ValueError(f"save: max_file_bytes must be a positive number, got {max_file_bytes!r}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"save: dtype must be a floating-point dtype or None, got {dtype!r}")
     if adapter is None:
         return None
     if names is not None or source is not None:
@@ -157,8 +155,21 @@ def _summed(
         for name, value in bucket.tensors():
             held = value.cpu()
             if sums is not None and name in compared:
-                sums[name] = zlib.crc32(held.contiguous().view(-1).view(torch.uint8).numpy())
+                sums[name] = _sum(held)
             yield name, held
+
+
+def _sum(value: Tensor) -> int:
+    return zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _refuse_parts(held: list[str]) -> None:
+    """Raise where what a rank holds is described in another way than what rank 0 holds."""
+    if other := next((rank for rank, text in enumerate(held) if text != held[0]), None):
+        raise ValueError(
+            f"save: rank {other} does not have the tensors that rank 0 has, as in a pipeline; the folder "
+            "would hold a part of the model"
+        )
 
 
 def _refuse_others(sums: list[dict[str, int]]) -> None:
@@ -169,18 +180,6 @@ def _refuse_others(sums: list[dict[str, int]]) -> None:
                 f"save: rank {rank} has other values of {other!r} than rank 0, as equal stages of a pipeline "
                 "have, or copies that were trained apart; the folder would hold a part of the model"
             )
-
-
-def _write(made: Stream, values: Iterator[tuple[str, Tensor]], folder: Path, max_file_bytes: int) -> None:
-    planned = [TensorToWrite(r.name, r.shape, r.dtype, group=r.name) for r in made.metadata()]
-
-    def next_value(expected: str) -> dict[str, Tensor]:
-        name, value = next(values)
-        assert name == expected, (name, expected)
-        return {name: value}
-
-    write_safetensors(folder, planned, next_value, max_file_bytes=max_file_bytes)
-    assert next(values, None) is None
 
 
 def _receiver(model: nn.Module) -> int:
@@ -289,12 +288,26 @@ def _save_adapter(
     model: Any, folder: Path, adapter: str, dtype: torch.dtype | None, first: bool, overwrite: bool
 ) -> None:
     """The adapter's own tensors, gathered one by one, in the files PEFT reads."""
-    adapters, whole = Adapters(model, merging=False), {}
-    for target in targets_of(model):
-        if adapters.in_adapter(target.name, adapter) is not None:
-            value = whole_of(target.tensor)  # every rank takes part
-            if first:
-                whole[target.name] = value.cpu().to(dtype or value.dtype)
+    held: list[Target] = []
+
+    def contents() -> str:
+        adapters = Adapters(model, merging=False)
+        held.extend(t for t in targets_of(model) if adapters.in_adapter(t.name, adapter) is not None)
+        if without := [target.name for target in held if target.tensor.is_meta]:
+            raise ValueError(f"save: {without[0]!r} is on the meta device and has no weights")
+        return repr([(target.name, target.tensor.shape, target.tensor.dtype) for target in held])
+
+    _refuse_parts(_on_all(contents))
+    several = len(set(_on_all(lambda: _receiver(model)))) > 1
+    whole: dict[str, Tensor] = {}
+    sums: dict[str, int] = {}
+    for target in held:
+        value = whole_of(target.tensor)  # every rank takes part
+        if first:
+            whole[target.name] = value.cpu().to(sent_dtype(value.dtype, dtype))
+        if several and isinstance(target.tensor, nn.Parameter):
+            sums[target.name] = _sum(value.cpu())
+    _refuse_others(_on_all(lambda: sums))
 
     def write() -> None:
         if not first:

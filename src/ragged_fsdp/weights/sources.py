@@ -353,6 +353,8 @@ class LooseSource:
 
     def __init__(self, members: list[Member], dtype: torch.dtype | None) -> None:
         self.members = members
+        self.tensors = [member.target.tensor for member in members]
+        """What is gathered: what the model held when it was last looked at, or copies of that."""
         self.label = members[0].target.name
         self._dtype = dtype
 
@@ -365,10 +367,22 @@ class LooseSource:
         """The dtype in which a tensor is sent."""
         return sent_dtype(member.dtype, self._dtype)
 
-    def bucket(self, tensors: Sequence[Tensor], naming: Naming) -> Bucket:
-        """The bucket, filled from ``tensors`` one by one: those that are sharded are gathered here."""
+    def take(self, held: Mapping[str, Tensor]) -> None:
+        """Gather what is held now under the names of the members; ``ValueError`` if it has another shape."""
+        found = [held.get(member.target.name) for member in self.members]
+        for member, tensor in zip(self.members, found):
+            shape = None if tensor is None else tuple(tensor.shape)
+            if shape != (expected := tuple(member.target.tensor.shape)):
+                raise ValueError(
+                    f"stream: {member.target.name} had the shape {expected} when the stream was made, now it "
+                    f"has {shape}; make the stream again"
+                )
+        self.tensors = [tensor for tensor in found if tensor is not None]
+
+    def bucket(self, naming: Naming) -> Bucket:
+        """The bucket, filled one by one: tensors that are sharded are gathered here."""
         values = []
-        for member, tensor in zip(self.members, tensors):
+        for member, tensor in zip(self.members, self.tensors):
             whole = values_of(member.target.tensor, whole_of(tensor))
             if member.additions:
                 given = [(a, [whole_of(f) for f in a.factors]) for a in member.additions]

@@ -224,10 +224,12 @@ def _cut(piece: Piece, chunk_bytes: int) -> Iterator[Piece]:
     if not transfer.sizes:
         yield piece
         return
-    inner = 1 + sum((s - 1) * t for s, t in zip(transfer.sizes[1:], transfer.source_strides[1:]))
-    row, gap = transfer.source_strides[0] * item, (transfer.source_strides[0] - inner) * item
-    deep = gap <= GAP_BYTES and inner * item <= chunk_bytes and not _has_gaps(transfer, item)
-    at_once = max(1, chunk_bytes // row) if deep else 1
+    extent, inner, longest_gap = 1, 0, 0
+    for size, stride in zip(reversed(transfer.sizes), reversed(transfer.source_strides)):
+        longest_gap = max(longest_gap, stride - extent)
+        extent, inner = extent + (size - 1) * stride, extent
+    deep = longest_gap * item <= GAP_BYTES and inner * item <= chunk_bytes
+    at_once = max(1, chunk_bytes // (transfer.source_strides[0] * item)) if deep else 1
     if at_once >= transfer.sizes[0] and deep:
         yield piece
         return
@@ -237,14 +239,3 @@ def _cut(piece: Piece, chunk_bytes: int) -> Iterator[Piece]:
             yield part
         else:
             yield from _cut(part, chunk_bytes)
-
-
-def _has_gaps(transfer: Transfer, item: int) -> bool:
-    """Whether a dim below the first leaves longer gaps."""
-    for k in range(1, len(transfer.sizes)):
-        inner = 1 + sum(
-            (s - 1) * t for s, t in zip(transfer.sizes[k + 1 :], transfer.source_strides[k + 1 :])
-        )
-        if (transfer.source_strides[k] - inner) * item > GAP_BYTES:
-            return True
-    return False

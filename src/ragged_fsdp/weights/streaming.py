@@ -32,12 +32,15 @@ from ragged_fsdp.weights.changes import Changes
 from ragged_fsdp.weights.coded_source import CodedSource, coded_where_held
 from ragged_fsdp.weights.codes import coded, encoded_bucket, encoded_records
 from ragged_fsdp.weights.names import Naming, default_naming
+from ragged_fsdp.weights.passes import Pass
 from ragged_fsdp.weights.sources import GroupSource, LooseSource, Member, member_of, sources_of
-from ragged_fsdp.weights.targets import Target, holders_of, targets_of
+from ragged_fsdp.weights.targets import Target, holders_of, named_tensors, targets_of
 
 __all__ = ["Stream", "stream"]
 
-_GO, _STOP = 0, 1
+_GO, _WHOLE, _STOP = 0, 1, 2
+"""What ranks tell each other of a bucket; the largest counts. Where the last pass of one rank did not come to
+its end, all of them send whole buckets."""
 
 
 def stream(
@@ -128,6 +131,8 @@ class Stream:
         self.delta = delta
         """Whether passes after the first have changes."""
         self._changes = Changes() if delta else None
+        self._whole = True
+        """Whether the pass under way sends whole tensors, and no changes."""
         self._shards: dict[int, Tensor] | None = {} if snapshot else None
         for source in self._sources:
             split = [m.target for m in source.members if isinstance(m.target.tensor, DTensor)]
@@ -149,10 +154,10 @@ class Stream:
         lines = [f"{r.name} {r.shape} {r.dtype}" for r in self._records]
         self.description = "\n".join([*lines, f"delta {delta} snapshot {snapshot} to {to}"])
         self._running = False
-        self._kept: dict[int, list[Tensor]] = {}
 
     def open(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         """Take the snapshot, if there is to be one, and the process groups to gather over."""
+        self._groups = groups
         used = [s.process_group for s in self._sources if isinstance(s, GroupSource)]
         own = {
             group: _twin(group, device) if self._shards is not None else group
@@ -169,22 +174,29 @@ class Stream:
         if device.type != "cpu":
             self._side = torch.get_device_module(device).Stream(device=device)
         if self._shards is not None:
-            self.refresh()
+            self._copy()
 
     def refresh(self) -> None:
-        """With ``snapshot``: copy the shards again, at the end of a later step."""
+        """With ``snapshot``: copy the shards again, on all ranks at the end of a later step.
+
+        All of them raise while one has a pass under way, which would go on with the weights of another step.
+        """
         if self._shards is None:
             raise ValueError("refresh: the stream was made without snapshot=True")
+        done_alike("refresh", self._refuse_pass, lambda _: "", self._groups, self._device)
+        self._look_again()
+        self._copy()
+
+    def _copy(self) -> None:
+        """Take the snapshot."""
         self._shards = {
             index: source.fill(source.empty_shard(), self._own[source.process_group])
             for index, source in enumerate(self._sources)
             if isinstance(source, GroupSource)
         }
-        self._kept = {
-            index: [m.target.tensor.detach().clone() for m in source.members]
-            for index, source in enumerate(self._sources)
-            if isinstance(source, LooseSource)
-        }
+        for source in self._sources:
+            if isinstance(source, LooseSource):
+                source.tensors = [tensor.detach().clone() for tensor in source.tensors]
         if self._side is not None:  # a pass may run on a stream that knows nothing of this one
             self._side.wait_stream(torch.get_device_module(self._device).current_stream(self._device))
 
@@ -228,28 +240,49 @@ class Stream:
             for bucket in buckets:
                 yield from bucket.tensors()
 
-    def __iter__(self) -> _Pass:
+    def __iter__(self) -> Pass:
         """A pass: buckets, or with ``delta`` from the second pass on changes of them."""
         self.begin()
-        return _Pass(self)
+        return Pass(self)
 
     def begin(self) -> None:
         """Let no other pass begin until this one has :meth:`ended`."""
-        if self._running:
-            raise RuntimeError("the stream is being iterated; its gathers cannot be those of two passes")
+        self._refuse_pass()
+        if self._shards is None:
+            self._look_again()
+        self._whole = self._changes is None or not self._changes.complete
         self._running = True
+
+    def _refuse_pass(self) -> None:
+        if self._running:
+            raise RuntimeError("the stream is being iterated; another pass, or a refresh, must wait")
+
+    def _look_again(self) -> None:
+        """Take over what lies in the place of a tensor now: a forward assigns buffers, a state dict any."""
+        loose = [source for source in self._sources if isinstance(source, LooseSource)]
+        if any(isinstance(tensor, DTensor) for source in loose for tensor in source.tensors):
+            reshard_all(self._model)  # gathered parameters have the names of sharded ones
+        held = named_tensors(self._model) if loose else {}
+        for source in self._sources:
+            if isinstance(source, LooseSource):
+                source.take(held)
+            elif source.group.stale:
+                source.group.reset_sharded_params()
 
     def ended(self, *, complete: bool) -> None:
         """A pass is over; of one that was not complete the receiver has some: the next sends everything."""
         self._running = False
         if self._side is not None:  # the weights may change from here on
             torch.get_device_module(self._device).current_stream(self._device).wait_stream(self._side)
-        if self._changes is not None and not complete:
-            self._changes.forget()
+        if self._changes is not None:
+            self._changes.complete = complete
 
     def agree(self, *, going_on: bool) -> bool:
         """Whether all ranks go on with a pass: one small all-reduce per process group."""
-        return _tell(self._flag_groups, _GO if going_on else _STOP, self._device) == _GO
+        going = _WHOLE if self._whole else _GO
+        told = _tell(self._flag_groups, going if going_on else _STOP, self._device)
+        self._whole = self._whole or told == _WHOLE
+        return told != _STOP
 
     def in_shards(self, index: int) -> GroupSource | None:
         """The source of a bucket that is the ranks' shards, one behind the other; None of any other."""
@@ -287,28 +320,27 @@ class Stream:
         """Take the memory of a source's gather; returns what starts it, which returns what finishes it."""
         source = self._sources[index]
         if isinstance(source, LooseSource):
-            return lambda: partial(list, [self._encoded(source, self._loose(index, source))])
+            return lambda: partial(list, [self._encoded(source, self._loose(source))])
         group = self._own[source.process_group]
         shard = self._shards[index] if self._shards is not None else None
         changes = self._changes
         live = source.empty_shard() if changes is not None and shard is None else None
-        flat = source.allocate() if changes is None or not changes.knows(index) else None
+        memory = source.allocate() if self._whole else None
 
         def start() -> Callable[[], list[Any]]:  # here, since ranks that merge adapters meet in it
             sent = source.fill(live, group) if live is not None else shard
             if changes is not None and sent is not None:
-                if flat is None:
+                if not self._whole:
                     return partial(list, [changes.since(index, source, sent, group)])
                 changes.keep(index, sent)
-            assert flat is not None
+            flat = memory if memory is not None else source.allocate()
             gathered = source.gather(flat, sent, self._side, group)
             return lambda: [self._encoded(source, b) for b in source.buckets(gathered.wait(), self._naming)]
 
         return start
 
-    def _loose(self, index: int, source: LooseSource) -> Bucket:
-        live = [member.target.tensor for member in source.members]
-        bucket = source.bucket(self._kept.get(index, live), self._naming)
+    def _loose(self, source: LooseSource) -> Bucket:
+        bucket = source.bucket(self._naming)
         if self._to is not None and dist.is_initialized() and dist.get_rank() != self._to:
             return Bucket(source.label, bucket.data[:0], ())
         return bucket
@@ -332,98 +364,6 @@ class Stream:
         if self._is_coded is None:
             return records
         return [made for record in records for made in encoded_records(record, self._is_coded)]
-
-
-class _Pass:
-    """One pass; ends on all ranks where it ends on one.
-
-    The ranks tell each other once before each launch, and a rank that ends before the last launch tells once
-    more: so every rank takes part in the same exchanges.
-    """
-
-    def __init__(self, of: Stream) -> None:
-        self._of = of
-        self._launched = 0
-        self._ahead: Callable[[], list[Any]] | None = None
-        """Finishes the gather under way."""
-        self._ready: list[Any] = []
-        self._over = False
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __next__(self) -> Any:
-        if self._over:
-            raise StopIteration
-        if not self._ready:
-            if self._launched == 0 or self._ahead is None:
-                self._launch()
-            if self._ahead is None:
-                self._end(complete=True)
-                raise StopIteration
-            finish, self._ahead = self._ahead, None
-            self._ready = finish()
-            for bucket in self._ready:
-                if isinstance(bucket, Bucket):
-                    bucket.on_use = _weakly(self._launch)
-        return self._ready.pop(0)
-
-    def _launch(self) -> None:
-        """Start the next gather, unless it is under way or there is none, once all ranks want it."""
-        of = self._of
-        if self._over or self._ahead is not None or self._ready or self._launched == len(of._sources):
-            return
-        index = self._launched
-        try:
-            start = of.prepare(index)
-        except BaseException:
-            self.close()
-            raise
-        self._launched += 1
-        if not of.agree(going_on=True):
-            self._end(complete=False)
-            raise RuntimeError(
-                f"the stream ended before bucket {index + 1} of {len(of._sources)}: "
-                "its consumer has stopped or failed on another rank"
-            )
-        self._ahead = start()
-
-    def close(self) -> None:
-        """End the pass on this rank, and with it on the others, unless it is at its end."""
-        if self._over:
-            return
-        at_end = self._launched == len(self._of._sources)
-        if not at_end and dist.is_initialized():
-            self._of.agree(going_on=False)
-        self._end(complete=at_end and self._ahead is None and not self._ready)
-
-    def _end(self, *, complete: bool) -> None:
-        self._over = True
-        if self._ahead is not None:
-            self._ahead()  # memory that a collective still writes must not go back
-            self._ahead = None
-        self._of.ended(complete=complete)
-
-    def __enter__(self) -> _Pass:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """The method, while its object lives: a bucket that a loop left behind must not keep the pass open."""
-    weak = weakref.WeakMethod(method)
-
-    def call() -> None:
-        alive = weak()
-        if alive is not None:
-            alive()
-
-    return call
 
 
 def _tell(groups: Sequence[dist.ProcessGroup], flag: int, device: torch.device) -> int:

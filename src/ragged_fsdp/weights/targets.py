@@ -25,6 +25,7 @@ __all__ = [
     "holders_of",
     "local_flat",
     "materialize_meta",
+    "named_tensors",
     "region_of",
     "retie",
     "targets_of",
@@ -68,6 +69,12 @@ def _held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if plain_name(name) in persistent or name in persistent:
             yield name, buffer
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers as they are registered now, by every name they have."""
+    held = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {plain_name(name): tensor for named in held for name, tensor in named}
 
 
 def groups_of(model: nn.Module) -> Iterator[ParamGroup]:
