@@ -27,6 +27,7 @@ from ragged_fsdp.dtensor.geometry import (
     contiguous_spec,
     is_ragged,
     ragged_layout,
+    refusal,
 )
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.tiling import untiled
@@ -37,7 +38,6 @@ from ragged_fsdp.torch_internals import (
     TensorMeta,
     bound_arguments,
     local_of,
-    spec_of,
 )
 
 __all__ = ["HANDLERS", "full_rule", "is_full_reduction", "is_pending"]
@@ -195,7 +195,9 @@ def _combining(combine: Combine) -> Handler:
         def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
             return op(local, local_dims, keep, **options)
 
-        return _along_dims(call["self"], _dims_of(call), bool(call.get("keepdim")), reduce, combine)
+        found = _along_dims(call["self"], _dims_of(call), bool(call.get("keepdim")), reduce, combine)
+        # the least integer, which stands for an empty piece, has no negative: -x.max() would stay pending
+        return found if combine is _SUM or found.dtype.is_floating_point else settled(found)
 
     return handler
 
@@ -205,28 +207,39 @@ def _extreme_of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     return (aten.amax if op is aten.max.default else aten.amin).default(args[0])
 
 
+def _result_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """The dtype of the result, asked of a tensor without memory; raises torch's error where there is none."""
+    model = torch.empty([int(size) for size in args[0].shape], dtype=args[0].dtype, device="meta")
+    return op(model, *args[1:], **kwargs).dtype
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What torch's kernels add up in: a sum of many fp16 numbers is larger than fp16 has."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A sum divided by the count: the mean of uneven pieces is not the mean of their means."""
-    call = bound_arguments(op, args, kwargs)
+    """Each sum is divided by the count of all: the mean of uneven pieces is not the mean of their means."""
+    call, dtype = bound_arguments(op, args, kwargs), _result_dtype(op, args, kwargs)
     tensor, dims = call["self"], _dims_of(call)
-    total = aten.sum.dim_IntList(tensor, dims, bool(call.get("keepdim")), dtype=call.get("dtype"))
     count = math.prod(tensor.shape[d] for d in dims)
-    # on the local tensor, so that the result is known for what the reduction of a ragged tensor left
-    return wrap_local(aten.div.Scalar(local_of(total), count), spec_of(total))
+
+    def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
+        return (aten.sum.dim_IntList(local, local_dims, keep, dtype=_wide(dtype)) / count).to(dtype)
+
+    return _along_dims(tensor, dims, bool(call.get("keepdim")), reduce, _SUM)
 
 
 def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Norms without a cached rule: infinite and negative orders, some dims, keepdim."""
-    call = bound_arguments(op, args, kwargs)
-    tensor, order = call["self"], call.get("ord", call.get("p", 2))
+    call, result = bound_arguments(op, args, kwargs), _result_dtype(op, args, kwargs)
+    tensor, order, dtype = call["self"], call.get("ord", call.get("p", 2)), call.get("dtype")
     dims, keepdim = _dims_of(call), bool(call.get("keepdim"))
-    if call.get("dtype") is not None:
-        tensor = tensor.to(call["dtype"])
     if call.get("dim") and len(dims) == tensor.ndim and not keepdim:
-        return aten.linalg_vector_norm.default(tensor, order)
+        return aten.linalg_vector_norm.default(tensor, order, dtype=dtype)
 
     def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
-        return aten.linalg_vector_norm.default(local, order, local_dims, keep)
+        return aten.linalg_vector_norm.default(local, order, local_dims, keep, dtype=dtype)
 
     if math.isinf(order):
         combine = _MIN if order < 0 else Combine("max", lambda dtype: 0)
@@ -234,8 +247,13 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     prefix, sharded = ragged_layout(tensor).cut_dims, any(p.is_shard() for p in tensor.placements)
     if not sharded and tensor.ndim > prefix and all(d % tensor.ndim >= prefix for d in dims):
         return _along_dims(tensor, dims, keepdim, reduce, _SUM)  # rows are whole: nothing to combine
-    powers = aten.sum.dim_IntList(aten.pow.Tensor_Scalar(aten.abs.default(tensor), order), dims, keepdim)
-    return aten.pow.Tensor_Scalar(powers, 1.0 / order)
+    if order == 0:  # how many there are that are not 0
+        terms, root = aten.ne.Scalar(tensor, 0), 1.0
+    else:
+        wide = aten._to_copy.default(tensor, dtype=_wide(dtype or tensor.dtype))
+        terms, root = aten.pow.Tensor_Scalar(aten.abs.default(wide), order), 1.0 / order
+    total = aten.sum.dim_IntList(terms, dims, keepdim, dtype=_wide(result))
+    return aten._to_copy.default(aten.pow.Tensor_Scalar(total, root), dtype=result)
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -247,16 +265,19 @@ def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 def _variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """var and std, in two passes."""
-    call = bound_arguments(op, args, kwargs)
-    tensor, dims = call["self"], _dims_of(call)
+    call, dtype = bound_arguments(op, args, kwargs), args[0].dtype
+    if not dtype.is_floating_point:
+        raise refusal(op, args[0], f"it takes floating point numbers, got {dtype}")
+    tensor, dims = aten._to_copy.default(args[0], dtype=_wide(dtype)), _dims_of(call)
     correction = 1 if call.get("correction") is None else call["correction"]
     count = math.prod(tensor.shape[d] for d in dims)
     # one mean of all elements is a number beside any piece; along dims it is spread where rows are cut
     mean = settled(aten.mean.dim(tensor, dims, len(dims) < tensor.ndim))
     squares = aten.pow.Tensor_Scalar(aten.sub.Tensor(tensor, mean), 2)
     total = settled(aten.sum.dim_IntList(squares, dims, call["keepdim"]))
-    variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
-    return aten.sqrt.default(variance) if op is aten.std.correction else variance
+    variance = aten.div.Scalar(total, max(0, count - correction))
+    root = aten.sqrt.default(variance) if op is aten.std.correction else variance
+    return aten._to_copy.default(root, dtype=dtype)
 
 
 def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
