@@ -250,10 +250,10 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     if order == 0:  # how many there are that are not 0
         terms, root = aten.ne.Scalar(tensor, 0), 1.0
     else:
-        wide = aten._to_copy.default(tensor, dtype=_wide(dtype or tensor.dtype))
+        wide = tensor.to(_wide(dtype or tensor.dtype))
         terms, root = aten.pow.Tensor_Scalar(aten.abs.default(wide), order), 1.0 / order
     total = aten.sum.dim_IntList(terms, dims, keepdim, dtype=_wide(result))
-    return aten._to_copy.default(aten.pow.Tensor_Scalar(total, root), dtype=result)
+    return aten.pow.Tensor_Scalar(total, root).to(result)
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -268,7 +268,7 @@ def _variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor
     call, dtype = bound_arguments(op, args, kwargs), args[0].dtype
     if not dtype.is_floating_point:
         raise refusal(op, args[0], f"it takes floating point numbers, got {dtype}")
-    tensor, dims = aten._to_copy.default(args[0], dtype=_wide(dtype)), _dims_of(call)
+    tensor, dims = args[0].to(_wide(dtype)), _dims_of(call)
     correction = 1 if call.get("correction") is None else call["correction"]
     count = math.prod(tensor.shape[d] for d in dims)
     # one mean of all elements is a number beside any piece; along dims it is spread where rows are cut
@@ -276,8 +276,7 @@ def _variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor
     squares = aten.pow.Tensor_Scalar(aten.sub.Tensor(tensor, mean), 2)
     total = settled(aten.sum.dim_IntList(squares, dims, call["keepdim"]))
     variance = aten.div.Scalar(total, max(0, count - correction))
-    root = aten.sqrt.default(variance) if op is aten.std.correction else variance
-    return aten._to_copy.default(root, dtype=dtype)
+    return (aten.sqrt.default(variance) if op is aten.std.correction else variance).to(dtype)
 
 
 def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
