@@ -297,6 +297,42 @@ def test_reductions_of_integers(rank):
 
 
 @spmd(3)
+def test_rows_of_a_rank_that_has_no_columns(rank):
+    """4 columns over 3 ranks are 2 + 2 + 0: the last one takes part in reductions with as many rows."""
+    mesh, t = rank.mesh(1, 3), numbers(3, 6, 4, device=rank.device)
+    x = distribute_tensor(t, mesh, [RaggedShard((0,), (1,)), Shard(1)])
+    for number, call in enumerate(
+        (
+            lambda v: v.sum(1),
+            lambda v: v.mean(1, keepdim=True),
+            lambda v: v.amax(1),
+            lambda v: torch.linalg.vector_norm(v, 2, 1),
+            lambda v: torch.linalg.vector_norm(v, math.inf, 1),
+            lambda v: v.std(1),
+            lambda v: v - v.mean(1, keepdim=True),
+        )
+    ):
+        assert_same(call(x), call(t), f"call {number}")
+    column = distribute_tensor(t[:, :1].contiguous(), mesh, [Replicate(), Replicate()])
+    assert_same(x * column, t * t[:, :1])
+
+
+@spmd(*worlds(1, 3))
+def test_reductions_of_nothing(rank):
+    for shape in ((4, 0), (0, 4)):
+        t = torch.empty(shape, device=rank.device)
+        for placement in (
+            RaggedShard.even(shape, rank.world_size),
+            RaggedShard.on_one_rank(shape, rank.world_size, 0),
+        ):
+            x = distribute_tensor(t, rank.mesh(), [placement])
+            for dim in ((0, 1), 0, 1):
+                for call in (torch.sum, torch.mean):
+                    result, expected = call(x, dim).full_tensor(), call(t, dim)
+                    torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@spmd(3)
 def test_a_view_of_another_dtype_is_that_of_this_call(rank):
     """The dtype decides the result, so it belongs to what the C++ cache knows the call by."""
     t = numbers(3, 8, 6, device=rank.device)

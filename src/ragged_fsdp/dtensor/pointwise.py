@@ -27,6 +27,7 @@ from ragged_fsdp.dtensor.geometry import (
     refusal,
     replicated,
     settled_placements,
+    shard_box,
     with_placements,
 )
 from ragged_fsdp.placement import RaggedShard
@@ -265,6 +266,10 @@ def _broadcast_placements(lead: DTensorSpec, spec: DTensorSpec) -> tuple[Placeme
     covered = spec.shape[: max(0, prefix - missing)]  # its sizes along the dims that the pieces cut
     if not spans_prefix and (any(size != 1 for size in covered) or len(covered) > 1):
         return None  # the cut dims are one dim of the local tensor: at most one 1 can broadcast against it
+    mesh_shape = lead.mesh.shape
+    last = shard_box(tuple(lead.shape), mesh_shape, tuple(n - 1 for n in mesh_shape), lead.placements)
+    if spans_prefix and not math.prod(last[1][prefix:]):
+        return None  # an uneven Shard leaves the last rank no column: its piece has no rows to meet
 
     def follow(placement: Placement) -> Placement:
         if isinstance(placement, RaggedShard):

@@ -28,6 +28,7 @@ from ragged_fsdp.dtensor.geometry import (
     is_ragged,
     ragged_layout,
     refusal,
+    with_placements,
 )
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.tiling import untiled
@@ -144,18 +145,7 @@ def _along_dims(
     prefix = layout.cut_dims
     reduced = sorted({d % max(1, tensor.ndim) for d in dims})
     inner = _reduced_shape(layout.inner_shape, reduced, keepdim)
-    rows_are_whole = bool(tensor.ndim) and all(d >= prefix for d in reduced)
-    if rows_are_whole:
-        local = reduce(own, [d - prefix + 1 for d in reduced], keepdim)
-    elif not layout.numel:
-        sample = reduce(own.new_ones((1,) * len(layout.inner_shape)), reduced, keepdim)
-        local = sample.new_full(inner, combine.identity(sample.dtype))
-    elif reduced[:prefix] == list(range(prefix)):
-        local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
-    else:
-        flat = own.new_full((layout.inner_numel,), combine.identity(own.dtype))
-        flat[layout.start : layout.stop] = own.reshape(-1)
-        local = reduce(untiled(flat, layout.inner_shape, layout.tile), reduced, keepdim)
+    rows_are_whole = bool(tensor.ndim and tensor.numel()) and all(d >= prefix for d in reduced)
 
     def after(mesh_dim: int, placement: Placement) -> Placement:
         if isinstance(placement, RaggedShard) and mesh_dim != layout.mesh_dim:  # whole rows of dim 0
@@ -170,7 +160,21 @@ def _along_dims(
 
     placements = tuple(after(d, p) for d, p in enumerate(tensor.placements))
     shape = _reduced_shape(tuple(tensor.shape), reduced, keepdim)
-    return wrap_local(local, pending(contiguous_spec(tensor.device_mesh, placements, shape, local.dtype)))
+    spec = contiguous_spec(tensor.device_mesh, placements, shape, own.dtype)
+    if not layout.numel:
+        # not as many rows as the piece has: without a column it has none, and others will send theirs
+        held = ragged_layout(spec).local_shape if rows_are_whole else inner
+        sample = reduce(own.new_ones((1,) * len(layout.inner_shape)), reduced, keepdim)
+        local = sample.new_full(held, combine.identity(sample.dtype))
+    elif rows_are_whole:
+        local = reduce(own, [d - prefix + 1 for d in reduced], keepdim)
+    elif reduced[:prefix] == list(range(prefix)):
+        local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
+    else:
+        flat = own.new_full((layout.inner_numel,), combine.identity(own.dtype))
+        flat[layout.start : layout.stop] = own.reshape(-1)
+        local = reduce(untiled(flat, layout.inner_shape, layout.tile), reduced, keepdim)
+    return wrap_local(local, pending(with_placements(spec, placements, dtype=local.dtype)))
 
 
 def _reduced_shape(shape: Shape, reduced: list[int], keepdim: bool) -> Shape:
@@ -227,7 +231,9 @@ def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
         return (aten.sum.dim_IntList(local, local_dims, keep, dtype=_wide(dtype)) / count).to(dtype)
 
-    return _along_dims(tensor, dims, bool(call.get("keepdim")), reduce, _SUM)
+    # where there is no element no rank has one
+    combine = _SUM if count else Combine("sum", lambda dtype: float("nan"))
+    return _along_dims(tensor, dims, bool(call.get("keepdim")), reduce, combine)
 
 
 def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
