@@ -325,10 +325,9 @@ def _placement_of(alone: GroupLayout, shape: tuple[int, ...], kind: type[RaggedS
     """Of the tensor that ``alone`` lays out. Cached: the equal layers of a model share one for all ranks."""
     (spec,) = alone.specs
     # an empty tensor lies nowhere: any units describe it
-    units = alone.local_units(0) if spec.numel else (1,) * alone.ranks
-    piece = spec.block_numel * math.gcd(*units) if spec.numel else 1
-    dims = ragged_dims(shape, piece) if spec.tile is None else range(len(shape))
-    return kind(dims, units, spec.tile)
+    numels = alone.local_numels(0) if spec.numel else (1,) * alone.ranks
+    dims = ragged_dims(shape, math.gcd(*numels)) if spec.tile is None else range(len(shape))
+    return kind(dims, numels, spec.tile)
 
 
 def _written(units: tuple[Any, ...]) -> str:

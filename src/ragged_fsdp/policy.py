@@ -24,11 +24,11 @@ __all__ = [
 ]
 
 
-def _positive(kind: str, count: int) -> None:
+def _positive(what: str, count: int) -> None:
     if not isinstance(count, int) or isinstance(count, bool):
-        raise TypeError(f"{kind}: count must be an int, got {count!r}.")
+        raise TypeError(f"{what} must be an int, got {count!r}.")
     if count < 1:
-        raise ValueError(f"{kind}: count must be at least 1, got {count}.")
+        raise ValueError(f"{what} must be at least 1, got {count}.")
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Elements:
     count: int = 1
 
     def __post_init__(self) -> None:
-        _positive("Elements", self.count)
+        _positive("Elements: count", self.count)
 
     def block_numel(self, shape: Sequence[int]) -> int:
         """Elements in one block of a tensor of ``shape``."""
@@ -60,7 +60,7 @@ class Rows:
     count: int = 1
 
     def __post_init__(self) -> None:
-        _positive("Rows", self.count)
+        _positive("Rows: count", self.count)
 
     def block_numel(self, shape: Sequence[int]) -> int:
         """Elements in one block of a tensor of ``shape``."""
@@ -126,8 +126,8 @@ class Tiles:
     columns: int = 128
 
     def __post_init__(self) -> None:
-        _positive("Tiles", self.rows)
-        _positive("Tiles", self.columns)
+        _positive("Tiles: rows", self.rows)
+        _positive("Tiles: columns", self.columns)
 
     def kinds(self, shape: Sequence[int]) -> tuple[TileKind, ...]:
         """The tiles of a tensor by size, in the stored order: whole ones, right edge, lower edge, corner."""
@@ -223,7 +223,7 @@ class BlockCodes:
         if not isinstance(self.block_shape, tuple) or len(self.block_shape) != 2:
             raise ValueError(f"BlockCodes: block_shape must be (rows, columns), got {self.block_shape!r}.")
         for count in self.block_shape:
-            _positive("BlockCodes", count)
+            _positive("BlockCodes: a size of block_shape", count)
 
     def check(self, shape: Sequence[int]) -> None:
         """Raise unless tiles cover a tensor of ``shape``."""

@@ -207,10 +207,9 @@ until a public interface for placements that users write (rules, redistribution,
         stock rebuilds the global stride from the local tensor; a ragged one needs the spec's
     torch.distributed.tensor._api:_dtensor_init_helper(init_op, size, device_mesh, placements)
         rand and randn draw with an offset that knows even shards only
-until the end of support for torch 2.11:
     torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy
-        the C++ cache must know that an op takes lists: 2.11 overlooks those without a rule of stock's
+        the C++ cache must know what decides a result where stock has no rule: a view's dtype, in 2.11 lists
 until torch.save saving the elements of a view, not its storage:
     torch.distributed.tensor:DTensor.__reduce_ex__(self, proto)
         pickling a piece that lies inside a larger buffer

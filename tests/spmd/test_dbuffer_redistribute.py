@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -304,6 +305,10 @@ def test_bad_input_is_named(rank: Rank) -> None:
         with pytest.raises(TypeError, match=f"{name} must be .*, got"):
             call()
     assert DBuffer.distribute({"x": torch.ones(10)}, mesh, unit=3).layout.shard_numel % 3 == 0
+    elsewhere = DeviceMesh(rank.device, [0])
+    if rank.rank == 1:
+        with pytest.raises(ValueError, match="not in the mesh"):
+            DBuffer.distribute({"x": torch.ones(2)}, elsewhere)
 
 
 @spmd(2)

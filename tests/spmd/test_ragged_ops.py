@@ -1,5 +1,6 @@
 """Element-wise ops, views, reductions and errors on ragged tensors, against the plain tensor."""
 
+import contextlib
 import copy
 import itertools
 import math
@@ -126,6 +127,13 @@ def test_lists_mix_ragged_sharded_and_replicated(rank):
     assert_same(xs, [u, u * 2, u])
     torch._foreach_zero_(xs)
     assert_same(xs[1], torch.zeros_like(t))
+    square = ragged(numbers(1, 6, 6, device=rank.device), mesh, prefix=2)
+    for call in (lambda v: torch._foreach_max([v]), lambda v: torch.ops.aten._foreach_mm([v], [v])):
+        with (
+            contextlib.suppress(AttributeError),  # not in every release
+            pytest.raises(RaggedOpError, match="no meaning on uneven pieces"),
+        ):
+            call(square)
     xs, ys = lists()
     torch._foreach_add_(xs, list(reversed(ys)))  # operands laid out otherwise are moved
     assert_same(xs, [t + u, t * 3 + u * 2, t + u])
@@ -203,6 +211,7 @@ REDUCTIONS = [
     lambda v: (v > -100).all(),
     lambda v: v.std(),
     lambda v: v.var(correction=0),
+    lambda v: v.var(correction=60),  # as many as there are elements
     lambda v: v.square().sum().sqrt(),
     lambda v: torch.isfinite(v).all(),
 ]
@@ -214,6 +223,8 @@ DIM_REDUCTIONS = [
     lambda v, d, k: v.amin(d, k),
     lambda v, d, k: torch.linalg.vector_norm(v, 2, d, k),
     lambda v, d, k: torch.linalg.vector_norm(v, math.inf, d, k),
+    lambda v, d, k: torch.linalg.vector_norm(v, 0, d, k),
+    lambda v, d, k: torch.linalg.vector_norm(v, -1, d, k),
     lambda v, d, k: v.std(d, keepdim=k),
 ]
 # along rows that are whole on their rank
@@ -244,6 +255,93 @@ def test_reductions(rank):
     x = ragged(t, mesh)
     for call in ROW_OPS:
         assert_same(call(x), call(t))
+
+
+@spmd(*worlds(1, 3))
+def test_reductions_in_half_precision_add_up_in_single(rank):
+    """As on plain tensors: the sum of 70,000 ones is more than fp16 has."""
+    mesh = rank.mesh()
+    for dtype in (torch.float16, torch.bfloat16):
+        t = numbers(3, 70, 1000, device=rank.device, dtype=dtype) * 30 + 10
+        for prefix in (1, 2):
+            x = ragged(t, mesh, prefix=prefix)
+            for number, call in enumerate(
+                (
+                    lambda v: v.mean(),
+                    lambda v: v.mean(1),
+                    lambda v: v.mean(0, dtype=torch.float32),
+                    lambda v: v.var(),
+                    lambda v: v.std(0),
+                    lambda v: torch.linalg.vector_norm(v, 2, 1),
+                    lambda v: torch.linalg.vector_norm(v, 3, 0, dtype=torch.float32),
+                    lambda v: torch.linalg.vector_norm(v, 0, 1, keepdim=True),
+                )
+            ):
+                result, expected = call(x), call(t)
+                assert result.dtype is expected.dtype is result.to_local().dtype
+                assert_same(result, expected, f"call {number} of {dtype}, prefix {prefix}")
+
+
+@spmd(*worlds(1, 3))
+def test_reductions_of_integers(rank):
+    mesh = rank.mesh()
+    t = (numbers(3, 6, 4, device=rank.device) * 9).long()
+    for prefix in (1, 2):
+        x = ragged(t, mesh, prefix=prefix)
+        for call in (lambda v: -v.max(), lambda v: -v.amax(0), lambda v: v.amin(1), lambda v: v.sum(0)):
+            assert_same(call(x), call(t))
+        for call in (lambda v: v.mean(), lambda v: torch.linalg.vector_norm(v, 2, 0), lambda v: v.std()):
+            for value in (t, x):
+                with pytest.raises(RuntimeError, match="floating point"):
+                    call(value)
+
+
+@spmd(3)
+def test_rows_of_a_rank_that_has_no_columns(rank):
+    """4 columns over 3 ranks are 2 + 2 + 0: the last one takes part in reductions with as many rows."""
+    mesh, t = rank.mesh(1, 3), numbers(3, 6, 4, device=rank.device)
+    x = distribute_tensor(t, mesh, [RaggedShard((0,), (1,)), Shard(1)])
+    for number, call in enumerate(
+        (
+            lambda v: v.sum(1),
+            lambda v: v.mean(1, keepdim=True),
+            lambda v: v.amax(1),
+            lambda v: torch.linalg.vector_norm(v, 2, 1),
+            lambda v: torch.linalg.vector_norm(v, math.inf, 1),
+            lambda v: v.std(1),
+            lambda v: v - v.mean(1, keepdim=True),
+        )
+    ):
+        assert_same(call(x), call(t), f"call {number}")
+    column = distribute_tensor(t[:, :1].contiguous(), mesh, [Replicate(), Replicate()])
+    assert_same(x * column, t * t[:, :1])
+
+
+@spmd(*worlds(1, 3))
+def test_reductions_of_nothing(rank):
+    for shape in ((4, 0), (0, 4)):
+        t = torch.empty(shape, device=rank.device)
+        for placement in (
+            RaggedShard.even(shape, rank.world_size),
+            RaggedShard.on_one_rank(shape, rank.world_size, 0),
+        ):
+            x = distribute_tensor(t, rank.mesh(), [placement])
+            for dim in ((0, 1), 0, 1):
+                for call in (torch.sum, torch.mean):
+                    result, expected = call(x, dim).full_tensor(), call(t, dim)
+                    torch.testing.assert_close(result, expected, equal_nan=True)
+
+
+@spmd(3)
+def test_a_view_of_another_dtype_is_that_of_this_call(rank):
+    """The dtype decides the result, so it belongs to what the C++ cache knows the call by."""
+    t = numbers(3, 8, 6, device=rank.device)
+    x = ragged(t, rank.mesh())
+    assert_same(x.view(torch.int32), t.view(torch.int32))
+    assert x.view(torch.uint32).dtype is torch.uint32
+    assert_same(x.view(torch.int32).view(torch.float32), t)
+    with pytest.raises(RaggedOpError, match=r"result of shape \(8, 24\)"):
+        x.view(torch.uint8)
 
 
 @spmd(2)
@@ -333,8 +431,15 @@ def test_ops_beside_other_placements(rank):
     assert_same(pending.norm(), t.norm())
     assert_same(-pending, -t)
     assert_same(pending.max(), t.max())
-    with pytest.raises(RaggedOpError, match="pending reduction"):
-        pending.exp_()
+    for write in (lambda v: v.exp_(), lambda v: v.fill_(2), lambda v: v[:2].fill_(2)):
+        with pytest.raises(RaggedOpError, match="pending reduction"):
+            write(pending)
+    for call in (torch.ones_like, lambda v: torch.full_like(v, 3), torch.zeros_like, lambda v: (v * 9).int()):
+        assert_same(call(pending), call(t))
+    assert_same((pending * 1).to(torch.bool), t.bool())
+    largest = distribute_tensor(t, mesh, (placement, Shard(1))).amax(1)
+    assert largest.placements[1].is_partial()
+    assert_same(-largest, -t.amax(1))
 
 
 @spmd(2)

@@ -96,8 +96,10 @@ def test_a_layout_cuts_between_tiles_and_says_so_in_its_digest():
 
 
 def test_what_tiles_cannot_be_is_said():
-    with pytest.raises(ValueError, match="Tiles: count must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="Tiles: rows must be at least 1, got 0"):
         Tiles(0, 8)
+    with pytest.raises(ValueError, match="Tiles: columns must be at least 1, got 0"):
+        Tiles(8, 0)
     with pytest.raises(ValueError, match="two dims or more, got shape \\(7,\\)"):
         Tiles().block_numel((7,))
     with pytest.raises(ValueError, match="tile must be \\(rows, columns\\)"):

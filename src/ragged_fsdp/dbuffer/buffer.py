@@ -269,7 +269,7 @@ class DBuffer:
         self._check_live("tensor")
         return self.tensors[index]
 
-    def dtensor(self, index: int, *, requires_grad: bool = False) -> DTensor:
+    def dtensor(self, index: int) -> DTensor:
         """One tensor as a DTensor over the mesh: ragged where the buffer is sharded.
 
         Of a whole one that lies in the order of its tiles it is a copy in the ordinary order.
@@ -284,7 +284,7 @@ class DBuffer:
         local = self.tensors[index]
         if not self.is_sharded:
             local = untiled(local, self.shapes[index], self.layout.specs[index].tile)
-        return wrap_local(local, spec, requires_grad=requires_grad)
+        return wrap_local(local, spec)
 
     # -- memory ----------------------------------------------------------------------------------
 

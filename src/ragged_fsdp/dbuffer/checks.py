@@ -65,12 +65,15 @@ def levels_of(mesh: DeviceMesh, ranks: int) -> tuple[int, ...]:
 
 
 def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """This rank's place along each dim of ``mesh``; raise where a process group counts it at another.
+    """This rank's place along each dim of ``mesh``; raise where it has none, or its process group another.
 
     Torch's groups count ranks in ascending order. A mesh that lists them in another would have each rank's
     slot, which the mesh says, where the collectives bring another's.
     """
-    coordinate = tuple(mesh.get_coordinate() or ())
+    place_in_mesh = mesh.get_coordinate()
+    if place_in_mesh is None:
+        raise ValueError(f"DBuffer: this rank is not in the mesh {mesh}, so it holds no part of the buffer.")
+    coordinate = tuple(place_in_mesh)
     for dim, place in enumerate(coordinate):
         group = mesh.get_group(dim)
         if group.rank() != place:

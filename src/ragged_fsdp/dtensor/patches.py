@@ -46,23 +46,26 @@ def install() -> None:
     for name, ours in REPLACEMENTS.items():
         replace(name, ours)
     dispatch.guard_handlers(STOCK["DTensor._op_dispatcher._custom_op_handlers"])
-    _describe_list_ops()
+    _describe_ops()
     torch.serialization.add_safe_globals(list(_KINDS))  # for weights_only loading
     for kind in _KINDS:
         register_constant_class(kind, _MEMBERS)
 
 
-def _describe_list_ops() -> None:
-    """Say of each list op that stock has no rule for that its lists are part of the signature.
+def _describe_ops() -> None:
+    """Say of ops that stock has no rule for what of a call, beside its tensors, decides their result.
 
-    Without it torch 2.11 caches the sharding of, say, ``_fused_sgd_`` whatever the tensors in its lists:
-    a gradient in another layout than at the first call would not be moved.
+    The C++ cache would give ``x.view(dtype)`` the dtype that the first call asked for. Torch 2.11 caches the
+    sharding of, say, ``_fused_sgd_`` whatever the tensors in its lists: a gradient in another layout than at
+    the first call would not be moved.
     """
     own = STOCK["DTensor._op_dispatcher.sharding_propagator.op_to_schema_info"]
     other = STOCK["DTensor._op_dispatcher.sharding_propagator.op_to_schema_info_for_single_dim_strategy"]
-    for op in op_overloads(pointwise.LIST_OPS):
+    described = {op: RuntimeSchemaInfo(needs_pytree=True) for op in op_overloads(pointwise.LIST_OPS)}
+    described[torch.ops.aten.view.dtype] = RuntimeSchemaInfo(static_argnum=1)
+    for op, info in described.items():
         if op not in own and op not in other:
-            own[op] = RuntimeSchemaInfo(needs_pytree=True)
+            own[op] = info
 
 
 def _redistribute_backward(ctx: Any, grad_output: DTensor) -> Any:

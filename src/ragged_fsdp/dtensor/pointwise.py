@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate, Shard
 
 from ragged_fsdp.dtensor.construct import whole, wrap_local
 from ragged_fsdp.dtensor.geometry import (
@@ -27,6 +27,7 @@ from ragged_fsdp.dtensor.geometry import (
     refusal,
     replicated,
     settled_placements,
+    shard_box,
     with_placements,
 )
 from ragged_fsdp.placement import RaggedShard
@@ -76,29 +77,23 @@ _UNTAGGED = {
     aten.zero_.default,
     aten.zeros_like.default,
 }
-# May run on pending sums: they commute with the reduction, or overwrite what was there.
-_LINEAR = {
-    "_to_copy",
+# May run before a pending reduction: they keep every value, or the zeros that any reduction leaves zeros.
+_KEEPING = {
     "alias",
     "clone",
     "detach",
     "empty_like",
-    "fill_",
-    "full_like",
-    "neg",
-    "neg_",
-    "ones_like",
     "zero",
     "zero_",
     "zeros_like",
-    "_foreach_neg",
-    "_foreach_neg_",
     "_foreach_zero_",
 }
-LIST_OPS = ("_foreach_", "_fused_ada", "_fused_sgd")
+_LINEAR = {"neg", "neg_", "_foreach_neg", "_foreach_neg_"}
+"""May run before a pending sum or mean; the maximum of negated values is another number."""
+_FUSED = ("_fused_ada", "_fused_sgd")
+LIST_OPS = ("_foreach_", *_FUSED)
 """How the names of ops on lists of tensors begin: tensor ``i`` of each list belongs together."""
 _REDUCING = {"max", "min"}  # element-wise with two operands, tagged so; other overloads reduce
-_REDUCING_FOREACH = {"_foreach_max", "_foreach_norm", "_foreach_powsum"}
 
 
 def _name(op: OpOverload) -> str:
@@ -115,21 +110,22 @@ def _is_foreach(op: OpOverload) -> bool:
 def is_elementwise(op: OpOverload) -> bool:
     """Whether the op treats each element by itself, so that it may run on any matching pieces.
 
-    Torch tags the out-of-place forms; ``abs_`` or ``gelu.out`` it does not.
+    Torch tags the out-of-place forms; ``abs_`` or ``gelu.out`` it does not. An op on lists is what its
+    namesake on tensors is: ``_foreach_mm`` would multiply pieces.
     """
     name = _name(op)
-    if _is_foreach(op):
-        return name not in _REDUCING_FOREACH
-    if op in _UNTAGGED:
+    if op in _UNTAGGED or name.startswith(_FUSED):
         return True
     if op.namespace != "aten":
         return False
     if torch.Tag.pointwise in op.tags:
         return True
-    forms = getattr(aten, name.removesuffix("_"), None)
-    if forms is None or name in _REDUCING:
+    single = name.removeprefix("_foreach_").removesuffix("_")
+    packet = getattr(aten, single, None)
+    if packet is None or single in _REDUCING:
         return False
-    return any(torch.Tag.pointwise in getattr(forms, form).tags for form in forms.overloads())
+    forms = [getattr(packet, form) for form in packet.overloads()]
+    return any(torch.Tag.pointwise in form.tags or (_is_foreach(op) and form in _UNTAGGED) for form in forms)
 
 
 def add_elementwise(op: OpOverload) -> None:
@@ -223,11 +219,22 @@ def _leading(args: Iterable[Any], kwargs: dict[str, Any]) -> Any:
 
 def _settled(schema: Any, lead: DTensorSpec, written: bool) -> DTensorSpec:
     """``lead`` without pending reductions, unless the op commutes with them."""
-    if not any(p.is_partial() for p in lead.placements) or _name(schema.op) in _LINEAR:
+    pending = [p for p in lead.placements if p.is_partial()]
+    if not pending or _commutes(schema, pending):
         return lead
     if written:
         raise refusal(schema.op, lead, "it would be written before its pending reduction")
     return with_placements(lead, settled_placements(lead.placements))
+
+
+def _commutes(schema: Any, pending: Iterable[Any]) -> bool:
+    """Whether the op on what each rank has is the op on what the reductions ``pending`` will make of it."""
+    name = _name(schema.op)
+    if name == "_to_copy":  # an integer forgets fractions that together are more than one
+        dtype = schema.kwargs_schema.get("dtype")
+        return dtype is None or dtype.is_floating_point
+    sums = all(type(p) is Partial and p.reduce_op in ("sum", "avg") for p in pending)
+    return name in _KEEPING or (name in _LINEAR and sums)
 
 
 def _matched(op: Any, lead: DTensorSpec, spec: DTensorSpec) -> DTensorSpec:
@@ -259,6 +266,10 @@ def _broadcast_placements(lead: DTensorSpec, spec: DTensorSpec) -> tuple[Placeme
     covered = spec.shape[: max(0, prefix - missing)]  # its sizes along the dims that the pieces cut
     if not spans_prefix and (any(size != 1 for size in covered) or len(covered) > 1):
         return None  # the cut dims are one dim of the local tensor: at most one 1 can broadcast against it
+    mesh_shape = lead.mesh.shape
+    last = shard_box(tuple(lead.shape), mesh_shape, tuple(n - 1 for n in mesh_shape), lead.placements)
+    if spans_prefix and not math.prod(last[1][prefix:]):
+        return None  # an uneven Shard leaves the last rank no column: its piece has no rows to meet
 
     def follow(placement: Placement) -> Placement:
         if isinstance(placement, RaggedShard):

@@ -27,6 +27,8 @@ from ragged_fsdp.dtensor.geometry import (
     contiguous_spec,
     is_ragged,
     ragged_layout,
+    refusal,
+    with_placements,
 )
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.tiling import untiled
@@ -37,7 +39,6 @@ from ragged_fsdp.torch_internals import (
     TensorMeta,
     bound_arguments,
     local_of,
-    spec_of,
 )
 
 __all__ = ["HANDLERS", "full_rule", "is_full_reduction", "is_pending"]
@@ -144,18 +145,7 @@ def _along_dims(
     prefix = layout.cut_dims
     reduced = sorted({d % max(1, tensor.ndim) for d in dims})
     inner = _reduced_shape(layout.inner_shape, reduced, keepdim)
-    rows_are_whole = bool(tensor.ndim) and all(d >= prefix for d in reduced)
-    if rows_are_whole:
-        local = reduce(own, [d - prefix + 1 for d in reduced], keepdim)
-    elif not layout.numel:
-        sample = reduce(own.new_ones((1,) * len(layout.inner_shape)), reduced, keepdim)
-        local = sample.new_full(inner, combine.identity(sample.dtype))
-    elif reduced[:prefix] == list(range(prefix)):
-        local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
-    else:
-        flat = own.new_full((layout.inner_numel,), combine.identity(own.dtype))
-        flat[layout.start : layout.stop] = own.reshape(-1)
-        local = reduce(untiled(flat, layout.inner_shape, layout.tile), reduced, keepdim)
+    rows_are_whole = bool(tensor.ndim and tensor.numel()) and all(d >= prefix for d in reduced)
 
     def after(mesh_dim: int, placement: Placement) -> Placement:
         if isinstance(placement, RaggedShard) and mesh_dim != layout.mesh_dim:  # whole rows of dim 0
@@ -170,7 +160,21 @@ def _along_dims(
 
     placements = tuple(after(d, p) for d, p in enumerate(tensor.placements))
     shape = _reduced_shape(tuple(tensor.shape), reduced, keepdim)
-    return wrap_local(local, pending(contiguous_spec(tensor.device_mesh, placements, shape, local.dtype)))
+    spec = contiguous_spec(tensor.device_mesh, placements, shape, own.dtype)
+    if not layout.numel:
+        # not as many rows as the piece has: without a column it has none, and others will send theirs
+        held = ragged_layout(spec).local_shape if rows_are_whole else inner
+        sample = reduce(own.new_ones((1,) * len(layout.inner_shape)), reduced, keepdim)
+        local = sample.new_full(held, combine.identity(sample.dtype))
+    elif rows_are_whole:
+        local = reduce(own, [d - prefix + 1 for d in reduced], keepdim)
+    elif reduced[:prefix] == list(range(prefix)):
+        local = reduce(own, [0, *(d - prefix + 1 for d in reduced[prefix:])], False).reshape(inner)
+    else:
+        flat = own.new_full((layout.inner_numel,), combine.identity(own.dtype))
+        flat[layout.start : layout.stop] = own.reshape(-1)
+        local = reduce(untiled(flat, layout.inner_shape, layout.tile), reduced, keepdim)
+    return wrap_local(local, pending(with_placements(spec, placements, dtype=local.dtype)))
 
 
 def _reduced_shape(shape: Shape, reduced: list[int], keepdim: bool) -> Shape:
@@ -195,7 +199,9 @@ def _combining(combine: Combine) -> Handler:
         def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
             return op(local, local_dims, keep, **options)
 
-        return _along_dims(call["self"], _dims_of(call), bool(call.get("keepdim")), reduce, combine)
+        found = _along_dims(call["self"], _dims_of(call), bool(call.get("keepdim")), reduce, combine)
+        # the least integer, which stands for an empty piece, has no negative: -x.max() would stay pending
+        return found if combine is _SUM or found.dtype.is_floating_point else settled(found)
 
     return handler
 
@@ -205,28 +211,41 @@ def _extreme_of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
     return (aten.amax if op is aten.max.default else aten.amin).default(args[0])
 
 
+def _result_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
+    """The dtype of the result, asked of a tensor without memory; raises torch's error where there is none."""
+    model = torch.empty([int(size) for size in args[0].shape], dtype=args[0].dtype, device="meta")
+    return op(model, *args[1:], **kwargs).dtype
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What torch's kernels add up in: a sum of many fp16 numbers is larger than fp16 has."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def _mean(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
-    """A sum divided by the count: the mean of uneven pieces is not the mean of their means."""
-    call = bound_arguments(op, args, kwargs)
+    """Each sum is divided by the count of all: the mean of uneven pieces is not the mean of their means."""
+    call, dtype = bound_arguments(op, args, kwargs), _result_dtype(op, args, kwargs)
     tensor, dims = call["self"], _dims_of(call)
-    total = aten.sum.dim_IntList(tensor, dims, bool(call.get("keepdim")), dtype=call.get("dtype"))
     count = math.prod(tensor.shape[d] for d in dims)
-    # on the local tensor, so that the result is known for what the reduction of a ragged tensor left
-    return wrap_local(aten.div.Scalar(local_of(total), count), spec_of(total))
+
+    def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
+        return (aten.sum.dim_IntList(local, local_dims, keep, dtype=_wide(dtype)) / count).to(dtype)
+
+    # where there is no element no rank has one
+    combine = _SUM if count else Combine("sum", lambda dtype: float("nan"))
+    return _along_dims(tensor, dims, bool(call.get("keepdim")), reduce, combine)
 
 
 def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """Norms without a cached rule: infinite and negative orders, some dims, keepdim."""
-    call = bound_arguments(op, args, kwargs)
-    tensor, order = call["self"], call.get("ord", call.get("p", 2))
+    call, result = bound_arguments(op, args, kwargs), _result_dtype(op, args, kwargs)
+    tensor, order, dtype = call["self"], call.get("ord", call.get("p", 2)), call.get("dtype")
     dims, keepdim = _dims_of(call), bool(call.get("keepdim"))
-    if call.get("dtype") is not None:
-        tensor = tensor.to(call["dtype"])
     if call.get("dim") and len(dims) == tensor.ndim and not keepdim:
-        return aten.linalg_vector_norm.default(tensor, order)
+        return aten.linalg_vector_norm.default(tensor, order, dtype=dtype)
 
     def reduce(local: torch.Tensor, local_dims: list[int], keep: bool) -> torch.Tensor:
-        return aten.linalg_vector_norm.default(local, order, local_dims, keep)
+        return aten.linalg_vector_norm.default(local, order, local_dims, keep, dtype=dtype)
 
     if math.isinf(order):
         combine = _MIN if order < 0 else Combine("max", lambda dtype: 0)
@@ -234,8 +253,13 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     prefix, sharded = ragged_layout(tensor).cut_dims, any(p.is_shard() for p in tensor.placements)
     if not sharded and tensor.ndim > prefix and all(d % tensor.ndim >= prefix for d in dims):
         return _along_dims(tensor, dims, keepdim, reduce, _SUM)  # rows are whole: nothing to combine
-    powers = aten.sum.dim_IntList(aten.pow.Tensor_Scalar(aten.abs.default(tensor), order), dims, keepdim)
-    return aten.pow.Tensor_Scalar(powers, 1.0 / order)
+    if order == 0:  # how many there are that are not 0
+        terms, root = aten.ne.Scalar(tensor, 0), 1.0
+    else:
+        wide = tensor.to(_wide(dtype or tensor.dtype))
+        terms, root = aten.pow.Tensor_Scalar(aten.abs.default(wide), order), 1.0 / order
+    total = aten.sum.dim_IntList(terms, dims, keepdim, dtype=_wide(result))
+    return aten.pow.Tensor_Scalar(total, root).to(result)
 
 
 def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -247,16 +271,18 @@ def _foreach_norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
 
 def _variance(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """var and std, in two passes."""
-    call = bound_arguments(op, args, kwargs)
-    tensor, dims = call["self"], _dims_of(call)
+    call, dtype = bound_arguments(op, args, kwargs), args[0].dtype
+    if not dtype.is_floating_point:
+        raise refusal(op, args[0], f"it takes floating point numbers, got {dtype}")
+    tensor, dims = args[0].to(_wide(dtype)), _dims_of(call)
     correction = 1 if call.get("correction") is None else call["correction"]
     count = math.prod(tensor.shape[d] for d in dims)
     # one mean of all elements is a number beside any piece; along dims it is spread where rows are cut
     mean = settled(aten.mean.dim(tensor, dims, len(dims) < tensor.ndim))
     squares = aten.pow.Tensor_Scalar(aten.sub.Tensor(tensor, mean), 2)
     total = settled(aten.sum.dim_IntList(squares, dims, call["keepdim"]))
-    variance = aten.div.Scalar(total, max(0, count - correction) or float("nan"))
-    return aten.sqrt.default(variance) if op is aten.std.correction else variance
+    variance = aten.div.Scalar(total, max(0, count - correction))
+    return (aten.sqrt.default(variance) if op is aten.std.correction else variance).to(dtype)
 
 
 def _truth(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:

@@ -107,14 +107,7 @@ def plan_buffers(
 
 def fullest_numel(layout: GroupLayout, indices: Sequence[int]) -> int:
     """How many elements of the tensors ``indices`` lie on the rank that has most of them."""
-    if not indices:
-        return 0
-    counts = []
-    for i in indices:
-        units = layout.local_units(i)
-        unit_numel = layout.specs[i].numel // (sum(units) or 1)
-        counts.append([unit_numel * count for count in units])
-    return max(sum(on_rank) for on_rank in zip(*counts))
+    return max(map(sum, zip(*(layout.local_numels(i) for i in indices))), default=0)
 
 
 def split_trainable(
