@@ -105,7 +105,7 @@ def test_auto_reduces_as_the_nodes_ask_and_says_so(rank):
             {**half, "ep": 2},
             [
                 "gradients: two_level (auto), 4 ranks on 2 nodes of 2",
-                "gradients of what ep splits: two_level (auto), 2 ranks on 2 nodes of 1",
+                "gradients of what ep splits: all_to_all (auto), 2 ranks on 2 nodes of 1",
             ],
         ),
         "ep across": (
