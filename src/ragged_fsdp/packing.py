@@ -290,6 +290,12 @@ class EightBit:
         return original.data
 
     def attach(self, sharded: Any, modules: Sequence[Any]) -> None:
+        holders = [weakref.ref(holder) for holder in (sharded, *modules)]
+        if self._holders:  # what modules have by now is what was gathered, and where: they take it only once
+            self._holders = holders
+            assert self._magnitudes is not None
+            self._hold_on(self._magnitudes.device)
+            return
         for module in modules:
             state = getattr(module, "state", None)
             if state is None:  # an embedding
@@ -301,7 +307,7 @@ class EightBit:
             module.weight_format = torch.tensor(0, dtype=torch.uint8)
         # bitsandbytes saves them from the parameter and loads them to it; state dicts hold them, and torch
         # looks for what they hold among the module's attributes
-        self._holders = [weakref.ref(holder) for holder in (sharded, *modules)]
+        self._holders = holders
         self._hold_on(sharded.device)
 
     def _hold_on(self, device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import fsdp_inside
 from collective_calls import count
@@ -74,6 +75,18 @@ def test_a_copy_from_a_file_shares_no_parameter(rank: Rank) -> None:
         fully_shard(each, mesh=rank.mesh())
     model(rows(rank, 0, dim=8)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@spmd(1, 2)
+def test_a_model_that_was_refused_can_be_cast(rank: Rank) -> None:
+    """Its parameters may be DTensors, which ``Module.to`` swaps: nothing of ours must point at them."""
+    mesh = rank.mesh(1, rank.world_size, names=("dp", "tp"))
+    layer = parallelize_module(nn.Linear(8, 8).to(rank.device), mesh["tp"], ColwiseParallel())
+    with pytest.raises(TypeError, match="orig_param_policy must return"):
+        fully_shard(layer, mesh=mesh["dp"], orig_param_policy=lambda name, param: 3)
+    fully_shard(layer.to(torch.float64), mesh=mesh["dp"])
+    layer(rows(rank, 0, dim=8).double()).sum().backward()
+    assert layer.weight.grad.dtype is torch.float64
 
 
 @spmd(2)

@@ -8,6 +8,7 @@ whole model. Libraries that are not installed are skipped by name; ``make test-t
 import copy
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -251,6 +252,49 @@ def test_state_dicts_hold_all_of_it(rank, kind):
     assert _train(other, rank.device, first=3) == _train(model, rank.device, first=3) != expected
     trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     assert not any(name.endswith("base_layer.weight") for name in trained)
+
+
+class _Codes(nn.Parameter):
+    """What ``Int8Params`` of bitsandbytes is to us, where that is not installed."""
+
+    __module__, __qualname__ = "bitsandbytes.nn.modules", "Int8Params"
+
+    def __new__(cls, data, requires_grad=False, has_fp16_weights=False, CB=None, SCB=None):
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.CB, made.SCB = CB, SCB
+        return made
+
+
+class _CodesLinear(nn.Module):
+    """As ``Linear8bitLt`` its first forward takes the codes from the weight, and later ones use those."""
+
+    def __init__(self, device) -> None:
+        super().__init__()
+        codes = torch.arange(DIM * DIM, device=device).remainder(251).sub(125).to(torch.int8).view(DIM, DIM)
+        self.weight = _Codes(codes, CB=codes, SCB=torch.arange(1.0, DIM + 1, device=device))
+        self.state = SimpleNamespace(CB=None, SCB=None)
+
+    def forward(self, x):
+        if self.weight.CB is not None:
+            self.state.CB, self.state.SCB = self.weight.CB, self.weight.SCB
+            self.weight.CB = self.weight.SCB = None
+        return x @ (self.state.CB.float() * self.state.SCB[:, None] / 127).t()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@spmd(1, 2)
+def test_codes_that_a_module_has_taken_stay_there(rank, assign):
+    """They are gathered into the same memory each time; without them it would quantise codes once more."""
+    from ragged_fsdp import fully_shard
+
+    model, x = _CodesLinear(rank.device), _rows(rank.device, 0)
+    expected = model(x)
+    fully_shard(model)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
+        model.reshard()
+        copies = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(copies, assign=assign)
 
 
 @pytest.mark.parametrize("kind", ["our int8", "nf4, scales quantised", "bitsandbytes int8", "torchao int8"])

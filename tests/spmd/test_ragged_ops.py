@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ragged_cases import assert_same, fewer, numbers, ragged, world_units, worlds
 from ragged_fsdp.dtensor import RaggedOpError, RaggedShard, StridedRaggedShard, distribute_tensor
@@ -280,6 +281,30 @@ def test_reductions_in_half_precision_add_up_in_single(rank):
                 result, expected = call(x), call(t)
                 assert result.dtype is expected.dtype is result.to_local().dtype
                 assert_same(result, expected, f"call {number} of {dtype}, prefix {prefix}")
+
+
+@spmd(1)
+def test_the_dtype_of_a_reduction_is_asked_once(rank):
+    """A tensor without memory that says it takes the host longer than the reduction."""
+
+    class Asked(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if any(issubclass(kind, DTensor) for kind in types):
+                return NotImplemented
+            made = func(*args, **(kwargs or {}))
+            self.calls += isinstance(made, torch.Tensor) and made.is_meta
+            return made
+
+    x = ragged(numbers(3, 13, 17, device=rank.device), rank.mesh())
+    for call in (lambda: x.mean(1), lambda: torch.linalg.vector_norm(x, 2, [1])):
+        calls = []
+        for _ in range(2):
+            with Asked() as asked:
+                call()
+            calls.append(asked.calls)
+        assert calls[0] > calls[1] == 0
 
 
 @spmd(*worlds(1, 3))

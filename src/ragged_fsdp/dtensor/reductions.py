@@ -13,6 +13,7 @@ below autograd.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -212,9 +213,17 @@ def _extreme_of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> D
 
 
 def _result_dtype(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.dtype:
-    """The dtype of the result, asked of a tensor without memory; raises torch's error where there is none."""
-    model = torch.empty([int(size) for size in args[0].shape], dtype=args[0].dtype, device="meta")
-    return op(model, *args[1:], **kwargs).dtype
+    """The dtype of the result; raises torch's error where there is none."""
+    options = tuple(tuple(each) if isinstance(each, list) else each for each in args[1:])
+    return _dtype_of(op, tuple(map(int, args[0].shape)), args[0].dtype, options, tuple(kwargs.items()))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _dtype_of(
+    op: Any, shape: Shape, dtype: torch.dtype, options: tuple[Any, ...], named: tuple[tuple[str, Any], ...]
+) -> torch.dtype:
+    """Asked of a tensor without memory, which costs the host more than the reduction: once per signature."""
+    return op(torch.empty(shape, dtype=dtype, device="meta"), *options, **dict(named)).dtype
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -99,7 +99,8 @@ class ManagedParam:
         # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
         usual = all(type(p.module).__setattr__ is nn.Module.__setattr__ for p in self.places)
         self.tables = [(parameters_of(p.module), p.attribute) for p in self.places] if usual else None
-        self.identity: object = _IDENTITIES.setdefault(original, object())
+        self.identity: object = _IDENTITIES.get(original) or object()
+        """Of the original, in each call that manages it."""
         self.inner_spec: DTensorSpec | None = spec_of(original) if isinstance(original, DTensor) else None
         self.packing = packing_of(original)
         """How a frozen weight of a class of its own becomes a plain tensor, and that tensor the weight."""
@@ -136,6 +137,8 @@ class ManagedParam:
         setattr(param, MANAGED_ATTRIBUTE, True)
         if self._original is not None:
             note_replaced(self._original, self.name)
+            # only now: ``Module.to`` swaps no tensor that has a weak reference, and a call may be refused
+            _IDENTITIES[self._original] = self.identity
             self._original = None
             self._mark()
         if param is self.sharded:
