@@ -242,8 +242,8 @@ def adopt_parameters(module: nn.Module) -> list[str]:
     """Shard parameters that were attached or replaced after ``fully_shard``; their names below ``module``.
 
     Each becomes part of the call on the nearest sharded module above it, with that call's arguments and what
-    methods have set for its parameters since, in a group of its own: one more gather and reduction. What is
-    attached before ``fully_shard`` needs neither.
+    methods have set since for the parameters that it has (of a module without any, set it again), in a group
+    of its own: one more gather and reduction. What is attached before ``fully_shard`` needs neither.
     As there, a rank keeps its part of the values that it has. All ranks call it, between steps, and then
     make the optimizer.
 
@@ -269,7 +269,9 @@ def adopt_parameters(module: nn.Module) -> list[str]:
             _, groups = _make_groups(state.modules, managed, options, agreement)
         for group in groups:
             like = next((old for old in state.groups if old.mesh.key() == group.mesh.key()), group)
-            group.settings = dataclasses.replace(like.settings)
+            planned = like.settings.gather_comm is like.planned_comm
+            comm = group.planned_comm if planned else like.settings.gather_comm
+            group.settings = dataclasses.replace(like.settings, gather_comm=comm)
             group.context = state.schedule.comm
         state.groups += groups
         adopted += found
