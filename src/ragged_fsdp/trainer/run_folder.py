@@ -132,8 +132,9 @@ class Places:
 
     def undo(self) -> None:
         """Leave them as they were: the run is refused."""
-        if self.claimed is not None:
-            self.claimed.disclaim()
+        with suppress(Exception):  # of the store's library: it must not hide why the start failed
+            if self.claimed is not None:
+                self.claimed.disclaim()
         for lock in reversed(self.locks):
             lock.undo()
 
