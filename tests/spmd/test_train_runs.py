@@ -490,10 +490,16 @@ def test_a_lock_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, m
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ConfigError, match=r"run_dir = .*run' cannot be used: No space left on device"):
-        RunLock(tmp_path / "new" / "run")
-    assert _everything(tmp_path) == {}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match=r"run_dir = .*run' cannot be used: No space left on device"):
+            RunLock(tmp_path / "new" / "run")
+        assert _everything(tmp_path) == {}
+        (tmp_path / ".lock").touch()
+        with pytest.raises(ConfigError, match="No space left on device") as caught:
+            RunLock(tmp_path)
+    RunLock(tmp_path).release()  # the error, which is still there, holds nothing
+    assert caught.value is not None
 
 
 def test_a_store_that_cannot_be_reached_any_more_keeps_no_folder_and_hides_no_error(tmp_path):
