@@ -23,7 +23,7 @@ from ragged_fsdp.trainer import run_folder
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.launch import RankFailure
 from ragged_fsdp.trainer.metrics import losses_by_step, read_metrics
-from ragged_fsdp.trainer.run_folder import RunLock
+from ragged_fsdp.trainer.run_folder import Places, RunLock
 from rank_pool import DEVICE, spmd
 from train_cases import settings, tensors, train, train_on_pool
 
@@ -490,9 +490,26 @@ def test_a_lock_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path, m
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(ConfigError, match=r"run_dir = .*run' cannot be used: No space left on device"):
-        RunLock(tmp_path / "new" / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match=r"run_dir = .*run' cannot be used: No space left on device"):
+            RunLock(tmp_path / "new" / "run")
+        assert _everything(tmp_path) == {}
+        (tmp_path / ".lock").touch()
+        with pytest.raises(ConfigError, match="No space left on device") as caught:
+            RunLock(tmp_path)
+    RunLock(tmp_path).release()  # the error, which is still there, holds nothing
+    assert caught.value is not None
+
+
+def test_a_store_that_cannot_be_reached_any_more_keeps_no_folder_and_hides_no_error(tmp_path):
+    """It took the place of why the start failed, and the run's folder stayed locked."""
+
+    class Store:
+        def disclaim(self):
+            raise OSError("no network")
+
+    Places([RunLock(tmp_path / "run")], Store()).undo()
     assert _everything(tmp_path) == {}
 
 

@@ -355,6 +355,19 @@ def test_stored_together_and_held_apart(rank):
         assert torch.equal(held["w"].full_tensor(), rows), index
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_part_of_a_stored_tensor_is_read_alone(tmp_path, mode):
+    """Under inference mode views have no base: all of the file's tensor was once read for each part of it."""
+    fused = torch.arange(120.0).view(5, 6, 4)
+    save_file({"experts": fused}, tmp_path / "f.safetensors")
+    held = nn.ParameterDict({"w": torch.zeros(6, 4)})
+    with mode():
+        report = weights.load(
+            held, tmp_path, strict="missing", names=lambda name, t: {weights.Stored("experts", (3,)): t}
+        )
+    assert torch.equal(held["w"], fused[3]) and report.bytes_read == fused[3].nbytes
+
+
 @spmd(2)
 def test_parts_that_leave_elements_without_values_are_refused_on_the_meta_device(rank):
     """Those that are forgotten keep what they are elsewhere; here they would be what lay in the memory."""

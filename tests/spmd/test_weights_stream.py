@@ -513,6 +513,22 @@ def test_tensors_that_were_replaced_are_streamed(rank, snapshot):
         stream.refresh() if snapshot else dict(stream.tensors())
 
 
+@spmd(3)
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_a_tensor_that_one_rank_alone_has_replaced_is_refused_by_all(rank, snapshot):
+    """The others once waited for that rank; and a refused refresh leaves the snapshot as it was."""
+    model = fully_shard(_Counting(), mesh=rank.mesh())
+    stream = weights.stream(model, snapshot=snapshot)
+    before, model.seen = model.seen, torch.zeros(3 if rank.rank == 1 else 2)
+    message = r"seen had the shape" if snapshot or rank.rank == 1 else "its consumer has stopped or failed"
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        stream.refresh() if snapshot else dict(stream.tensors())
+    if not snapshot:
+        model.seen = before
+    model.seen += 1  # of a snapshot nobody sees it
+    assert torch.equal(dict(stream.tensors())["seen"].cpu(), torch.full((2,), 0.0 if snapshot else 1.0))
+
+
 @spmd(2)
 def test_a_snapshot_is_not_replaced_below_a_pass(rank):
     """The rest of the pass would have the weights of another step; a rank that has no pass hears of it."""

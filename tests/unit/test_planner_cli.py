@@ -1,9 +1,11 @@
 """``ragged-fsdp plan``: shapes, rules, tables, JSON, pictures, advice and errors."""
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import weakref
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -362,6 +364,26 @@ def test_warnings_name_the_cause_and_a_way_out():
     whole = PlanSettings((parse_rule("*=whole"),))
     plan = plan_model(merge_equal(wrap_groups(tensors[:1], ["layers"]), whole), 4, whole)
     assert "more than a rank's share" in warnings_for(plan, whole, 0.03, 8)[0].text
+
+
+def test_a_command_in_a_process_of_others_leaves_their_garbage_to_be_found(tensors):
+    """What there was at its end was once frozen: cycles of the caller were never freed, nor their memory."""
+
+    class Cycle:
+        pass
+
+    held = Cycle()
+    held.itself = held
+    alive = weakref.ref(held)
+    assert run(tensors, "-n", "2").exit_code == 0 and gc.isenabled()
+    del held
+    gc.collect()
+    assert alive() is None
+    gc.disable()
+    try:
+        assert run(tensors, "-n", "2").exit_code == 0 and not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_advice_takes_replicas_and_memory_into_account(tensors):

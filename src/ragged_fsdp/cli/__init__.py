@@ -1,5 +1,6 @@
 """The command line: one module per subcommand."""
 
+import atexit
 import gc
 import math
 from collections.abc import Iterator
@@ -39,15 +40,19 @@ ABOVE_ZERO = _Finite(min=0, min_open=True)
 
 @contextmanager
 def collecting_no_garbage() -> Iterator[None]:
-    """Do not look for garbage inside, nor later among what is there at the end: for commands of seconds.
+    """Do not look for garbage inside, nor when the process ends, in a command that lasts seconds.
 
     What torch and transformers leave when they are imported is hundreds of thousands of objects: looking
     through them took a third of the time of ``predict``, and found 2 % of its memory. No training run may be
     inside: its cycles hold memory of a GPU.
     """
+    was_enabled = gc.isenabled()
+    atexit.register(gc.freeze)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()  # else the first object after it, and the end of the process, would look through all
-        gc.enable()
+        gc.freeze()  # all of it is old now: else the first object after it would look through it
+        gc.unfreeze()  # or a process that calls a command would never free cycles that it held before
+        if was_enabled:
+            gc.enable()

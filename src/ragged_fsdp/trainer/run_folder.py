@@ -76,10 +76,14 @@ class RunLock:
                     raise ConfigError(f"{setting} = {str(run_dir)!r} is in use by {holder}; use another one")
                 self.file.close()
                 time.sleep(0.2)
-            self.file.truncate(0)
-            self.file.write(self.words.encode())
-            os.fsync(self.file.fileno())  # NFS would else show it to other nodes when the file is closed
-        except OSError as error:  # a full disk says so at the first byte, or at the last of these
+            try:
+                self.file.truncate(0)
+                self.file.write(self.words.encode())
+                os.fsync(self.file.fileno())  # NFS would else show it to other nodes when the file is closed
+            except OSError:  # a full disk says so at the first byte, or at the last of these
+                self.undo()  # or the error would hold the lock for as long as somebody holds the error
+                raise
+        except OSError as error:
             self._remove_made()
             raise ConfigError(f"{setting} = {str(run_dir)!r} cannot be used: {error.strerror}") from error
 
@@ -90,9 +94,8 @@ class RunLock:
         while True:
             self._made = [path for path in (self._path, folder, *folder.parents) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
-            self.file = self._path.open(
-                "a+b", buffering=0
-            )  # what cannot be written is lost when it is closed
+            # without a buffer: what cannot be written is lost when the file is closed
+            self.file = self._path.open("a+b", buffering=0)
             try:
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -112,7 +115,8 @@ class RunLock:
         self.file.close()  # after it: who takes the lock then sees that the file has lost its name
 
     def _remove_made(self) -> None:
-        for path in self._made:
+        made, self._made = self._made, []  # once: what has these names later is another run's
+        for path in made:
             with suppress(OSError):
                 path.unlink() if path == self._path else path.rmdir()
 
@@ -132,8 +136,9 @@ class Places:
 
     def undo(self) -> None:
         """Leave them as they were: the run is refused."""
-        if self.claimed is not None:
-            self.claimed.disclaim()
+        with suppress(Exception):  # of the store's library: it must not hide why the start failed
+            if self.claimed is not None:
+                self.claimed.disclaim()
         for lock in reversed(self.locks):
             lock.undo()
 

@@ -19,6 +19,8 @@ class Passing(Protocol):
     @property
     def gathers(self) -> int: ...
 
+    def look(self) -> None: ...
+
     def prepare(self, index: int, /) -> Callable[[], Callable[[], list[Any]]]: ...
 
     def agree(self, *, going_on: bool) -> bool: ...
@@ -67,6 +69,8 @@ class Pass:
             return
         index = self._launched
         try:
+            if index == 0:
+                of.look()
             start = of.prepare(index)
         except BaseException:
             self.close()

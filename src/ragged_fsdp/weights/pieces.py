@@ -186,6 +186,8 @@ class _Giver:
 
     def prepare(self, index: int) -> Callable[[], None]:
         """Take the memory of a bucket; returns what writes this rank's part of it, once all ranks go on."""
+        if index == 0:
+            self._stream.look()
         slot = index % _SLOTS
         self._kept[slot] = []
         if self._stream.in_shards(index) is not None:

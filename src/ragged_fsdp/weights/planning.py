@@ -19,7 +19,7 @@ from torch import Tensor
 from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.routes import Region, contiguous_stride
-from ragged_fsdp.torch_internals import base_of
+from ragged_fsdp.torch_internals import storage_id
 from ragged_fsdp.weights.dcp_folder import elements_of
 from ragged_fsdp.weights.files import Entry, StoredBox
 from ragged_fsdp.weights.names import Naming, Part, View, parts_of
@@ -53,7 +53,8 @@ class _Want:
         if self.index != ():
             whole = torch.empty_strided(elements.sizes, elements.strides, device="meta")
             probe = whole[self.index]
-            if base_of(probe) is not whole:  # a list of rows makes a copy: its strides are not the file's
+            # a list of rows makes a copy, whose strides are not the file's; inference mode knows no base
+            if storage_id(probe.untyped_storage()) != storage_id(whole.untyped_storage()):
                 raise ValueError(f"{self.stored}[{self.index!r}] is no view")
             elements = View(elements.offset + int(probe.storage_offset()), tuple(probe.shape), probe.stride())
         return list(transfers(self.shape, self.region, model, (elements.offset, elements.strides)))

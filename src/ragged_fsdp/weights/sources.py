@@ -367,17 +367,20 @@ class LooseSource:
         """The dtype in which a tensor is sent."""
         return sent_dtype(member.dtype, self._dtype)
 
-    def take(self, held: Mapping[str, Tensor]) -> None:
-        """Gather what is held now under the names of the members; ``ValueError`` if it has another shape."""
-        found = [held.get(member.target.name) for member in self.members]
-        for member, tensor in zip(self.members, found):
+    def found(self, held: Mapping[str, Tensor]) -> list[Tensor]:
+        """What is held now under the names of the members; ``ValueError`` if it has another shape."""
+        found = []
+        for member in self.members:
+            tensor = held.get(member.target.name)
+            expected = tuple(member.target.tensor.shape)
             shape = None if tensor is None else tuple(tensor.shape)
-            if shape != (expected := tuple(member.target.tensor.shape)):
+            if tensor is None or shape != expected:
                 raise ValueError(
                     f"stream: {member.target.name} had the shape {expected} when the stream was made, now it "
                     f"has {shape}; make the stream again"
                 )
-        self.tensors = [tensor for tensor in found if tensor is not None]
+            found.append(tensor)
+        return found
 
     def bucket(self, naming: Naming) -> Bucket:
         """The bucket, filled one by one: tensors that are sharded are gathered here."""

@@ -183,8 +183,12 @@ class Stream:
         """
         if self._shards is None:
             raise ValueError("refresh: the stream was made without snapshot=True")
-        done_alike("refresh", self._refuse_pass, lambda _: "", self._groups, self._device)
-        self._look_again()
+
+        def found() -> dict[LooseSource, list[Tensor]]:
+            self._refuse_pass()
+            return self._found()
+
+        self._take(done_alike("refresh", found, lambda _: "", self._groups, self._device))
         self._copy()
 
     def _copy(self) -> None:
@@ -248,8 +252,6 @@ class Stream:
     def begin(self) -> None:
         """Let no other pass begin until this one has :meth:`ended`."""
         self._refuse_pass()
-        if self._shards is None:
-            self._look_again()
         self._whole = self._changes is None or not self._changes.complete
         self._running = True
 
@@ -257,15 +259,26 @@ class Stream:
         if self._running:
             raise RuntimeError("the stream is being iterated; another pass, or a refresh, must wait")
 
-    def _look_again(self) -> None:
-        """Take over what lies in the place of a tensor now: a forward assigns buffers, a state dict any."""
+    def look(self) -> None:
+        """Without a snapshot, before the first gather of a pass: take over what the model holds now.
+
+        What one rank refuses then ends the pass on all.
+        """
+        if self._shards is None:
+            self._take(self._found())
+
+    def _found(self) -> dict[LooseSource, list[Tensor]]:
+        """What lies in the place of each tensor now: a forward assigns buffers, a state dict any."""
         loose = [source for source in self._sources if isinstance(source, LooseSource)]
         if any(isinstance(tensor, DTensor) for source in loose for tensor in source.tensors):
             reshard_all(self._model)  # gathered parameters have the names of sharded ones
         held = named_tensors(self._model) if loose else {}
+        return {source: source.found(held) for source in loose}
+
+    def _take(self, found: dict[LooseSource, list[Tensor]]) -> None:
         for source in self._sources:
             if isinstance(source, LooseSource):
-                source.take(held)
+                source.tensors = found[source]
             elif source.group.stale:
                 source.group.reset_sharded_params()
 
