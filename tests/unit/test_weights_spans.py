@@ -185,3 +185,9 @@ def test_a_file_has_one_tensor_under_a_name(tmp_path, names):
     with pytest.raises(ValueError, match=f"two tensors would have the name '{names[-1]}'"):
         write_safetensors(tmp_path, planned, iter(()), max_file_bytes=100)
     assert not list(tmp_path.iterdir())
+
+
+def test_values_that_do_not_come_are_named(tmp_path):
+    planned = [TensorToWrite(name, (2,), torch.float32) for name in "ab"]
+    with pytest.raises(ValueError, match="b: it was to be written, and there are no more values"):
+        write_safetensors(tmp_path, planned, iter([("a", torch.zeros(2))]), max_file_bytes=100)

@@ -116,7 +116,10 @@ def _write_file(path: Path, tensors: list[TensorToWrite], values: Iterator[tuple
     with temporary.open("wb") as out:
         out.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in tensors:
-            out.write(_raw_bytes(*next(values), tensor))
+            found = next(values, None)
+            if found is None:
+                raise ValueError(f"{tensor.name}: it was to be written, and there are no more values")
+            out.write(_raw_bytes(*found, tensor))
     os.replace(temporary, path)
 
 
