@@ -8,7 +8,16 @@ from torch.distributed.fsdp import fully_shard as stock_fully_shard
 
 import experts_cases as cases
 from ragged_fsdp import Rows, fully_shard
-from ragged_fsdp.experts import AllToAll, ExpertSplit, divide_gradients, expert_parallel
+from ragged_fsdp.experts import (
+    AllToAll,
+    ExpertSplit,
+    Here,
+    divide_gradients,
+    expert_parallel,
+    grouped_linear,
+    held_part,
+    mix,
+)
 from ragged_fsdp.optim import clip_grad_norm_
 from ragged_fsdp.torch_internals import checkpoint_wrapper
 from rank_pool import DEVICE, spmd
@@ -180,6 +189,48 @@ def test_a_norm_that_all_experts_share(rank):
             got = _whole(layer.get_parameter(name).grad)
             assert torch.allclose(got, parameter.grad, rtol=1e-5, atol=1e-6), (split, name)
         assert "weight" not in vars(layer["experts"].post_expert_norm)
+
+
+class _Scaled(torch.nn.Module):
+    """Experts with what they share two levels below them."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_experts = cases.EXPERTS
+        self.weight = torch.nn.Parameter(torch.randn(cases.EXPERTS, 6, 6).double())
+        self.after = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False).double()))
+
+    def apply_to_groups(self, rows, counts):
+        return self.after(grouped_linear(rows, held_part(self.weight), counts))
+
+    def forward(self, tokens, chosen, weights):
+        return mix(self, Here(cases.EXPERTS), tokens, chosen, weights)[0]
+
+
+@spmd(2)
+@pytest.mark.parametrize("shard", [fully_shard, stock_fully_shard])
+def test_what_lies_in_a_part_that_is_sharded_by_itself(rank, shard):
+    """Its own call gathers it, behind the experts' begin, and takes the mean over all ranks."""
+
+    def loss(layer, index):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(4 + index, 6, generator=generator).double()
+        chosen = torch.rand(len(x), cases.EXPERTS, generator=generator).argsort(1)[:, :2]
+        given = x.to(DEVICE), chosen.to(DEVICE), torch.ones(len(x), 2, dtype=x.dtype, device=DEVICE)
+        return layer["experts"](*given).square().sum()
+
+    def made():
+        torch.manual_seed(3)
+        return torch.nn.ModuleDict({"experts": _Scaled()}).to(DEVICE)
+
+    plain, layer = made(), made()
+    (sum(loss(plain, index) for index in range(2)) / 2).backward()
+    expert_parallel(layer, rank.mesh(), dispatcher=AllToAll, split=ExpertSplit((3, 2)))
+    shard(layer["experts"].after, mesh=rank.mesh())
+    loss(layer, rank.rank).backward()
+    name = "experts.after.0.0.weight"
+    got = _whole(layer.get_parameter(name).grad)
+    assert torch.allclose(got, plain.get_parameter(name).grad, rtol=1e-10, atol=1e-12)
 
 
 @spmd(2)

@@ -32,11 +32,11 @@ class CommonParameters:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self._module, self._group = module, group
+        self._group = group
         own = expert_parameters(module)
         self._places = [
-            (owner, name)
-            for owner in module.modules()
+            (owner, name, _below(module, path))
+            for path, owner in module.named_modules()
             for name, _ in owner.named_parameters(recurse=False)
             if owner is not module or name not in own
         ]
@@ -46,10 +46,10 @@ class CommonParameters:
         """Within it the module computes with tensors whose gradients are added up over the ranks."""
         found = [
             (owner, name)
-            for owner, name in self._places
+            for owner, name, below in self._places
             if getattr(owner, name).requires_grad
-            # one that is sharded by itself is reduced over all ranks by its own call
-            and (owner is self._module or not isinstance(owner, FSDPModule))
+            # what is sharded by itself is not gathered yet, and reduced over all ranks by its own call
+            and not any(isinstance(module, FSDPModule) for module in below)
         ]
         if not found or self._group.size() == 1 or not torch.is_grad_enabled():
             yield
@@ -62,6 +62,12 @@ class CommonParameters:
         finally:
             for owner, name in found:
                 owner.__dict__.pop(name, None)
+
+
+def _below(module: nn.Module, path: str) -> list[nn.Module]:
+    """The modules on the way from ``module``, which is not among them, to the one at ``path``."""
+    names = path.split(".") if path else []
+    return [module.get_submodule(".".join(names[: end + 1])) for end in range(len(names))]
 
 
 class _AddUp(torch.autograd.Function):
