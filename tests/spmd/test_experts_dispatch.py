@@ -495,6 +495,7 @@ def test_what_cannot_be_spread_is_refused_and_left_as_it_was(rank):
             "names no module of experts; there are experts",
         ),
         ((model(), mesh, {"experts": "moe_tp_experts"}), "is 'moe_tp_experts'; expected one of"),
+        ((model(), mesh, {"attention.norm": "replicated_with_grad_allreduce"}), "expected one of"),
     ):
         with pytest.raises(ValueError, match=error):
             expert_parallel(*arguments)

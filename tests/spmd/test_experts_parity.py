@@ -18,6 +18,7 @@ from ragged_fsdp.experts import (
     held_part,
     mix,
 )
+from ragged_fsdp.experts.layers import expert_parameters
 from ragged_fsdp.optim import clip_grad_norm_
 from ragged_fsdp.torch_internals import checkpoint_wrapper
 from rank_pool import DEVICE, spmd
@@ -189,6 +190,22 @@ def test_a_norm_that_all_experts_share(rank):
             got = _whole(layer.get_parameter(name).grad)
             assert torch.allclose(got, parameter.grad, rtol=1e-5, atol=1e-6), (split, name)
         assert "weight" not in vars(layer["experts"].post_expert_norm)
+    above = _Above(expert_parallel(made(), mesh["ep"], plan)["experts"])
+    fully_shard(above, mesh=rank.mesh(), ignored_params=set(expert_parameters(above.experts).values()))
+    loss({"experts": above}, rank.rank).backward()  # reduced over all ranks: nothing is to be added up before
+    got = _whole(above.experts.post_expert_norm.weight.grad)
+    assert torch.allclose(got, plain["experts"].post_expert_norm.weight.grad, rtol=1e-5, atol=1e-6)
+
+
+class _Above(torch.nn.Module):
+    """A module that is sharded with what its experts share."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *given):
+        return self.experts(*given)
 
 
 class _Scaled(torch.nn.Module):

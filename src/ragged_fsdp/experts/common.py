@@ -2,8 +2,10 @@
 
 They stay whole on every rank that experts are spread over, such as the norm behind the experts of
 Muse Spark. A rank applies them to the rows of its own experts, which are rows of all ranks' tokens. So what
-it finds is a part of the sum that one process would find, and without the other parts the ranks would train
-apart. Here the parts are added up, so that these gradients are sums over the ranks as those of experts are.
+it finds is a part of the sum that one process would find. A call of ``fully_shard`` on the experts reduces
+over ranks that hold the same experts: without the other parts the ranks would train apart. Here the parts are
+added up, so that these gradients are sums over the ranks as those of experts are. Whoever reduces over all
+ranks (a call further up, DDP) adds the parts up too, so there it is left to them.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class CommonParameters:
     """
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._module, self._group = module, group
         own = expert_parameters(module)
         self._places = [
             (owner, name, _below(module, path))
@@ -44,14 +46,16 @@ class CommonParameters:
     @contextmanager
     def added_up(self) -> Iterator[None]:
         """Within it the module computes with tensors whose gradients are added up over the ranks."""
-        found = [
-            (owner, name)
-            for owner, name, below in self._places
-            if getattr(owner, name).requires_grad
-            # what is sharded by itself is not gathered yet, and reduced over all ranks by its own call
-            and not any(isinstance(module, FSDPModule) for module in below)
-        ]
-        if not found or self._group.size() == 1 or not torch.is_grad_enabled():
+        found = []
+        if isinstance(self._module, FSDPModule) and self._group.size() > 1 and torch.is_grad_enabled():
+            found = [
+                (owner, name)
+                for owner, name, below in self._places
+                if getattr(owner, name).requires_grad
+                # what is sharded by itself is not gathered yet, and reduced over all ranks by its own call
+                and not any(isinstance(module, FSDPModule) for module in below)
+            ]
+        if not found:
             yield
             return
         parameters = (getattr(owner, name) for owner, name in found)

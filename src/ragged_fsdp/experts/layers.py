@@ -37,9 +37,9 @@ _FUSED = ("num_experts", "has_gate", "has_bias", "is_transposed", "down_proj", "
 class GroupedExperts(Protocol):
     """What a module of experts must have to be split over ranks.
 
-    Parameters whose first dim is ``num_experts`` are split, along that dim. The others stay whole, and their
-    gradients are added up over the ranks. The module's ``forward`` takes tokens (N, D), chosen experts (N, K)
-    and weights (N, K).
+    Parameters whose first dim is ``num_experts`` are split, along that dim. The others stay whole; where
+    ``fully_shard`` takes the module by itself, their gradients are added up over the ranks in backward. The
+    module's ``forward`` takes tokens (N, D), chosen experts (N, K) and weights (N, K).
     """
 
     num_experts: int

@@ -8,7 +8,7 @@ router, and all else, stays as it is.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -297,7 +297,7 @@ def _planned(
         return {name: (module, default) for name, module in known.items()}
     found: dict[str, tuple[nn.Module, MakeDispatcher]] = {}
     for pattern, style in plan.items():
-        if style in _OF_PARAMETERS:
+        if style in _OF_PARAMETERS and _is_inside(pattern, known):
             continue
         if style not in _STYLES:
             raise ValueError(
@@ -311,6 +311,13 @@ def _planned(
             )
         found.update((n, (known[n], _BACKENDS.get(style, default))) for n in names)
     return {name: found[name] for name in known if name in found}
+
+
+def _is_inside(pattern: str, modules: Collection[str]) -> bool:
+    """Whether the pattern is of something inside one of the modules."""
+    parts = pattern.split(".")
+    outer = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return any(fnmatchcase(f".{name}", f"*.{each}") for each in outer for name in modules)
 
 
 def _split_for(
