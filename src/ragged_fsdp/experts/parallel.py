@@ -303,7 +303,7 @@ def _planned(
             raise ValueError(
                 f"expert_parallel: plan[{pattern!r}] is {style!r}; expected one of {', '.join(_STYLES)}."
             )
-        names = [n for n in known if fnmatchcase(n, pattern) or fnmatchcase(n, f"*.{pattern}")]
+        names = _matching(pattern, known)
         if not names:
             raise ValueError(
                 f"expert_parallel: plan[{pattern!r}] names no module of experts; there are "
@@ -313,11 +313,15 @@ def _planned(
     return {name: found[name] for name in known if name in found}
 
 
+def _matching(pattern: str, modules: Collection[str]) -> list[str]:
+    """The modules that a pattern of a plan names, which may leave out how their names begin."""
+    return [name for name in modules if fnmatchcase(f".{name}", f"*.{pattern}")]
+
+
 def _is_inside(pattern: str, modules: Collection[str]) -> bool:
     """Whether the pattern is of something inside one of the modules."""
     parts = pattern.split(".")
-    outer = [".".join(parts[:end]) for end in range(1, len(parts))]
-    return any(fnmatchcase(f".{name}", f"*.{each}") for each in outer for name in modules)
+    return any(_matching(".".join(parts[:end]), modules) for end in range(1, len(parts)))
 
 
 def _split_for(
