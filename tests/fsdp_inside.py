@@ -29,7 +29,7 @@ from ragged_fsdp.fsdp import streams
 from ragged_fsdp.fsdp.construct import builder, call, network
 from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.parts import left_out
-from ragged_fsdp.fsdp.reduce import exchange
+from ragged_fsdp.fsdp.reduce import exchange, sends
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
@@ -441,10 +441,10 @@ class Watch:
 
 def exchange_in_rounds(patch: pytest.MonkeyPatch, rounds: int, rail_calls: int = 8) -> None:
     """Let ``reduction="all_to_all"`` send views of gradients of any size, in so many rounds."""
-    plan = exchange.plan_sends
-    patch.setattr(exchange, "packs_all", lambda device, shard_numel: False)
+    plan = sends.plan_sends
+    patch.setattr(sends, "packs_all", lambda device, shard_numel: False)
     patch.setattr(exchange, "_RAIL_CALLS", rail_calls)
-    patch.setattr(exchange, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
+    patch.setattr(sends, "plan_sends", lambda layout, ranks, **_: plan(layout, ranks, rounds=rounds))
 
 
 def fail_messages(patch: pytest.MonkeyPatch) -> None:

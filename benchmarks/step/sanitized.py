@@ -28,7 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ragged_fsdp import BlockCodes, MixedPrecisionPolicy, Rows, Whole, fully_shard
 from ragged_fsdp.fsdp.gather.codes import MessageLayout
 from ragged_fsdp.fsdp.parts.plan import GroupTensors, make_plan
-from ragged_fsdp.fsdp.reduce import exchange
+from ragged_fsdp.fsdp.reduce import sends
 from ragged_fsdp.optim import AdamW8bit
 from ragged_fsdp.optim.exchange.matrices import Spot
 from ragged_fsdp.optim.muon.passes import Strided, apply_updates, update_momentum
@@ -62,7 +62,7 @@ def _optimizer(name: str, stack: Stack) -> torch.optim.Optimizer:
 
 def train(layers: int, ranks: int, optimizers: list[str], device: torch.device) -> None:
     """Two steps with each reduction and optimizer; raises if a loss is not finite."""
-    exchange._PACK_NUMEL = exchange._ROUND_NUMEL = 1
+    sends._PACK_NUMEL = sends._ROUND_NUMEL = 1
     case, began = Case("tiny-moe", layers, 64, ranks), time.monotonic()
     join(ranks, Wire(payload="zeros", delivery="memcpy"))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -26,8 +26,8 @@ from ragged_fsdp.fsdp.parts.plan import (
     make_plan,
     rank_major,
 )
-from ragged_fsdp.fsdp.reduce.exchange import plan_sends, plan_steps, rounds_of
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, GradRun, grad_layout, scaling
+from ragged_fsdp.fsdp.reduce.sends import plan_sends, plan_steps, rounds_of
 from ragged_fsdp.fsdp.streams import pooled_bytes
 from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group

@@ -8,7 +8,7 @@ from torch import nn
 
 from ordered_streams import OrderedStreams
 from ragged_fsdp.optim import AdamW8bit, FusedAdamW, offload_state
-from ragged_fsdp.optim.offload import _Lane
+from ragged_fsdp.optim.offload.lanes import Lane
 
 OPTIMIZERS = (torch.optim.AdamW, FusedAdamW, AdamW8bit)
 
@@ -25,14 +25,14 @@ def _train(kind: Any) -> None:
 
 
 def _give_streams(patch: pytest.MonkeyPatch, streams: OrderedStreams) -> None:
-    init = _Lane.__init__
+    init = Lane.__init__
 
-    def with_streams(self: _Lane, device: torch.device) -> None:
+    def with_streams(self: Lane, device: torch.device) -> None:
         init(self, device)
         self._module = streams
         self._inward, self._outward = (streams.named_stream(name) for name in ("inward", "outward"))
 
-    patch.setattr(_Lane, "__init__", with_streams)
+    patch.setattr(Lane, "__init__", with_streams)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -48,6 +48,6 @@ def test_copies_that_nobody_waits_for_are_found(kind: Any, monkeypatch: pytest.M
     """So that the test above can fail."""
     streams = OrderedStreams()
     _give_streams(monkeypatch, streams)
-    monkeypatch.setattr(_Lane, "_wait", lambda self, event: None)
+    monkeypatch.setattr(Lane, "_wait", lambda self, event: None)
     with streams.install(monkeypatch), pytest.raises(AssertionError, match="did not wait for"):
         _train(kind)

@@ -24,7 +24,7 @@ from ragged_fsdp.topology import Levels
 __all__ = ["Shapes", "Wires", "fsdp2_numel", "group_cost", "planned_numel"]
 
 _BF16, _FP32 = 2, 4
-_ROUND_NUMEL = 1 << 19  # of fsdp/reduce/exchange.py: an exchange has fewer rounds, or is packed, below this
+_ROUND_NUMEL = 1 << 19  # of fsdp/reduce/sends.py: an exchange has fewer rounds, or is packed, below this
 _ROUNDS = 4
 _CHUNKS = 8  # steps of a two-level reduction that are simulated one by one
 _RAIL_CALLS = 8  # of fsdp/reduce/exchange.py: sums of so many parts of the nodes leave together
