@@ -31,6 +31,7 @@ import inspect
 import operator
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -615,6 +616,26 @@ def timeout_of(pg: ProcessGroup, device: torch.device) -> Any:
         return None
 
 
+class _OfThread(threading.local):
+    """What a thread has asked for, which the others do not see."""
+
+    group_name: str | None = None
+    """See :func:`new_group_named`."""
+
+
+_OF_THREAD = _OfThread()
+_stock_group_name = c10d._hash_ranks_to_str
+
+
+def _group_name(ranks: Any) -> str:
+    """The name of a new group: what this thread has asked for, else torch's.
+
+    It takes the place of torch's function for good: other threads may make groups at the same time, and one
+    that put torch's back would take their names from them.
+    """
+    return _OF_THREAD.group_name or _stock_group_name(ranks)
+
+
 @contextmanager
 def new_group_named(name: str) -> Iterator[None]:
     """Within it a group made of its own ranks alone (``use_local_synchronization``) meets under ``name``.
@@ -623,16 +644,19 @@ def new_group_named(name: str) -> Iterator[None]:
     forgotten meanwhile: torch would split it off the communicator of all ranks, and wait for those that know
     nothing of it. It is not counted either: since 2.14 torch names later groups by a count that it takes to
     be the same on all ranks, and those that made none of this would wait for them under another name.
+
+    The name is this thread's alone. Ranks may be threads, as in torch's own tests: two groups under one name
+    would wait for ever, or receive each other's data.
     """
-    named, world = torch.distributed.distributed_c10d, torch.distributed.group.WORLD
+    world = torch.distributed.group.WORLD
     assert world is not None
-    stock, device, count = named._hash_ranks_to_str, world.bound_device_id, named._world.group_count
-    named._hash_ranks_to_str = lambda ranks: name
+    device, count = world.bound_device_id, c10d._world.group_count
+    c10d._hash_ranks_to_str, _OF_THREAD.group_name = _group_name, name
     world.bound_device_id = None
     try:
         yield
     finally:
-        named._hash_ranks_to_str, named._world.group_count = stock, count
+        _OF_THREAD.group_name, c10d._world.group_count = None, count
         world.bound_device_id = device
 
 

@@ -4,10 +4,13 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ragged_fsdp
 from ragged_fsdp import torch_internals
@@ -167,3 +170,23 @@ def test_a_group_without_a_backend_is_not_asked_to_join_gathers():
     """Groups of ranks that are threads, as torch's own tests have them, know no backend for a device."""
     group = torch.distributed.ProcessGroup(0, 2)
     assert not torch_internals.joins_gathers(group, torch.device("cpu"))
+
+
+def test_ranks_that_are_threads_name_their_groups_apart():
+    """Two groups under one name wait for ever, or receive each other's data."""
+
+    def made() -> str:
+        return dist.new_group([0], use_local_synchronization=True).group_name
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        with ThreadPoolExecutor(1) as thread:
+            theirs = torch_internals.new_group_named("theirs")
+            with torch_internals.new_group_named("ours"):
+                thread.submit(theirs.__enter__).result()
+                assert made() == "ours"
+            assert thread.submit(made).result() == "theirs", "we have left, they are still at it"
+            thread.submit(theirs.__exit__, None, None, None).result()
+            assert not {made(), thread.submit(made).result()} & {"ours", "theirs"}
+    finally:
+        dist.destroy_process_group()
