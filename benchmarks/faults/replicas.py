@@ -2,12 +2,14 @@
 
     python benchmarks/faults/replicas.py --replicas 2 --kills 25 --out benchmarks/faults/replicas-2x2.json
     python benchmarks/faults/replicas.py --backend nccl --layers 1 --kills 10 --out replicas-nccl.json
+    python benchmarks/faults/replicas.py --replicas 3 --overlapping 120 --out overlapping.json
     python benchmarks/faults/replicas.py --rate --out benchmarks/faults/replicas-rate.json
 
 A lighthouse and the replicas' managers are really started; a replica is two ranks, sharded inside. A rank
 of a random replica is killed, the rest of it a moment later, as an agent would do; it is started again with
 other weights and must copy those of a peer. At the end the same schedule of who contributed to which step is
-computed again without torchft and without a kill: losses and all state must be the same to the bit.
+computed again without torchft and without a kill: losses and all state must be the same to the bit. With
+``--overlapping`` the next kill does not wait until the last victim is back.
 
 Of each kill is noted where the survivor that waited longest spent its time: until the lighthouse had a new
 quorum, connecting, and in the rest. With ``--backend nccl`` ranks share the GPUs that there are, without
@@ -39,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 RANKS = 2
+_SAID_LETTERS = 4000
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}
 _CONTEXT = mp.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
@@ -58,6 +61,8 @@ class Setting:
     timeout_s: float = 30.0
     connect_s: float = 1.0
     heartbeat_ms: int = 1000
+    least: int = 1
+    """Replicas without which no step is taken."""
     pause_s: float = 0.02
     """Added to each step, so that a replica can come back before the run has ended."""
     last_steps: int = 20
@@ -158,7 +163,7 @@ def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: i
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     join(setting, port, rank, RANKS, f"{replica}-{rank}")
-    model, optimizer = build(setting, seed=100 * life)
+    model, optimizer = build(setting, seed=100 * life + replica)
     log = open(folder / f"log-{replica}-{life}-{rank}", "a", buffering=1)  # noqa: SIM115
     replicas = Replicas(
         model,
@@ -211,7 +216,7 @@ def rerun_rank(setting: Setting, schedule: list[list[int]], rank: int, port: int
     mesh = DeviceMesh(
         setting.device, torch.arange(setting.replicas * RANKS).view(-1, RANKS), mesh_dim_names=("r", "s")
     )
-    model, optimizer = build(setting, seed=0, mesh=mesh["s"])
+    model, optimizer = build(setting, seed=schedule[0][0], mesh=mesh["s"])  # of whom all have their weights
     gradients = ReplicaGradients(model)
     losses = {}
     for step, contributors in enumerate(schedule):
@@ -233,19 +238,19 @@ def rerun_rank(setting: Setting, schedule: list[list[int]], rank: int, port: int
     dist.destroy_process_group()
 
 
-def run_lighthouse(port: int, heartbeat_ms: int, folder: str) -> None:
+def run_lighthouse(port: int, setting: Setting) -> None:
     """The process of a lighthouse."""
     from torchft.coordination import LighthouseServer
 
-    with open(Path(folder) / "lighthouse", "wb") as said:
+    with open(Path(setting.folder) / "lighthouse", "wb") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     server = LighthouseServer(
         bind=f"127.0.0.1:{port}",
-        min_replicas=1,
+        min_replicas=setting.least,
         join_timeout_ms=10_000,
         quorum_tick_ms=50,
-        heartbeat_timeout_ms=heartbeat_ms,
+        heartbeat_timeout_ms=setting.heartbeat_ms,
     )
     signal.pause()
     server.shutdown()
@@ -255,7 +260,7 @@ def run_lighthouse(port: int, heartbeat_ms: int, folder: str) -> None:
 def lighthouse(setting: Setting) -> Iterator[str]:
     """A lighthouse that takes a replica for dead after a silence of ``heartbeat_ms``."""
     port = free_port()
-    process = _CONTEXT.Process(target=run_lighthouse, args=(port, setting.heartbeat_ms, setting.folder))
+    process = _CONTEXT.Process(target=run_lighthouse, args=(port, setting))
     process.start()
     try:
         while process.is_alive():
@@ -296,9 +301,31 @@ class Job:
         for process in order:
             process.kill()  # the others may have noticed by then, and have ended
             time.sleep(choose.uniform(0, 0.05))
-        for process in order:
+        self.end(replica)
+
+    def end(self, replica: int) -> None:
+        """Make sure that all ranks of a replica are gone."""
+        for process in self.processes[replica]:
+            process.kill()
+        for process in self.processes.pop(replica):
             process.join()
-        del self.processes[replica]
+
+    def start_all(self, patience_s: float) -> None:
+        """Start every replica, and wait until all take part."""
+        replicas = range(self.setting.replicas)
+        for replica in replicas:
+            self.start(replica)
+        self.wait(lambda: all(map(self.contributes, replicas)), patience_s, "all replicas take part")
+
+    def ended(self) -> dict[int, str]:
+        """Replicas of which a rank ended by itself with an error, and what it said at last."""
+        return {
+            replica: f"rank {rank} of replica {replica} ended with {process.exitcode}; it said at last:\n"
+            + self.said(replica, rank)
+            for replica, processes in self.processes.items()
+            for rank, process in enumerate(processes)
+            if process.exitcode not in (None, 0)
+        }
 
     def lines(self, replica: int, life: int | None = None, rank: int = 0) -> list[dict[str, Any]]:
         """What a rank has logged in one life."""
@@ -315,14 +342,17 @@ class Job:
         """Whether a replica takes part since it was last started."""
         return any(replica in line["by"] for line in self.steps(replica))
 
+    def said(self, replica: int, rank: int) -> str:
+        """The last of what a rank wrote to its console in its present life."""
+        path = Path(self.setting.folder) / f"said-{replica}-{self.lives[replica]}-{rank}"
+        return path.read_text(errors="replace")[-_SAID_LETTERS:] if path.exists() else ""
+
     def wait(self, what: Any, seconds: float, why: str) -> None:
         """Until ``what()``; raises if a process died by itself, or after so many seconds."""
         deadline = time.monotonic() + seconds
         while not what():
-            for replica, processes in self.processes.items():
-                for rank, process in enumerate(processes):
-                    if process.exitcode not in (None, 0):
-                        raise RuntimeError(f"rank {rank} of replica {replica} ended with {process.exitcode}")
+            for said in self.ended().values():
+                raise RuntimeError(said)
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{why}: not within {seconds} s")
             time.sleep(0.01)
@@ -331,9 +361,7 @@ class Job:
 def disturbed(job: Job, kills: int, choose: random.Random, patience_s: float = 90.0) -> list[dict[str, Any]]:
     """Kill and restart replicas; what happened to the others at each kill."""
     replicas = range(job.setting.replicas)
-    for replica in replicas:
-        job.start(replica)
-    job.wait(lambda: all(map(job.contributes, replicas)), patience_s, "all replicas take part")
+    job.start_all(patience_s)
     story = []
     for number in range(kills):
         time.sleep(choose.uniform(0.0, 0.5))
@@ -365,11 +393,54 @@ def disturbed(job: Job, kills: int, choose: random.Random, patience_s: float = 9
         print(f"{number + 1}/{kills}", story[-1], f"{time.time() - killed:.1f} s", flush=True)
         with (Path(job.setting.folder) / "kills").open("a") as book:
             print(json.dumps(story[-1]), file=book)
-    last = max(job.steps(replica)[-1]["step"] for replica in replicas) + job.setting.last_steps
+    finish(job, patience_s)
+    return story
+
+
+def overlapping(job: Job, seconds: float, choose: random.Random, patience_s: float = 90.0) -> dict[str, Any]:
+    """Kill and restart replicas while others are coming back; one that contributes always stays.
+
+    A replica may end by itself, such as one whose giver was killed; it is started again too.
+    """
+    replicas, back_at, ended = range(job.setting.replicas), dict[int, float](), list[str]()
+    job.start_all(patience_s)
+    kills, next_kill = 0, time.monotonic()
+    until = next_kill + seconds
+    while time.monotonic() < until + patience_s:
+        now = time.monotonic()
+        for replica, said in job.ended().items():
+            ended.append(said)
+            job.end(replica)
+            back_at[replica] = now
+        if next_kill < now < until:
+            next_kill = now + choose.uniform(0.0, 1.5)
+            steady = [r for r in job.processes if job.contributes(r) and _is_running(job, r)]
+            others = [r for r in job.processes if steady and (len(steady) > 1 or r not in steady)]
+            if others:
+                victim = choose.choice(others)
+                job.kill(victim, choose)
+                kills, back_at[victim] = kills + 1, now + choose.uniform(0.0, 1.0)
+        for replica in [r for r, moment in back_at.items() if moment <= now]:
+            del back_at[replica]
+            job.start(replica)
+        if now > until and not back_at and all(map(job.contributes, replicas)):
+            finish(job, patience_s)
+            return {"kills": kills, "ended_by_themselves": ended}
+        time.sleep(0.01)
+    raise TimeoutError(f"all replicas are back: not within {patience_s} s")
+
+
+def _is_running(job: Job, replica: int) -> bool:
+    """Whether it has taken a step within the last half second."""
+    return time.time() - job.steps(replica)[-1]["time"] < 0.5
+
+
+def finish(job: Job, patience_s: float) -> None:
+    """Let all replicas take the last steps and end."""
+    last = max(job.steps(replica)[-1]["step"] for replica in job.processes) + job.setting.last_steps
     (Path(job.setting.folder) / "stop").write_text(str(last))
     running = [process for processes in job.processes.values() for process in processes]
     job.wait(lambda: all(p.exitcode == 0 for p in running), patience_s, "the end")
-    return story
 
 
 def _alone(job: Job, replica: int, victim: int) -> bool:
@@ -444,16 +515,34 @@ def fallen_behind(job: Job) -> int:
     return count
 
 
-def kill_replicas(setting: Setting, kills: int, seed: int) -> dict[str, Any]:
-    """A run through ``kills`` kills, and what came of it."""
+@contextmanager
+def job_of(setting: Setting) -> Iterator[Job]:
+    """A job with its lighthouse; none of its replicas is left behind."""
     with lighthouse(setting) as address:
         job = Job(setting, address)
         try:
-            story = disturbed(job, kills, random.Random(seed))
+            yield job
         finally:
-            for processes in job.processes.values():
-                for process in processes:
-                    process.kill()
+            for replica in list(job.processes):
+                job.end(replica)
+
+
+def overlap_kills(setting: Setting, seconds: float, seed: int) -> dict[str, Any]:
+    """A run through kills that overlap, and what came of it."""
+    with job_of(setting) as job:
+        found = overlapping(job, seconds, random.Random(seed))
+    return {
+        "setting": {"replicas": setting.replicas, "ranks": RANKS, "seconds": seconds, "seed": seed},
+        "heartbeat_ms": setting.heartbeat_ms,
+        **found,
+        **compare_with_quiet_run(job),
+    }
+
+
+def kill_replicas(setting: Setting, kills: int, seed: int) -> dict[str, Any]:
+    """A run through ``kills`` kills, and what came of it."""
+    with job_of(setting) as job:
+        story = disturbed(job, kills, random.Random(seed))
     pauses = sorted(entry["others_went_on_after_s"] for entry in story)
     beside = sorted(e["others_went_on_after_s"] - e["quorum_s"] for e in story)
     return {
@@ -532,6 +621,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--overlapping", type=float, help="seconds of kills that overlap, instead of --kills")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl: on GPUs")
     parser.add_argument("--heartbeat-ms", type=int, default=1000, help="silence after which one is dead")
     parser.add_argument("--timeout", type=float, default=30.0, help="seconds that an average may take")
@@ -559,7 +649,10 @@ def main() -> None:
                 timeout_s=given.timeout,
                 connect_s=given.connect or (5.0 if given.backend == "nccl" else 1.0),
             )
-            result = kill_replicas(setting, given.kills, given.seed)
+            if given.overlapping:
+                result = overlap_kills(setting, given.overlapping, given.seed)
+            else:
+                result = kill_replicas(setting, given.kills, given.seed)
     result["hardware"] = f"{os.cpu_count()} cores, {platform.machine()}, loopback"
     if given.backend == "nccl":
         result["hardware"] += f", {torch.cuda.get_device_name()}, shared by all ranks"
@@ -572,7 +665,7 @@ def main() -> None:
     told = {k: v for k, v in vars(given).items() if v != usual[k] and k not in ("folder", "out")}
     options = " ".join(f"--{k.replace('_', '-')}" + ("" if v is True else f" {v}") for k, v in told.items())
     result["command"] = f"python benchmarks/faults/replicas.py {options}".rstrip()
-    print(json.dumps({key: value for key, value in result.items() if key != "kills"}, indent=1))
+    print(json.dumps({key: value for key, value in result.items() if not isinstance(value, list)}, indent=1))
     if given.out:
         given.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -96,8 +96,8 @@ def test_flags_in_prose_exist():
         "--torchao",
         "--lora",
         *("--nnodes", "--max-restarts", "--shutdown-timeout", "--signal", "--requeue", "--kill-on-bad-exit"),
-        "--rdzv-conf",
-    }  # of other programs and of the examples
+        *("--rdzv-conf", "--overlapping"),
+    }  # of other programs, of the examples and of scripts
     for document in DOCUMENTS:
         text = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
         for flag in re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z0-9-]*)", text):

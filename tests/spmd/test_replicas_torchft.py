@@ -1,6 +1,10 @@
 """The adapter to torchft, with a lighthouse and managers that are really started."""
 
+import random
+import time
 import weakref
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,13 +13,17 @@ import pytest
 pytest.importorskip("torchft", reason="torchft is not installed: pip install '.[torchft]'")
 
 import torch
+import torch.distributed as dist
+from benchmarks.faults import replicas as benchmark
 from benchmarks.faults.replicas import Setting, kill_replicas
 from torch import nn
 from torchft.manager import ExceptionWithTraceback
 
+import odd_replicas
 from ragged_fsdp.integrations import torchft as adapter
 from ragged_fsdp.integrations.torchft import Replicas, SplitError
 from ragged_fsdp.replicas import ReplicaGradients
+from ragged_fsdp.replicas.transport import HealingError
 from rank_pool import DEVICE
 
 SETTINGS = {
@@ -39,7 +47,7 @@ class _Others:
 
     def wait(self) -> None: ...
 
-    def settle(self) -> None: ...
+    def settle(self, given_up: object) -> None: ...
 
     def errored(self) -> Exception | None:
         return self.error
@@ -53,12 +61,18 @@ class _Others:
     def current_step(self) -> int:
         return 5
 
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
 
 def _among(others: _Others, replica: int = 1, past: int = 3) -> Replicas:
     ours = object.__new__(Replicas)
     ours.replica, ours._lineage, ours._model, ours._manager = replica, past, (1, 7), others
     ours._device, ours._group = torch.device("cpu"), others
-    ours._gradients, ours._healed = SimpleNamespace(times_laid_out=1), False
+    ours._gradients, ours._healed, ours._copied = SimpleNamespace(times_laid_out=1), False, None
+    silent = dict.fromkeys(("begin", "give_up", "rest", "has_copied"), lambda: None)
+    ours._attempts = SimpleNamespace(**silent, given_up=lambda: False, all_have_copied=lambda: True)
+    ours._patience, ours._init_sync, ours._failed_copies = timedelta(seconds=1), False, 0
     ours._state = SimpleNamespace(options_hash=lambda: "5", groups=[{"lr": 0.25}])
     return ours
 
@@ -117,7 +131,7 @@ def test_nothing_holds_a_group_that_has_failed_when_ranks_wait_for_each_other() 
     ours._transport = SimpleNamespace(failure=None, received=None)
     manager.wait_quorum = lambda: None
     manager.abort = lambda: None
-    manager.should_commit = lambda: seen.append([ref() for ref in held])
+    manager.should_commit = lambda timeout: seen.append([timeout, *(ref() for ref in held)])
     for first_succeeds in (False, True):
         manager.error = None
         held.clear()
@@ -125,7 +139,7 @@ def test_nothing_holds_a_group_that_has_failed_when_ranks_wait_for_each_other() 
         if first_succeeds:  # the roll comes through, and the gradients do not
             ours._agree = lambda: (1,)
         assert ours._attempt() is None
-    assert seen == [[None], [None, None]]
+    assert seen == [[ours._patience, None], [ours._patience, None, None]]
 
 
 @pytest.mark.parametrize("others", [{0: 3, 2: 3}, {}])
@@ -149,9 +163,9 @@ def test_gradients_of_another_state_are_in_no_mean(others: dict[int, int]) -> No
         tensor += len(others) * (1 if tensor.dtype == torch.int64 else 3)
         return manager
 
-    def should_commit() -> bool:
+    def should_commit(timeout: timedelta) -> bool:
         if not manager.participates:  # as torchft does, whatever becomes of the attempt
-            ours._load(SimpleNamespace(header={"lineage": 3}, runs=[]))
+            ours._keep(SimpleNamespace(header={"lineage": 3}, runs=[]))
         manager.participates = True
         return next(steps)
 
@@ -181,8 +195,103 @@ def test_over_nccl_a_broken_connection_ends_the_wait(
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=left.pop(0)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
     monkeypatch.setattr(adapter, "backend_of", lambda pg, device: backend)
-    adapter._Nccl.settle(SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True)))
+    group = SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True))
+    adapter._Nccl.settle(group, lambda: False)
     assert bool(aborted) == (answers[-1] != "SUCCESS")
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., adapter._Attempts]]:
+    """Makes those of a rank, of one replica and in one meeting unless it says otherwise."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in "ab"]
+    meeting = dist.HashStore()
+
+    def make(replica: int = 0, met: object = meeting) -> adapter._Attempts:
+        monkeypatch.setenv("MASTER_PORT", str(servers[replica].port))
+        made = adapter._Attempts(SimpleNamespace(store=met), timedelta(seconds=5))
+        made.begin()
+        return made
+
+    yield make
+
+
+def _hears(one: adapter._Attempts) -> bool:
+    one.given_up()
+    time.sleep(4 * adapter._ASK_S)
+    return one.given_up()
+
+
+def test_who_gives_an_average_up_tells_its_replica_and_its_meeting(attempts: Callable) -> None:
+    """One may see that a peer is gone and another not."""
+    sees, same_replica, same_meeting = attempts(), attempts(met=None), attempts(replica=1)
+    stranger = attempts(replica=1, met=dist.HashStore())
+    for one in (sees, same_replica, same_meeting, stranger):
+        assert not _hears(one)
+    sees.give_up()
+    assert _hears(same_replica) and _hears(same_meeting) and not _hears(stranger)
+    same_replica.begin()
+    assert not _hears(same_replica)  # nobody has given up the next one
+
+
+def test_a_store_that_is_gone_is_an_average_given_up(attempts: Callable) -> None:
+    """Its host died; one that stands still holds nobody."""
+
+    def gone(*_: object) -> None:
+        raise dist.DistNetworkError("the host of the store died")
+
+    one = attempts(met=SimpleNamespace(check=gone, set=gone))
+    assert _hears(one)
+    one.give_up()
+    stuck = SimpleNamespace(check=lambda _: time.sleep(3), set=lambda *_: time.sleep(3))
+    one, began = attempts(replica=1, met=stuck), time.monotonic()
+    assert not _hears(one)
+    one.give_up()
+    assert time.monotonic() - began < 2
+
+
+def test_over_nccl_the_wait_ends_when_others_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL says that all is well."""
+    aborted: list[bool] = []
+    event = SimpleNamespace(query=lambda: bool(aborted))
+    backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name="SUCCESS"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
+    monkeypatch.setattr(adapter, "backend_of", lambda pg, device: backend)
+    adapter._Nccl.settle(SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True)), lambda: True)
+    assert aborted
+
+
+def test_who_never_offers_its_first_state_is_not_waited_for_without_end() -> None:
+    """Its ``init_sync`` may be off; one that is only late is there in the next attempt."""
+    ours, timeout = _among(_Others({}), replica=1), timedelta(0)
+    ours._group = SimpleNamespace(members=(0, 1), store=SimpleNamespace(check=lambda _: False))
+    ours._timeout, ours._transport = timeout, SimpleNamespace(failure=None)
+    for _ in range(adapter._MOST_FAILED_COPIES - 1):
+        ours._take_first_state()
+        assert ours._manager.error is not None
+        ours._take_over(False)
+    ours._take_first_state()
+    with pytest.raises(HealingError, match=r"replica 0 gave no .* is init_sync on there"):
+        ours._take_over(False)
+
+
+def test_a_copy_that_failed_is_tried_again_unless_it_cannot_succeed() -> None:
+    """The giver may have died; a state that does not fit will not fit next time either."""
+    ours = _among(_Others({}))
+
+    def fail(cause: Exception) -> None:
+        failure = HealingError("it did not come")
+        failure.__cause__ = cause
+        ours._transport = SimpleNamespace(failure=failure)
+        ours._take_over(False)
+
+    for _ in range(adapter._MOST_FAILED_COPIES - 1):
+        fail(ConnectionError("the peer ended the connection"))
+    with pytest.raises(HealingError):
+        fail(TimeoutError("timed out"))
+    ours._failed_copies = 0
+    with pytest.raises(HealingError):
+        fail(ValueError("another shape"))
 
 
 def test_over_nccl_an_aborted_group_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +299,7 @@ def test_over_nccl_an_aborted_group_is_not_asked(monkeypatch: pytest.MonkeyPatch
     waited = []
     event = SimpleNamespace(query=lambda: False, synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
-    adapter._Nccl.settle(SimpleNamespace(_pg=None))
+    adapter._Nccl.settle(SimpleNamespace(_pg=None), lambda: False)
     assert waited
 
 
@@ -224,3 +333,43 @@ def test_a_killed_replica_costs_no_step_and_comes_back(tmp_path: Path) -> None:
     ]
     assert any('"left": [' in line and '"left": []' not in line for line in changes)
     assert any('"copied_bytes": 0' not in line for line in changes)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("run_rank", [odd_replicas.run_half_rank, odd_replicas.run_uncopied_rank])
+def test_a_replica_of_which_one_rank_has_copied_is_not_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_rank: Callable[..., None]
+) -> None:
+    """Its other rank would contribute, and give away, the weights that it started with."""
+    monkeypatch.setattr(benchmark, "run_rank", run_rank)
+    result = kill_replicas(Setting(str(tmp_path), replicas=3, **SETTINGS[DEVICE]), kills=1, seed=0)
+    assert result["rejoins"] == 1 and result["contributions_lost_by_survivors"] == 0
+
+
+@pytest.mark.timeout(300)
+def test_replicas_that_start_together_take_the_weights_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks of a replica those of the same one, however long it takes to its first average."""
+    monkeypatch.setattr(benchmark, "run_rank", odd_replicas.run_slow_rank)
+    setting = Setting(str(tmp_path), replicas=2, least=2, **SETTINGS[DEVICE])
+    with benchmark.job_of(setting) as job:
+        benchmark.disturbed(job, 0, random.Random(0))
+    schedule, _ = benchmark.schedule_of(job)
+    assert schedule[:2] == [[0], [0, 1]]  # the weights of that with the lowest number
+    benchmark.compare_with_quiet_run(job)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="it stands for NCCL where there is none")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("run_rank", [odd_replicas.run_quiet_rank, odd_replicas.run_deaf_rank])
+def test_a_replica_that_does_not_see_that_a_peer_died_ends_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_rank: Callable[..., None]
+) -> None:
+    """It is told by another, or waits for an average's time-out; the others in the meantime wait for it."""
+    monkeypatch.setattr(benchmark, "run_rank", run_rank)
+    monkeypatch.setattr(benchmark.Job, "kill", odd_replicas.kill_while_late)
+    setting = Setting(str(tmp_path), replicas=3, layers=1, timeout_s=4.0)
+    result = kill_replicas(setting, kills=1, seed=0)
+    assert result["kills"][0]["replica"] != odd_replicas.BLIND and result["steps_lost"] == 0
+    assert (result["longest_pause_s"] < 3.5) == (run_rank is odd_replicas.run_quiet_rank)

@@ -22,8 +22,10 @@ import hashlib
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,6 +52,9 @@ _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DU
 """Of groups between replicas: torch's watchdog would end this process when a peer's connection breaks, and
 sleep four times the second before, while the next group waits for it to go."""
 _POLL_S = 0.0005
+_ASK_S = 0.05
+_GIVEN_UP, _FIRST_STATE = "given up", "first state"
+_MOST_FAILED_COPIES = 3
 
 
 def _as_int(digest: str) -> int:
@@ -97,16 +102,23 @@ class Change:
 
 
 class _Members:
-    """Mixed into a process group of torchft: notes which replicas it is made of."""
+    """Mixed into a process group of torchft: knows which replicas it is made of and where they met."""
 
     members: tuple[int, ...] = ()
+    store: Any = None
+    """None until there has been a meeting."""
 
     def configure(self, *args: Any, **kwargs: Any) -> None:
         names = ["store_addr", "replica_id", "rank", "world_size"]
         names += ["quorum_id", "group_rank", "group_world_size", "global_ranks"]
         given = {**dict(zip(names, args)), **kwargs}
         self.members = tuple(rank // given["group_world_size"] for rank in given["global_ranks"])
+        self.store = None  # nobody is told in the store of the last meeting any more
         super().configure(**given)  # type: ignore[misc]
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+        self.store = store  # before connecting: where that fails, the others hear of it there
+        return super()._create_pg(store, rank, world_size)  # type: ignore[misc]
 
 
 class _Gloo(_Members, ProcessGroupGloo):
@@ -120,7 +132,7 @@ class _Gloo(_Members, ProcessGroupGloo):
         opts.timeout = self._average_timeout
         return opts
 
-    def settle(self) -> None:
+    def settle(self, given_up: Callable[[], bool]) -> None:
         """Nothing: a collective that failed has raised."""
 
 
@@ -149,9 +161,13 @@ class _Nccl(_Members, ProcessGroupNCCL):
                 os.environ.pop(name)
                 os.environ.update({name: value} if value is not None else {})
 
-    def settle(self) -> None:
-        """Wait for the device; abort what waits for a peer as soon as its connection is seen to be broken."""
+    def settle(self, given_up: Callable[[], bool]) -> None:
+        """Wait for the device; abort what waits for a peer as soon as its connection is seen to be broken.
+
+        Also if others have ``given_up``: one may see a peer go and another not.
+        """
         done = torch.cuda.current_stream().record_event()
+        ask_at = time.monotonic() + _ASK_S
         while not done.query():
             group = self._pg  # torchft aborts it too, on a thread, when the time is over
             if group is None:
@@ -160,7 +176,78 @@ class _Nccl(_Members, ProcessGroupNCCL):
             if backend_of(group, torch.device("cuda")).get_error().name != "SUCCESS":
                 self.abort()
                 return
+            if time.monotonic() > ask_at and given_up():
+                self.abort()
+                return
             time.sleep(_POLL_S)
+
+
+class _Attempts:
+    """The attempts to average, counted alike by all ranks of this replica, and what these say of them.
+
+    Who gives up tells the other ranks of this replica and the same rank of the others: over NCCL one may see
+    that a peer is gone and another not, for as long as an average may take.
+    """
+
+    def __init__(self, group: _Members, timeout: timedelta) -> None:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        self._store, self._group = dist.PrefixStore("ragged_fsdp", store), group
+        self._number = 0
+        self._heard: threading.Event | None = None
+        """Set when the one that is under way was given up; None while nobody wants to know."""
+
+    def begin(self) -> None:
+        """The next one begins."""
+        self._number += 1
+        self.rest()
+
+    def give_up(self) -> None:
+        """Tell the others that this one failed: they need not wait for it."""
+        self._store.set(f"given up {self._number}", "")
+        if (met := self._group.store) is not None:
+            _beside(_give_up_in, met)
+
+    def given_up(self) -> bool:
+        """Whether anyone has given it up, as far as was heard since the first call; it does not wait.
+
+        The host of a store may stand still, and with it who asks it: that is a thread.
+        """
+        if self._heard is None:
+            self._heard = threading.Event()
+            _beside(self._listen, self._heard, f"given up {self._number}", self._group.store)
+        return self._heard.is_set()
+
+    def rest(self) -> None:
+        """Ask no more."""
+        self._heard = None
+
+    def _listen(self, heard: threading.Event, own: str, met: Any) -> None:
+        while self._heard is heard and not heard.is_set():
+            try:
+                given_up = self._store.check([own]) or (met is not None and met.check([_GIVEN_UP]))
+            except dist.DistError:  # the store is gone, with a replica
+                given_up = True
+            if given_up:
+                heard.set()
+            time.sleep(_ASK_S)
+
+    def has_copied(self) -> None:
+        """This rank has a peer's state. To be said before the vote."""
+        self._store.add(f"copied {self._number}", 1)
+
+    def all_have_copied(self) -> bool:
+        """Whether every rank of this replica has. To be asked after the vote, which all have come to."""
+        return self._store.add(f"copied {self._number}", 0) == dist.get_world_size()
+
+
+def _beside(call: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=call, args=args, name="given up", daemon=True).start()
+
+
+def _give_up_in(store: Any) -> None:
+    with suppress(dist.DistError):  # it may be a store of the replica that died
+        store.set(_GIVEN_UP, "")
 
 
 class _Transport(CheckpointTransport[dict[str, Any]]):
@@ -220,7 +307,8 @@ class Replicas:
         connect_s: how long replicas may take to meet after a change. Over NCCL they then connect in the first
             collective, which may take ``timeout_s``.
         host: the name under which peers reach this rank; default: the machine's.
-        init_sync: whether replicas at step 0 copy the weights of one of them; without it they must be equal.
+        init_sync: whether replicas at step 0 copy the weights of that with the lowest number; without it they
+            must be equal.
         extra: by name, a function that returns what else a replica that comes must know (numbers, text,
             lists, tuples, dicts) and one that takes it, such as
             ``{"scheduler": (scheduler.state_dict, scheduler.load_state_dict)}``.
@@ -260,20 +348,28 @@ class Replicas:
         self._begun = False
         self._healed = False
         """Whether the state became a peer's since the forward: the gradients are of another one then."""
+        self._copied: Received | None = None
+        """A peer's state that came in this attempt, to be taken over after the vote."""
+        self._failed_copies = 0
         self._known: tuple[int, ...] = ()
+        self._init_sync = init_sync
+        self._timeout = timedelta(seconds=timeout_s)
         host = host or socket.gethostname()
         self._device = local_part(next(iter(model.parameters()))).device
         self._group = (_Nccl if self._device.type == "cuda" else _Gloo)(connect_s, timeout_s)
         self._transport = _Transport(self._state, secret, host, timeout_s, self._device)
+        self._attempts = _Attempts(self._group, timedelta(seconds=connect_s))
+        self._patience = timedelta(seconds=3 * timeout_s)
+        """With ranks and replicas that may still be in an average, which is more than one collective."""
         # Last: from here on the lighthouse waits for this replica, so that it must be ready to take a step.
         self._manager = Manager(
             pg=self._group,
-            load_state_dict=self._load,
+            load_state_dict=self._keep,
             state_dict=self._offer,
             min_replica_size=min_replicas,
             use_async_quorum=True,
-            timeout=timedelta(seconds=timeout_s),
-            quorum_timeout=timedelta(seconds=timeout_s),
+            timeout=self._timeout,
+            quorum_timeout=self._patience,
             connect_timeout=timedelta(seconds=connect_s),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
@@ -281,7 +377,7 @@ class Replicas:
             replica_id=f"replica_{replica}",
             hostname=host,
             checkpoint_transport=self._transport,
-            init_sync=init_sync,
+            init_sync=False,
         )
 
     @property
@@ -310,7 +406,7 @@ class Replicas:
         self._begun = True
         self._transport.received = None
         self._healed = False
-        self._manager.start_quorum()
+        self._ask()
 
     def average(self) -> Averaged:
         """After the backward: the gradients become their mean over the replicas that are there.
@@ -327,7 +423,7 @@ class Replicas:
             error = self._manager.errored()
             why = error.original_exception if error is not None else "a rank of this replica failed"
             _LOGGER.warning("step %d is averaged again: %s", self.step, why)
-            self._manager.start_quorum()
+            self._ask()
         present, contributors = averaged
         self._gradients.hand_over(present)
         text = f"{self._lineage} {self.step} {contributors}"
@@ -336,6 +432,11 @@ class Replicas:
         self._tell(time.monotonic() - began)
         return Averaged(self.step - 1, contributors, attempts)
 
+    def _ask(self) -> None:
+        """Ask who takes part, on a thread of the manager: its counters jump when a state is copied there."""
+        self._counters = self._manager.state_dict()
+        self._manager.start_quorum()
+
     def close(self) -> None:
         """Leave the job."""
         self._manager.shutdown(wait=False)
@@ -343,22 +444,56 @@ class Replicas:
     def _attempt(self) -> tuple[Tensor, tuple[int, ...]] | None:
         """Average the gradients and commit; None if a replica left on the way."""
         manager = self._manager
+        self._attempts.begin()
         manager.wait_quorum()
+        if self._init_sync and self.step == 0 and len(self._group.members) > 1 and not manager.errored():
+            self._take_first_state()
         present, flats = self._gradients.collect()
         contributors = self._agree()
         if contributors is not None:
             self._reduce(present, flats, len(contributors))
         if self._failed():
             self._let_go()
-        committed = manager.should_commit()
-        if (failure := self._transport.failure) is not None:
-            raise failure  # the other ranks may have been healed: only a fresh start is sure to be whole
+        committed = manager.should_commit(self._patience)
+        self._take_over(committed)
         if committed and self._healed and self._options() != self._agreed_options:
             raise RuntimeError(
                 f"replica {self.replica}: the optimizer's options came from a peer that then changed them in "
                 f"step {self.step - 1}; set them before begin(), or between average() and the step."
             )
         return (present, contributors) if committed and contributors is not None else None
+
+    def _take_first_state(self) -> None:
+        """Replicas that begin the job in one meeting all take the state of that with the lowest number.
+
+        torchft would do so too, but choose another one for each rank: of a sharded model every rank would
+        have its part of other weights, and contribute with other replicas.
+        """
+        manager, transport, first = self._manager, self._transport, min(self._group.members)
+        try:
+            store = self._group.store
+            if self.replica == first:
+                state = {"user": {_KEY: self._offer()}, "torchft": manager.state_dict()}
+                transport.send_checkpoint([], 0, state, self._timeout)
+                store.set(_FIRST_STATE, transport.metadata())
+                return
+            self._wait_for_first(first, store)
+            address = store.get(_FIRST_STATE).decode()
+            self._keep(transport.recv_checkpoint(0, address, 0, self._timeout)["user"][_KEY])
+        except (HealingError, dist.DistError) as error:  # it died, say
+            manager.report_error(error)
+
+    def _wait_for_first(self, first: int, store: Any) -> None:
+        """Until replica ``first`` offers its state, after its first backward, which may take long."""
+        until = time.monotonic() + self._timeout.total_seconds()
+        while not store.check([_FIRST_STATE]):
+            if self._attempts.given_up():
+                raise HealingError(f"the average was given up before replica {first} offered its state")
+            if time.monotonic() > until:
+                late = f"replica {first} gave no first state within {self._timeout}; is init_sync on there?"
+                self._transport.failure = HealingError(late)
+                raise self._transport.failure from TimeoutError()
+            time.sleep(_ASK_S)
 
     def _reduce(self, present: Tensor, flats: list[Tensor], contributors: int) -> None:
         for work in [self._add_up(tensor) for tensor in (present, *flats)]:
@@ -377,10 +512,12 @@ class Replicas:
 
         One that copies its state now, or did so in an earlier attempt at this step, has none to give.
         """
-        return self._manager.is_participating() and not self._healed
+        return self._manager.is_participating() and not self._healed and self._copied is None
 
     def _let_go(self) -> None:
         """End the group, or a replica that waits for this one would find out only by its time-out.
+
+        So would another rank of this one, whose peer is gone too and has not been missed there.
 
         gloo closes the connections of a group when nobody holds it any more: neither what was launched nor
         a frame of the error. That must be before the ranks of this replica wait for each other: those of
@@ -389,11 +526,13 @@ class Replicas:
         error = self._manager.errored()
         if error is not None:
             error.original_exception.__traceback__ = None
+        self._attempts.give_up()
         self._group.abort()
 
     def _failed(self) -> bool:
         """Whether a collective of this attempt failed, once all have come to an end."""
-        self._group.settle()
+        self._group.settle(self._attempts.given_up)
+        self._attempts.rest()
         if (error := self._group.errored()) is not None:
             self._manager.report_error(error)
         return self._manager.errored() is not None
@@ -461,8 +600,28 @@ class Replicas:
         offer.header["lineage"] = self._lineage
         return offer
 
-    def _load(self, received: Received) -> None:
-        self._healed = True
+    def _keep(self, received: Received) -> None:
+        self._copied = received
+        self._attempts.has_copied()
+
+    def _take_over(self, committed: bool) -> None:
+        """Make a copied state this rank's if every rank of the replica has one, or none of them.
+
+        A replica of which only some ranks are at the others' step would count as one that is: its other
+        ranks would contribute, and give away, a state that is none of that step.
+        """
+        received, self._copied = self._copied, None
+        if (failure := self._transport.failure) is not None:
+            # the giver may have died or gone on; what is wrong with the copy itself stays wrong
+            self._transport.failure, self._failed_copies = None, self._failed_copies + 1
+            if not isinstance(failure.__cause__, OSError) or self._failed_copies == _MOST_FAILED_COPIES:
+                raise failure
+        if received is None:
+            return
+        if not committed and not self._attempts.all_have_copied():
+            self._manager.load_state_dict(self._counters)  # behind again: all ranks will copy
+            return
+        self._healed, self._failed_copies = True, 0
         self._state.load(received.header, received.runs)
         self._lineage = int(received.header["lineage"])
 
