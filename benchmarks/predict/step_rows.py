@@ -25,7 +25,7 @@ from ragged_fsdp.predict.step import Setup, predict
 
 __all__ = ["APART", "LeftOut", "Row", "compared", "left_out"]
 
-_NOT_SETTINGS = ("prefetch", "communicators", "buffers", "pending", "shard1", "budget", "gather")
+_NOT_SETTINGS = ("prefetch", "communicators", "buffers", "pending", "shard1", "budget", "gather", "fp8")
 """Options of the benchmark that ``predict`` does not have."""
 _SCHEDULE_SINCE = "2026-11-16 06:33"
 """When the schedule that is replayed was made: rows of ours that are older are of another one."""
@@ -146,6 +146,7 @@ def _row(file: str, case: dict[str, Any], row: dict[str, Any], card: Card) -> Ro
         park=8 if "reshard8" in name else 0,
         internode_dtype="fp32" if "fp32-between" in name else "bf16",
         codes="int8" in name or "float8" in name,
+        optimizer=case.get("optimizer", "adamw"),
         expandable_segments=case["allocator"] == "expandable",
         scale=Scale(jitter=0.0),
         host=host_of(case["model"], name),

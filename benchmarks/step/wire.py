@@ -56,7 +56,7 @@ DELIVERIES = ("fake", "channels", "memcpy")
 LEVELS = Seconds._fields
 _POOL_BYTES = 1 << 30
 _INIT_STD = 0.02
-_CODE_STD = 40.0  # codes of one byte fill their range
+_INT8_STD = 40.0  # codes of int8 fill their range
 _SMALL_BYTES = 256 << 20  # copied within 0.2 ms
 _FREE, _NO_TIME, _NO_TRAFFIC = network_of(None), Seconds(0.0, 0.0), Traffic()
 
@@ -84,9 +84,9 @@ class Wire:
 
     ``payload`` says what a gather delivers for the other ranks: ``repeat`` copies this rank's part
     (what torch's fake process group does), ``distinct`` delivers random numbers of the size of freshly
-    initialised weights (codes of one byte: of their range), ``zeros`` clears it. Matrix products on zeros
-    draw less power and so run at higher clocks than any training will: results under ``zeros`` compare with
-    other such results only.
+    initialised weights (int8: of its range; bytes: float8 codes, which travel as such), ``zeros`` clears it.
+    Matrix products on zeros draw less power and so run at higher clocks than any training will: results
+    under ``zeros`` compare with other such results only.
     ``nothing`` leaves the memory as it is: for host times, where launching deliveries would count.
     """
 
@@ -264,10 +264,7 @@ class Wire:
         pool = self._pools.get(flat.dtype)
         if pool is None:
             numel = _POOL_BYTES // flat.element_size() if flat.is_cuda else 4096
-            is_code = flat.element_size() == 1
-            drawn = torch.empty(numel, dtype=torch.bfloat16 if is_code else flat.dtype, device=flat.device)
-            drawn.normal_(std=_CODE_STD if is_code else _INIT_STD)
-            pool = self._pools[flat.dtype] = drawn.clamp_(-127, 127).to(flat.dtype) if is_code else drawn
+            pool = self._pools[flat.dtype] = _random(flat.dtype, numel, flat.device)
         for start in range(0, flat.numel(), pool.numel()):
             chunk = flat[start : start + pool.numel()]
             chunk.copy_(pool[: chunk.numel()])
@@ -281,6 +278,16 @@ class Wire:
             step = min(done, flat.numel() - done)
             flat.narrow(0, done, step).copy_(flat.narrow(0, 0, step))
             done += step
+
+
+def _random(dtype: torch.dtype, numel: int, device: torch.device) -> torch.Tensor:
+    """What other ranks' parts may be. Bytes are float8 codes, so not any byte: some are no numbers."""
+    if dtype.itemsize > 1:
+        return torch.empty(numel, dtype=dtype, device=device).normal_(std=_INIT_STD)
+    drawn = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    if dtype == torch.int8:
+        return drawn.normal_(std=_INT8_STD).clamp_(-127, 127).to(dtype)
+    return drawn.normal_().to(torch.float8_e4m3fn).view(dtype)  # a scale times this has the scale's size
 
 
 def _joined(tensors: list[torch.Tensor]) -> torch.Tensor | None:

@@ -10,8 +10,9 @@ time; a daemon is started for the run if there is one on this machine. ``make te
 
 All need pytest, hypothesis and what the extra ``cli`` has (tomli-w for the trainer); ``tuning`` needs peft,
 accelerate, datasets, trl and bitsandbytes, ``replicas`` torchft. They are installed, or in a folder of
-``PYTHONPATH`` (``pip install --target FOLDER``). Of these two, what cannot be imported is skipped, and the
-results say why.
+``PYTHONPATH`` (``pip install --target FOLDER``) that is called ``site-packages``: what lies elsewhere
+``datasets`` takes for code of the user's, which it cannot hash. Of these two, what cannot be imported is
+skipped, and the results say why.
 """
 
 from __future__ import annotations
