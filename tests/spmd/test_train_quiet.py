@@ -108,37 +108,42 @@ def _python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 
 
 _SIGNALS = """
-import os, signal, sys, threading, time
+import multiprocessing as mp, os, signal, threading, time
 from multiprocessing import forkserver
 from ragged_fsdp.trainer.launch import RankFailure, launch
 
-def when_there_is_a_server(act, before):
-    while (server := forkserver._forkserver._forkserver_pid) == before:
+def signal_all_once_there_is_a_server(before):
+    while forkserver._forkserver._forkserver_pid in (before, None):
         time.sleep(0.01)
-    act(server)
-
-def run(act):
-    before = forkserver._forkserver._forkserver_pid
-    threading.Thread(target=when_there_is_a_server, args=(act, before)).start()
-    return launch("train_cases:until_told", None, 2)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        os.killpg(0, number)
 
 if __name__ == "__main__":
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload = lambda _: forkserver.set_forkserver_preload(["dies_of_import"])
     try:
-        run(lambda server: os.kill(server, signal.SIGKILL))
+        launch("train_cases:until_told", None, 2)
     except RankFailure as failure:
         print(failure)
+    del context.set_forkserver_preload
     os.setpgid(0, 0)
-    signals = (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM)
-    print(run(lambda server: [os.killpg(0, number) for number in signals]))
+    dead = forkserver._forkserver._forkserver_pid
+    threading.Thread(target=signal_all_once_there_is_a_server, args=(dead,)).start()
+    print(launch("train_cases:until_told", None, 2))
 """
 
 
 def test_a_signal_to_all_processes_stops_a_run_and_a_dead_server_is_named(tmp_path):
     """``timeout`` signals the group: the fork server died of it, and every rank with it, nothing saved. The
-    warning of SLURM ended the launcher, and a SIGTERM that was repeated all ranks."""
+    warning of SLURM ended the launcher, and a SIGTERM that was repeated all ranks.
+
+    The server dies by itself, each time it is started: one that is killed from outside before the first rank
+    is asked for is started again by Python, and all is well.
+    """
     script = tmp_path / "signals.py"
     script.write_text(_SIGNALS)
-    done = _python(str(script), PYTHONPATH=f"{ROOT / 'src'}:{ROOT / 'tests'}")
+    (tmp_path / "dies_of_import.py").write_text("import os; os.kill(os.getpid(), 9)")
+    done = _python(str(script), PYTHONPATH=f"{ROOT / 'src'}:{ROOT / 'tests'}:{tmp_path}")
     first, last = done.stdout.strip().splitlines()
     assert first.startswith("the process that starts the ranks died before rank 0; "), done.stderr
     assert "out-of-memory killer" in first and last == "stop", done.stderr
