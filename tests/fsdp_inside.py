@@ -466,7 +466,7 @@ def fail_messages(patch: pytest.MonkeyPatch) -> None:
 def gradients_held_by_exchanges(patch: pytest.MonkeyPatch) -> list[list[str]]:
     """The names of the gradients whose memory each exchange holds while it runs."""
     held: list[list[str]] = []
-    ready = exchange.Exchange.ready
+    ready = exchange.GradExchange.ready
 
     def note(self: Any, *args: Any) -> None:
         before = {index: grad.untyped_storage().data_ptr() for index, grad in self._grads.items()}
@@ -475,7 +475,7 @@ def gradients_held_by_exchanges(patch: pytest.MonkeyPatch) -> list[list[str]]:
         alive = {tensor.untyped_storage().data_ptr() for tensor in kept}
         held.append([self.members.params[index].fqn for index, place in before.items() if place in alive])
 
-    patch.setattr(exchange.Exchange, "ready", note)
+    patch.setattr(exchange.GradExchange, "ready", note)
     return held
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from planner_corpus import BEST_KNOWN, Case, all_cases, best_known
 from ragged_fsdp.planner.bounds import class_floors
-from ragged_fsdp.planner.mixing import Link, Mix, best_mix, joined_links
+from ragged_fsdp.planner.mixing import ChainLink, Mix, best_mix, joined_links
 from ragged_fsdp.planner.problem import Kind, Problem, place_in_order
 from ragged_fsdp.planner.search import EFFORT, best_layout
 
@@ -34,7 +34,7 @@ def _random_mix(problem: Problem, rng: random.Random) -> Mix:
     number = rng.randint(1, min(4, len(coarse)))
     frequent = sorted(coarse, key=lambda kind: -counts[kind])[:number]
     counted = frequent if rng.random() < 0.5 else rng.sample(coarse, number)
-    chain = [Link(kind, (kind,)) for kind in coarse if kind not in counted for _ in range(counts[kind])]
+    chain = [ChainLink(kind, (kind,)) for kind in coarse if kind not in counted for _ in range(counts[kind])]
     chain += joined_links(problem, free, rng.choice([4, 8, 16, 32, 64]))
     rng.shuffle(chain)
     return Mix(tuple((kind, counts[kind]) for kind in counted), tuple(chain), rng.choice([None, 64, 16]))

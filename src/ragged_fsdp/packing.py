@@ -74,7 +74,7 @@ def packing_of(param: nn.Parameter) -> Packing | None:
     inner = param.data
     if not is_traceable_wrapper_subclass(inner) or hasattr(inner, "fsdp_pre_all_gather"):
         return None
-    return Flattened(inner)
+    return TensorWrapper(inner)
 
 
 def mark(sharded: nn.Parameter, packing: Packing, modules: Sequence[nn.Module]) -> None:
@@ -151,18 +151,18 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 # -- classes of tensors ------------------------------------------------------------------------------
 
 
-class Flattened:
+class TensorWrapper:
     """A wrapper class whose tensors say what they are made of, some of which may be such tensors again."""
 
     def __init__(self, tensor: Any) -> None:
         self.shape, self.dtype, self._stride = tensor.shape, tensor.dtype, tensor.stride()
         self._kind = type(tensor)
         self._names, self._context = tensor.__tensor_flatten__()
-        self._inside: dict[str, Flattened] = {}
+        self._inside: dict[str, TensorWrapper] = {}
         for name in self._names:
             inner = getattr(tensor, name)
             if is_traceable_wrapper_subclass(inner):
-                self._inside[name] = Flattened(inner)
+                self._inside[name] = TensorWrapper(inner)
         self._runs = _runs(list(self._leaves(tensor)))[0]
 
     @property

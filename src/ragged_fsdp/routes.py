@@ -26,11 +26,11 @@ from itertools import accumulate, product
 
 __all__ = [
     "Box",
+    "BoxPart",
     "Hop",
     "HopKind",
-    "Part",
+    "RankRoute",
     "Region",
-    "Route",
     "Shared",
     "boxes_between",
     "chunk_bounds",
@@ -134,7 +134,7 @@ def boxes_between(panels: Iterable[Box], start: int, stop: int) -> list[Box]:
 
 
 @dataclass(frozen=True)
-class Part:
+class BoxPart:
     """A box within one contiguous block of a flat local tensor."""
 
     block_start: int
@@ -163,8 +163,8 @@ class Part:
 class Shared:
     """Elements that two regions have in common: where the one has them, and where the other."""
 
-    source: Part
-    target: Part
+    source: BoxPart
+    target: BoxPart
 
 
 def shared_boxes(source: Region, target: Region) -> list[Shared]:
@@ -213,10 +213,10 @@ def _placed(region: Region) -> Iterator[tuple[int, Box]]:
         start += math.prod(box[1])
 
 
-def _part(start: int, around: Box, box: Box) -> Part:
+def _part(start: int, around: Box, box: Box) -> BoxPart:
     """``box``, which lies inside the box ``around`` that begins at ``start`` in memory."""
     offsets, sizes = around
-    return Part(start, sizes, tuple(o - base for o, base in zip(box[0], offsets)), box[1])
+    return BoxPart(start, sizes, tuple(o - base for o, base in zip(box[0], offsets)), box[1])
 
 
 def _intersection(a: Box, b: Box) -> Box | None:
@@ -254,12 +254,12 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Route:
+class RankRoute:
     """What one rank does: pack, hop, unpack. No packing (unpacking): the order is right as it is."""
 
-    packing: tuple[Part, ...] | None
+    packing: tuple[BoxPart, ...] | None
     hops: tuple[Hop, ...]
-    unpacking: tuple[Part, ...] | None
+    unpacking: tuple[BoxPart, ...] | None
     target_numel: int
 
 
@@ -269,7 +269,7 @@ def plan_route(
     kinds: Sequence[tuple[int, HopKind]],
     source: Regions,
     target: Regions,
-) -> Route:
+) -> RankRoute:
     """The route of the rank at ``me``; ``kinds`` are the mesh dims to hop along."""
     hops = tuple(sorted(kinds, key=lambda hop: hop[1]))
     planner = _Planner(me, mesh_shape, hops, source, target)
@@ -299,12 +299,12 @@ class _Planner:
                 return False
         return True
 
-    def route(self) -> Route:
+    def route(self) -> RankRoute:
         own, wanted = region_numel(self.source(self.me)), region_numel(self.target(self.me))
         departure, arrival = self.entries(self.me, 0), self.entries(self.me, len(self.hops))
         packing = [shared.source for entry in departure for shared in self.shared(entry)]
         unpacking = [shared.target for entry in arrival for shared in self.shared(entry)]
-        return Route(
+        return RankRoute(
             None if _in_order(packing, own) else tuple(packing),
             tuple(self.hop(done) for done in range(len(self.hops))),
             None if _in_order(unpacking, wanted) else tuple(unpacking),
@@ -364,7 +364,7 @@ def _moved(coordinate: Shape, changes: dict[int, int]) -> Shape:
     return tuple(changes.get(mesh_dim, index) for mesh_dim, index in enumerate(coordinate))
 
 
-def _in_order(parts: list[Part], numel: int) -> bool:
+def _in_order(parts: list[BoxPart], numel: int) -> bool:
     """Whether the parts, one after the other, are the whole flat tensor."""
     position = 0
     for part in parts:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ragged_fsdp.checkpoint.staging import Staging
+from ragged_fsdp.checkpoint.staging import HostStaging
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -16,7 +16,7 @@ def test_an_update_waits_for_the_copies_and_the_host_does_not():
         "own": torch.ones(3, device="cuda"),
     }
     expected = {name: tensor.cpu() for name, tensor in state.items()}
-    staging = Staging()
+    staging = HostStaging()
     for _ in range(3):
         torch.cuda._sleep(200_000_000)  # the copies start late
         copied = staging.copy(state)
@@ -36,7 +36,7 @@ def test_an_update_waits_for_the_copies_and_the_host_does_not():
 
 
 def test_memory_is_pinned_once():
-    state, staging = {"a": torch.ones(1 << 20, device="cuda")}, Staging()
+    state, staging = {"a": torch.ones(1 << 20, device="cuda")}, HostStaging()
     staging.copy(state)
     staging.wait()
     (block,) = staging._blocks

@@ -27,7 +27,7 @@ from ragged_fsdp.optim import (
     block_policy,
     offload_state,
 )
-from ragged_fsdp.optim.offload.part import Part
+from ragged_fsdp.optim.offload.part import StatePart
 from rank_pool import DEVICE, spmd
 
 PART_NUMEL = 3000
@@ -124,8 +124,8 @@ def check_bits(rank, kind: str, patch: pytest.MonkeyPatch) -> None:
         assert_equal(ours, plain)
     assert len(ours._offload.parts) == 1 if kind == "muon" else len(ours._offload.parts) > 2
     train(models[1], ours, range(6, 9), rank.rank)  # loaded state finds its places
-    laid_out: list[Part] = []
-    patch.setattr(Part, "lay_out", laid_out.append)
+    laid_out: list[StatePart] = []
+    patch.setattr(StatePart, "lay_out", laid_out.append)
     train(models[1], ours, range(9, 10), rank.rank)
     assert not laid_out, "a steady step lays nothing out anew"
 
@@ -352,9 +352,9 @@ def test_no_state_is_kept_on_the_device():
     try:
         with pytest.MonkeyPatch.context() as patch:
             made: list[weakref.ref] = []
-            lay_out = Part.lay_out
+            lay_out = StatePart.lay_out
 
-            def noted(part: Part) -> None:
+            def noted(part: StatePart) -> None:
                 made.extend(weakref.ref(value) for _, _, value in part._movable())
                 chains = [chain for members in part.stepped._members for chain in members.chains]
                 made.extend(weakref.ref(flat) for chain in chains for flat in chain.state.values())
@@ -363,7 +363,7 @@ def test_no_state_is_kept_on_the_device():
             optimizer = offload_state(FusedAdamW(params.items(), lr=1e-2), part_numel=PART_NUMEL)
             set_grads(params, gradients(0, "cpu"))
             optimizer._offloaded()
-            patch.setattr(Part, "lay_out", noted)
+            patch.setattr(StatePart, "lay_out", noted)
             optimizer.step()
             assert len(made) > 2 * len(params)
             assert not [ref for ref in made if ref() is not None]

@@ -5,7 +5,7 @@ from collections import namedtuple
 import numpy
 import torch
 
-from ragged_fsdp.checkpoint.staging import Staging, _same_view, _spans
+from ragged_fsdp.checkpoint.staging import HostStaging, _same_view, _spans
 
 Pair = namedtuple("Pair", "weights counts")
 
@@ -44,7 +44,7 @@ def test_dtypes_side_by_side_keep_their_places():
 
 
 def test_host_tensors_are_copied_before_the_call_returns():
-    weights, staging, counts = torch.ones(3), Staging(), numpy.ones(3)
+    weights, staging, counts = torch.ones(3), HostStaging(), numpy.ones(3)
     pair = Pair(weights, counts)
     copied = staging.copy({"a": weights, "list": [1, (weights,)], "none": None, "pair": pair})
     staging.before_update()

@@ -224,3 +224,22 @@ def test_imports_and_models_bring_no_compiler():
     program = "import sys, ragged_fsdp.experts, ragged_fsdp.models; print('torch._dynamo' in sys.modules)"
     result = _run(program=program)
     assert result.stdout.strip() == "False", result.stdout + result.stderr
+
+
+def _types_by_name() -> dict[str, set[str]]:
+    """What each name of a type, a class or an alias of the whole source tree stands for."""
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).add(f"the class of {path.relative_to(ROOT)}")
+            elif isinstance(node, ast.Assign):
+                names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+                for name in filter(re.compile("_?[A-Z][a-z]").match, names):
+                    found.setdefault(name, set()).add(ast.unparse(node.value))
+    return found
+
+
+def test_the_name_of_a_type_means_one_thing():
+    """Who finds a ``Part`` in one file must not read another file's for it."""
+    assert {name: meanings for name, meanings in _types_by_name().items() if len(meanings) > 1} == {}

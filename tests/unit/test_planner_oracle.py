@@ -7,7 +7,7 @@ import pytest
 from ortools.sat.python import cp_model
 
 from planner_paper import algorithm1
-from ragged_fsdp.planner.mixing import Link, Mix, best_mix
+from ragged_fsdp.planner.mixing import ChainLink, Mix, best_mix
 from ragged_fsdp.planner.problem import Problem, place_in_order
 from ragged_fsdp.planner.search import best_layout
 
@@ -106,7 +106,7 @@ def test_the_programme_finds_an_order_where_one_exists(chained):
 
 
 def chain_of(counted):
-    return tuple(Link(kind, (kind,)) for kind, count in counted for _ in range(count))
+    return tuple(ChainLink(kind, (kind,)) for kind, count in counted for _ in range(count))
 
 
 def published_shards(kinds, shard: int) -> int:

@@ -31,7 +31,7 @@ from ragged_fsdp.predict.groups import Wires, group_cost
 from ragged_fsdp.predict.measure import _Mark, _phases_of
 from ragged_fsdp.predict.network import PROFILES, Network, Seconds
 from ragged_fsdp.predict.optimizers import muon
-from ragged_fsdp.predict.parallel import Part, Ranks, parts_of
+from ragged_fsdp.predict.parallel import LayerPart, ReplicaRanks, parts_of
 from ragged_fsdp.predict.pictures import plot_scaling
 from ragged_fsdp.predict.replay import replay
 from ragged_fsdp.predict.scale import Scale, goodput, slowest
@@ -808,7 +808,7 @@ def test_tensor_parallel_ranks_split_what_the_trainer_splits(fake_ranks, name, c
     workload = workload_of(name, changes)
     found = set()
     for kind in workload.kinds:
-        for part in parts_of(workload, kind, Ranks(4, tp=4))[1:]:
+        for part in parts_of(workload, kind, ReplicaRanks(4, tp=4))[1:]:
             found |= {parameter for parameter, _ in part.shapes}
     inside = {re.sub(r"^.*layers\.\d+\.", "", parameter) for parameter in split}
     assert found == inside
@@ -834,7 +834,7 @@ def test_tensor_parallelism_shares_tokens_and_waits_for_sums():
 
 def test_muon_by_hand():
     """One matrix on one GPU: five iterations; then eight equal ones, one for each of eight GPUs."""
-    square = Part("layer", (("mlp.weight", (4096, 4096)), ("norm.weight", (4096,))), 1, 1, 1)
+    square = LayerPart("layer", (("mlp.weight", (4096, 4096)), ("norm.weight", (4096,))), 1, 1, 1)
     alone = muon([(square, 1)], 1, 1, CARD, PROFILES["free"])
     naive_s = 5 * 6 * 4096**3 / (CARD.matmul_tflops * 1e12)
     moved_s = 26 * 4096**2 / (CARD.memory_gb_s * 1e9) + 28 * 4096 / (CARD.adamw_gb_s * 1e9)

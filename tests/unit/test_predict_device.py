@@ -20,12 +20,12 @@ from ragged_fsdp.predict.computation import Amount, runs_of
 from ragged_fsdp.predict.costs import count_costs
 from ragged_fsdp.predict.groups import Wires, group_cost
 from ragged_fsdp.predict.network import PROFILES, Seconds
-from ragged_fsdp.predict.parallel import Ranks, shared_point
+from ragged_fsdp.predict.parallel import ReplicaRanks, shared_point
 from ragged_fsdp.predict.products import GROUPED_BESIDE, products_of
 from ragged_fsdp.predict.replay import replay
 from ragged_fsdp.predict.simulate import QUEUED, Launches, Streams
 from ragged_fsdp.predict.step import Setup, predict
-from ragged_fsdp.predict.workload import ROOT, Kind, Workload, kinds_of, workload_of
+from ragged_fsdp.predict.workload import ROOT, LayerKind, Workload, kinds_of, workload_of
 
 CARD = roofline_card("h100")
 NOTHING = LayerRun(0.0, 0.0, 0, 0, 0)
@@ -65,30 +65,30 @@ def test_collectives_on_both_links_hold_once_and_a_free_network_holds_nothing():
 def test_grouped_products_by_hand():
     """Four experts of (8, 16), two of them for each of 32 tokens; a router of (4, 8)."""
     shapes = (("router", (4, 8)), ("experts.up", (4, 8, 16)), ("norm", (8,)))
-    kind = Kind("layers 0", "s", shapes, (0,))
+    kind = LayerKind("layers 0", "s", shapes, (0,))
     card = replace(CARD, matmul_tflops=1e-9, memory_gb_s=1e9)  # 1000 FLOP/s, and no time to read weights
     work = Workload("m", (kind,), (0,), lambda: nn.Module(), lambda m: m, lambda *_: 0, lambda _: 0.0, 8, 2)
-    found = products_of(work, kind, 32, Ranks(1), card)
+    found = products_of(work, kind, 32, ReplicaRanks(1), card)
     assert found.plain_s == pytest.approx(2 * 32 * 32 / 1e3)
     assert found.grouped_s == pytest.approx(2 * 32 * 2 * 128 / 1e3)
     # twice and three times the roofline; grouped products are 16384 of 32000 ms in forward
     point = Point(32, 64e3, 192e3, 0.0, 0, 0, 0, 0, 0, 32e3, 64e3, 0.0)
     grouped_ms = 16384 * 2 + 2 * 16384 * 3
     assert found.held(point) == pytest.approx((GROUPED_BESIDE - 1) * grouped_ms / (64e3 + 192e3))
-    slow = products_of(work, kind, 32, Ranks(1), replace(card, memory_gb_s=1e-9))
+    slow = products_of(work, kind, 32, ReplicaRanks(1), replace(card, memory_gb_s=1e-9))
     assert slow.grouped_s == pytest.approx(2 * 512 / 1.0)  # bound by reading weights at 1 byte/s
-    dense = Kind("layers 0", "s", shapes[:1], (0,))
-    assert products_of(work, dense, 32, Ranks(1), card).held(point) == 0.0
+    dense = LayerKind("layers 0", "s", shapes[:1], (0,))
+    assert products_of(work, dense, 32, ReplicaRanks(1), card).held(point) == 0.0
 
 
 def test_experts_apart_and_an_embedding_are_counted_as_they_are_used():
     apart = tuple((f"mlp.experts.{i}.up.weight", (16, 8)) for i in range(4))
     work = Workload("m", (), (), lambda: nn.Module(), lambda m: m, lambda *_: 0, lambda _: 0.0, 8, 2)
     card = replace(CARD, matmul_tflops=1e-9)
-    found = products_of(work, Kind("layers 0", "s", apart, (0,)), 32, Ranks(1), card)
+    found = products_of(work, LayerKind("layers 0", "s", apart, (0,)), 32, ReplicaRanks(1), card)
     assert found.plain_s == pytest.approx(2 * 32 * 2 * 128 / 1e3) and not found.grouped_s
-    root = Kind(ROOT, "r", (("embed_tokens.weight", (100, 8)), ("lm_head.weight", (100, 8))), ())
-    assert products_of(work, root, 32, Ranks(1), card).plain_s == pytest.approx(2 * 32 * 800 / 1e3)
+    root = LayerKind(ROOT, "r", (("embed_tokens.weight", (100, 8)), ("lm_head.weight", (100, 8))), ())
+    assert products_of(work, root, 32, ReplicaRanks(1), card).plain_s == pytest.approx(2 * 32 * 800 / 1e3)
 
 
 # -- clocks ----------------------------------------------------------------------------------------
@@ -97,11 +97,11 @@ def test_experts_apart_and_an_embedding_are_counted_as_they_are_used():
 def test_tensor_parallel_ranks_split_grouped_products_too():
     workload = workload_of("demo")
     kind = workload.kinds[0]
-    whole = products_of(workload, kind, 512, Ranks(8), CARD)
-    split = products_of(workload, kind, 512, Ranks(8, tp=2), CARD)
+    whole = products_of(workload, kind, 512, ReplicaRanks(8), CARD)
+    split = products_of(workload, kind, 512, ReplicaRanks(8, tp=2), CARD)
     assert whole.grouped_s > 0 and split.seconds == whole.seconds / 2
     point = Point(512, 3.0, 6.0, 3.0, 0, 0, 0, 0, 0, 2.0, 4.0, 0.0)
-    halves = shared_point(point, workload, kind, Ranks(8, tp=2), CARD)
+    halves = shared_point(point, workload, kind, ReplicaRanks(8, tp=2), CARD)
     assert split.held(halves) == pytest.approx(whole.held(point), rel=0.05)  # but for norms and residuals
 
 
@@ -233,17 +233,19 @@ def test_fsdp2_gathers_ahead_once_the_host_has_launched_the_layer_before():
 def test_operations_are_launched_where_a_layer_was_counted_and_not_where_it_was_measured():
     workload = workload_of("nano")
     amount = Amount(64, 64)
-    counted, measured = runs_of(workload, amount, Ranks(8), CARD)
+    counted, measured = runs_of(workload, amount, ReplicaRanks(8), CARD)
     assert not measured
     for kind in workload.kinds[:-1]:
         plain, again = counted[kind.signature, False], counted[kind.signature, True]
         assert plain.forward_operations > 20 and plain.backward_operations > 20
         assert again.backward_operations == plain.forward_operations + plain.backward_operations
-        fused = runs_of(workload, replace(amount, compiled=True), Ranks(8), CARD)[0][kind.signature, False]
+        fused = runs_of(workload, replace(amount, compiled=True), ReplicaRanks(8), CARD)[0][
+            kind.signature, False
+        ]
         assert fused.forward_operations < plain.forward_operations
     card = load_card(RESULTS / "predict" / "results" / "h200-layers.json")
     workload = stack_workload("llama-3-70b")
-    found, measured = runs_of(workload, Amount(4096, 4096), Ranks(8), card)
+    found, measured = runs_of(workload, Amount(4096, 4096), ReplicaRanks(8), card)
     assert measured and not any(run.forward_operations for run in found.values())
 
 

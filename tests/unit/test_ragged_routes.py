@@ -10,7 +10,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from ragged_fsdp.dtensor.redistribute import Division, is_cut, route_between
 from ragged_fsdp.placement import RaggedShard, StridedRaggedShard
-from ragged_fsdp.routes import HopKind, Part, packed
+from ragged_fsdp.routes import BoxPart, HopKind, packed
 from ragged_strategies import placements
 
 MESHES = [(1,), (3,), (4,), (2, 2), (2, 3), (3, 1, 2), (2, 2, 2)]
@@ -26,7 +26,7 @@ def divided(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placed: tuple) 
     return Division(shape, mesh_shape, tuple(placed), order)
 
 
-def part_of(flat: torch.Tensor, part: Part) -> torch.Tensor:
+def part_of(flat: torch.Tensor, part: BoxPart) -> torch.Tensor:
     block = flat[part.block_start : part.block_start + math.prod(part.block_sizes)].view(part.block_sizes)
     return block[tuple(slice(o, o + s) for o, s in zip(part.offsets, part.sizes))]
 

@@ -17,7 +17,7 @@ from ragged_fsdp.routes import flat_boxes
 from ragged_fsdp.weights.files import read_header, safetensors_files
 from ragged_fsdp.weights.names import parts_of
 from ragged_fsdp.weights.reading import Files, read_jobs
-from ragged_fsdp.weights.spans import GAP_BYTES, Piece, Transfer, jobs_of, transfers
+from ragged_fsdp.weights.spans import GAP_BYTES, StoredPiece, Transfer, jobs_of, transfers
 
 
 def _views(t):
@@ -48,7 +48,7 @@ def test_transfers_equal_indexing(chunk_bytes):
             start, stop = sorted(rng.sample(range(values.size + 1), 2))
             region = tuple(flat_boxes(shape, start, stop))
             local = np.full(stop - start, -1, np.int32)
-            pieces = [Piece("f", 0, 4, 0, 0, t) for t in transfers(shape, region, model, (0, strides))]
+            pieces = [StoredPiece("f", 0, 4, 0, 0, t) for t in transfers(shape, region, model, (0, strides))]
             for job in jobs_of(pieces, chunk_bytes):
                 assert job.end - job.begin <= chunk_bytes
                 for piece in job.pieces:
@@ -73,9 +73,9 @@ def test_short_gaps_are_read_and_long_ones_are_not():
     rows, columns = 8, GAP_BYTES  # of four bytes: half a row is a long gap
     half = (((0, 0), (rows, columns // 2)),)
     [transfer] = transfers((rows, columns), half, (0, (rows, columns), (columns, 1)), (0, (columns, 1)))
-    jobs = jobs_of([Piece("f", 0, 4, 0, 0, transfer)], 1 << 20)
+    jobs = jobs_of([StoredPiece("f", 0, 4, 0, 0, transfer)], 1 << 20)
     assert sum(job.end - job.begin for job in jobs) == rows * columns // 2 * 4
-    small = [Piece("f", 100 * i, 4, i, i, _run(10)) for i in range(5)]
+    small = [StoredPiece("f", 100 * i, 4, i, i, _run(10)) for i in range(5)]
     [job] = jobs_of(small, 1 << 20)
     assert (job.begin, job.end, len(job.pieces)) == (0, 440, 5)
 
@@ -105,7 +105,7 @@ def test_the_kernel_is_told_of_every_byte_before_it_is_read(tmp_path, monkeypatc
     monkeypatch.setattr(os, "preadv", reading)
     target = torch.zeros(3 << 20, dtype=torch.uint8)
     chunk = 700 << 10  # not a multiple of what is told at a time
-    jobs = jobs_of([Piece("f", 0, 1, 0, 0, _run(len(content)))], chunk)
+    jobs = jobs_of([StoredPiece("f", 0, 1, 0, 0, _run(len(content)))], chunk)
     done = read_jobs(tmp_path, jobs, [target], [torch.uint8], threads=2, progress=lambda read: None)
     assert done == 3 << 20 and len(read) == 5 and np.array_equal(target.numpy(), content)
 

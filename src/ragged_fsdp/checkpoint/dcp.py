@@ -22,7 +22,7 @@ from ragged_fsdp.agreement import together
 from ragged_fsdp.checkpoint import reading
 from ragged_fsdp.checkpoint.object_files import ObjectWriter
 from ragged_fsdp.checkpoint.place import ObjectPath, Place
-from ragged_fsdp.checkpoint.staging import Staging
+from ragged_fsdp.checkpoint.staging import HostStaging
 from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
 
 __all__ = ["Saver", "load", "newest_good", "shared_damage", "stored_names"]
@@ -33,7 +33,7 @@ class Saver:
 
     def __init__(self, store: CheckpointStore, *, background: bool, timeout_s: float) -> None:
         self._background = background
-        self._staging = Staging()
+        self._staging = HostStaging()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._pending: tuple[int, threading.Thread, Future[None]] | None = None
         store.attempt = together(lambda: _new_attempt(store), self._group)[0]

@@ -3,7 +3,7 @@
 Tensors on a device are copied on a stream of their own into pinned memory that stays for the next save, one
 copy for each buffer: parameters of a group and flat optimizer states lie side by side in one. The host goes
 on at once. Forward and backward of the next step only read what is being copied; the update must wait, on
-the device (:meth:`Staging.before_update`)::
+the device (:meth:`HostStaging.before_update`)::
 
     host      save | forward, backward, optimizer.step() ...
     compute        | forward ....... backward ........|wait| update
@@ -24,14 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.torch_internals import local_of, spec_of
 
-__all__ = ["Staging"]
+__all__ = ["HostStaging"]
 
 _ALIGN_BYTES = 16
 _DENSE = 0.5  # copy the whole of a buffer if at least this share of it is saved
 
 
 @dataclass
-class _Span:
+class _StorageSpan:
     """Bytes of one storage that are copied at once, and the tensors in them."""
 
     storage: torch.UntypedStorage
@@ -40,7 +40,7 @@ class _Span:
     members: list[Tensor]
 
 
-class Staging:
+class HostStaging:
     """Host memory for the copies of one run's states."""
 
     def __init__(self) -> None:
@@ -113,18 +113,18 @@ def _tensors(state: Any) -> list[Tensor]:
     return []
 
 
-def _spans(tensors: list[Tensor]) -> list[_Span]:
+def _spans(tensors: list[Tensor]) -> list[_StorageSpan]:
     """One span for each storage, or for each tensor where little of the storage is saved."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    spans: list[_Span] = []
+    spans: list[_StorageSpan] = []
     for members in by_storage.values():
-        own = [_Span(t.untyped_storage(), *_bytes_of(t), [t]) for t in members]
+        own = [_StorageSpan(t.untyped_storage(), *_bytes_of(t), [t]) for t in members]
         begin, end = min(span.begin for span in own), max(span.end for span in own)
         saved = sum({(span.begin, span.end): span.end - span.begin for span in own}.values())
         if saved >= _DENSE * (end - begin):
-            own = [_Span(members[0].untyped_storage(), begin, end, members)]
+            own = [_StorageSpan(members[0].untyped_storage(), begin, end, members)]
         spans += own
     return spans
 

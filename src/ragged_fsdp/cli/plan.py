@@ -46,7 +46,7 @@ from ragged_fsdp.cli.plan_inputs import (
     parse_sizes,
     wrap_groups,
 )
-from ragged_fsdp.cli.plan_network import Network, network_of
+from ragged_fsdp.cli.plan_network import NetworkPlan, network_of
 
 __all__ = ["command"]
 
@@ -54,7 +54,7 @@ _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 _DETAILED_SIZES = 3
 _USUAL_NODE = 8
 _PATIENCE_SECONDS = 1.0  # before a progress bar appears
-_Item = TypeVar("_Item")
+_T = TypeVar("_T")
 _FILE = click.Path(path_type=Path)
 _FROM_ONE = click.IntRange(min=1)
 _HELP = """Lay a model's parameters out over FSDP ranks and show padding, bounds and buffers.
@@ -263,7 +263,7 @@ def _plan_all(
     return results
 
 
-def _progress(items: Sequence[_Item], label: str, console: Console) -> Iterator[_Item]:
+def _progress(items: Sequence[_T], label: str, console: Console) -> Iterator[_T]:
     """``items`` in turn; the bar starts once they have taken a second and goes when they end."""
     began = time.monotonic()
     bar: Progress | None = None
@@ -330,7 +330,7 @@ class _Report:
     def _candidates(self, plans: list[PlannedModel]) -> list[Candidate]:
         return advise(plans, self.gpus, self.state_bytes, self.memory_bytes)
 
-    def _networks(self, plans: list[PlannedModel]) -> list[Network]:
+    def _networks(self, plans: list[PlannedModel]) -> list[NetworkPlan]:
         """What each size sends over which link; nothing unless the user says what a node is."""
         if self.ranks_per_node is None:
             return []

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ragged_fsdp.cli.plan_costs import Candidate, PlannedGroup, PlannedModel, short_name
-from ragged_fsdp.cli.plan_network import Network
+from ragged_fsdp.cli.plan_network import NetworkPlan
 from ragged_fsdp.layout import GroupLayout
 
 __all__ = [
@@ -216,7 +216,7 @@ def summary_table(plans: Sequence[PlannedModel], threshold: float, width: int) -
     return fitted_table("all groups, by FSDP size", columns, rows, width)
 
 
-def network_table(networks: Sequence[Network], width: int) -> Table:
+def network_table(networks: Sequence[NetworkPlan], width: int) -> Table:
     """What one GPU sends in a step over either link, by FSDP size; what ``auto`` picks is marked."""
     columns = (
         Column("levels", text=True),

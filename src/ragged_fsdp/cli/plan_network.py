@@ -21,14 +21,14 @@ from ragged_fsdp.cli.plan_costs import PlannedModel
 if TYPE_CHECKING:
     from ragged_fsdp.topology import Levels
 
-__all__ = ["Network", "Traffic", "network_of"]
+__all__ = ["NetworkPlan", "PlannedTraffic", "network_of"]
 
 _GRADIENTS = {"fp32": ("fp32", 4), "bf16": ("bf16", 2), "fp16": ("fp16", 2), "fp8": ("bf16", 2)}
 """Dtype and bytes of the gradients by the dtype of the buffers."""
 
 
 @dataclass(frozen=True)
-class Traffic:
+class PlannedTraffic:
     """Bytes that one GPU sends in a step, for all groups of a model together."""
 
     collective: str
@@ -38,11 +38,11 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkPlan:
     """The levels of an FSDP size, what each collective sends there, and what ``auto`` picks."""
 
     levels: Levels
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[PlannedTraffic, ...]
     auto: str
 
     def as_json(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Network:
         }
 
 
-def network_of(plan: PlannedModel, ranks_per_node: int, dtype: str) -> Network:
+def network_of(plan: PlannedModel, ranks_per_node: int, dtype: str) -> NetworkPlan:
     """The network of ``plan`` if so many consecutive ranks are a node; ``dtype`` is that of its buffers."""
     from ragged_fsdp.fsdp.construct.network import pick_reduction  # needs torch, which most plans do without
     from ragged_fsdp.topology import Levels
@@ -65,14 +65,16 @@ def network_of(plan: PlannedModel, ranks_per_node: int, dtype: str) -> Network:
     node = ranks % ranks_per_node or min(ranks, ranks_per_node)
     gradient, gradient_bytes = _GRADIENTS[dtype]
 
-    def ring(collective: str, detail: str, slot_bytes: int) -> Traffic:
+    def ring(collective: str, detail: str, slot_bytes: int) -> PlannedTraffic:
         card = -(-slot_bytes * (ranks - node) // node)
-        return Traffic(collective, detail, slot_bytes * (ranks - 1) - card, card)
+        return PlannedTraffic(collective, detail, slot_bytes * (ranks - 1) - card, card)
 
-    def exchange(collective: str, detail: str, inside_slots: int, card_slots: int, size: int) -> Traffic:
+    def exchange(
+        collective: str, detail: str, inside_slots: int, card_slots: int, size: int
+    ) -> PlannedTraffic:
         first = len(levels.nodes) * (levels.ranks_per_node - 1) if collective == "two_level" else 0
         inside = first * gradient_bytes + inside_slots * size
-        return Traffic(collective, detail, slot_numel * inside, slot_numel * card_slots * size)
+        return PlannedTraffic(collective, detail, slot_numel * inside, slot_numel * card_slots * size)
 
     sent = f"{gradient} gradients"
     traffic = [
@@ -89,4 +91,4 @@ def network_of(plan: PlannedModel, ranks_per_node: int, dtype: str) -> Network:
             exchange("two_level", f"{sent}, {name} between nodes", *rail, size)
             for name, size in between.items()
         ]
-    return Network(levels, tuple(traffic), pick_reduction("auto", levels, widens=gradient_bytes < 4))
+    return NetworkPlan(levels, tuple(traffic), pick_reduction("auto", levels, widens=gradient_bytes < 4))

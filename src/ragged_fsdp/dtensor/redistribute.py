@@ -31,7 +31,7 @@ from ragged_fsdp.dtensor.geometry import (
     with_placements,
 )
 from ragged_fsdp.placement import RaggedShard
-from ragged_fsdp.routes import HopKind, Part, Region, Route, chunk_of_chunks, overlap, plan_route
+from ragged_fsdp.routes import BoxPart, HopKind, RankRoute, Region, chunk_of_chunks, overlap, plan_route
 from ragged_fsdp.tiling import tiled, untiled
 from ragged_fsdp.torch_internals import (
     STOCK,
@@ -49,7 +49,7 @@ from ragged_fsdp.torch_internals import (
 __all__ = ["Division", "is_cut", "redistribute_cost", "redistribute_local_tensor", "route_between"]
 
 Shape = tuple[int, ...]
-Group = tuple[Any, int]
+MeshDim = tuple[Any, int]
 """A mesh and the mesh dim to communicate over."""
 
 # A reduce-scatter of pieces that are padded to the longest is one fast collective, but not if padding
@@ -155,7 +155,9 @@ def _from_intervals(
     return _cut_anew(local.reshape(-1), source.counts, goal.counts, group).view(goal.local_shape)
 
 
-def _cut_anew(flat: torch.Tensor, before: Sequence[int], after: Sequence[int], group: Group) -> torch.Tensor:
+def _cut_anew(
+    flat: torch.Tensor, before: Sequence[int], after: Sequence[int], group: MeshDim
+) -> torch.Tensor:
     """Intervals of the lengths ``after``, one per rank, from those of the lengths ``before``."""
     mesh, mesh_dim = group
     here = mesh.get_local_rank(mesh_dim)
@@ -282,7 +284,7 @@ def is_cut(placement: Placement) -> bool:
 
 
 @lru_cache(maxsize=8192)
-def route_between(coordinate: Shape, current: Division, target: Division) -> Route:
+def route_between(coordinate: Shape, current: Division, target: Division) -> RankRoute:
     """The route of the rank at ``coordinate``. Pending sums whose mesh dim the target does not cut stay."""
     kinds = []
     for mesh_dim, (before, after) in enumerate(zip(current.placements, target.placements)):
@@ -312,7 +314,7 @@ def _stays(mesh_dim: int, current: Division, target: Division) -> bool:
 
 
 def _follow(
-    local: torch.Tensor, route: Route, mesh: Any, pending: Sequence[tuple[int, Partial]], async_op: bool
+    local: torch.Tensor, route: RankRoute, mesh: Any, pending: Sequence[tuple[int, Partial]], async_op: bool
 ) -> torch.Tensor:
     """Follow ``route``; the result is flat. ``pending`` are the sums that the target does not have.
 
@@ -347,7 +349,7 @@ def _follow(
     return flat
 
 
-def _gathered(flat: torch.Tensor, counts: Sequence[int], group: Group, async_op: bool) -> torch.Tensor:
+def _gathered(flat: torch.Tensor, counts: Sequence[int], group: MeshDim, async_op: bool) -> torch.Tensor:
     """The pieces of all ranks of the mesh dim, one after the other; ``counts`` are their lengths."""
     if flat.dtype not in WIRE_DTYPES:
         sizes = [count * flat.itemsize for count in counts]
@@ -369,7 +371,7 @@ def _gathered(flat: torch.Tensor, counts: Sequence[int], group: Group, async_op:
     return out if async_op else _wait(out)
 
 
-def _spread_and_gathered(flat: torch.Tensor, counts: Sequence[int], group: Group) -> torch.Tensor:
+def _spread_and_gathered(flat: torch.Tensor, counts: Sequence[int], group: MeshDim) -> torch.Tensor:
     """Pieces that some ranks hold are cut anew for all ranks alike, which then send each an equal share."""
     ranks, numel = len(counts), sum(counts)
     each = -(-numel // ranks)
@@ -380,7 +382,9 @@ def _spread_and_gathered(flat: torch.Tensor, counts: Sequence[int], group: Group
     return whole if each * ranks == numel else _wait(whole)[:numel].clone()
 
 
-def _exchanged(flat: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: Group) -> torch.Tensor:
+def _exchanged(
+    flat: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: MeshDim
+) -> torch.Tensor:
     """An all-to-all of any dtype: as bytes where backends may not know it."""
     if flat.dtype in WIRE_DTYPES:
         return functional.all_to_all_single(flat.contiguous(), list(receive), list(send), group)
@@ -404,7 +408,7 @@ def _joined(flat: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts) if parts else flat.new_empty(0)
 
 
-def _part(flat: torch.Tensor, part: Part) -> torch.Tensor:
+def _part(flat: torch.Tensor, part: BoxPart) -> torch.Tensor:
     """A part of a flat tensor, as a view in the shape of its box."""
     block = flat[part.block_start : part.block_start + math.prod(part.block_sizes)].view(part.block_sizes)
     for dim, (offset, size) in enumerate(zip(part.offsets, part.sizes)):

@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from ragged_fsdp.torch_internals import joined_launch
 
-__all__ = ["Asked", "Meanwhile", "Pieces", "call", "exchange"]
+__all__ = ["Asked", "Meanwhile", "PieceSizes", "call", "exchange"]
 
 Meanwhile = Callable[[], None] | None
 """Work that needs no rows of other ranks: shared experts."""
-Pieces = Sequence[list[int]]
+PieceSizes = Sequence[list[int]]
 """Of each exchange how many rows go to, or come from, each rank of the group."""
 
 
@@ -50,8 +50,8 @@ def call(meanwhile: Meanwhile) -> None:
 
 def exchange(
     rows: Tensor,
-    sent: Pieces,
-    received: Pieces,
+    sent: PieceSizes,
+    received: PieceSizes,
     group: Any,
     meanwhile: Meanwhile = None,
 ) -> Tensor:
@@ -75,7 +75,7 @@ def exchange(
 
 
 def _start(
-    rows: Tensor, sent: Pieces, received: Pieces, group: Any, async_op: bool
+    rows: Tensor, sent: PieceSizes, received: PieceSizes, group: Any, async_op: bool
 ) -> tuple[Tensor, list[Any]]:
     """Send; where rows will be, and what to wait for."""
     result = rows.new_empty((sum(map(sum, received)), *rows.shape[1:]))
@@ -91,7 +91,7 @@ class _Exchange(torch.autograd.Function):
     """An exchange that is waited for where it is made."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: Pieces, received: Pieces, group: Any) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, sent: PieceSizes, received: PieceSizes, group: Any) -> Tensor:
         ctx.back = (received, sent, group)
         return _start(rows.contiguous(), sent, received, group, False)[0]
 
@@ -103,11 +103,11 @@ class _Exchange(torch.autograd.Function):
 class _Trip:
     """One exchange and the one of its gradients: sizes, and what is on its way."""
 
-    def __init__(self, sent: Pieces, received: Pieces, group: Any) -> None:
+    def __init__(self, sent: PieceSizes, received: PieceSizes, group: Any) -> None:
         self.sent, self.received, self.group = sent, received, group
         self._under_way: tuple[list[Any], Tensor, Tensor] | None = None
 
-    def start(self, rows: Tensor, sent: Pieces, received: Pieces) -> Tensor:
+    def start(self, rows: Tensor, sent: PieceSizes, received: PieceSizes) -> Tensor:
         """Send; the result may not be touched before :meth:`wait`."""
         given = rows.contiguous()
         result, works = _start(given, sent, received, self.group, True)

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from ragged_fsdp.block_codes import encode_matrices
 from ragged_fsdp.fp8 import products
-from ragged_fsdp.fp8.gathered import CodedWeight, KeptCodes
+from ragged_fsdp.fp8.gathered import KeptCodes, ProductWeight
 from ragged_fsdp.fp8.products import backend_name
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
 from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE
@@ -117,7 +117,7 @@ class Fp8Product:
             setattr(x, _QUANTIZED_ATTRIBUTE, known)
         return known[2]
 
-    def _coded(self, weight: Tensor) -> CodedWeight:
+    def _coded(self, weight: Tensor) -> ProductWeight:
         """The codes that were gathered; of a weight that is not sharded they are made here."""
         coded = getattr(weight, CODES_ATTRIBUTE, None)
         if coded is not None:
@@ -129,7 +129,7 @@ class Fp8Product:
                 "that, call fp8_training again on a copy of a model, and after to_empty() or assign=True."
             )
         with torch.no_grad():
-            return CodedWeight(*encode_matrices(weight.detach()))
+            return ProductWeight(*encode_matrices(weight.detach()))
 
 
 def _knows_its_version(tensor: Tensor) -> bool:

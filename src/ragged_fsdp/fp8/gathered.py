@@ -11,9 +11,9 @@ Codes of a parameter in the order of tiles (:class:`~ragged_fsdp.policy.Tiles`) 
 products read them so, or untile them in the pass of bytes that turns them.
 
 A parameter that a module sees has shape, dtype and gradient of the compute dtype but no values: every element
-is one nan. Its codes and scales are attributes of it (:class:`CodedWeight`). Both are tensors that stay while
-their memory comes and goes, so that autograd may hold them from forward to backward. Scales take 1/4096 of
-the codes' bytes and are never freed: with ``reshard_after_forward`` an int they need no second gather.
+is one nan. Its codes and scales are attributes of it (:class:`ProductWeight`). Both are tensors that stay
+while their memory comes and goes, so that autograd may hold them from forward to backward. Scales take 1/4096
+of the codes' bytes and are never freed: with ``reshard_after_forward`` an int they need no second gather.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from ragged_fsdp.fsdp.gather.transport import InPlace, Message
 from ragged_fsdp.fsdp.parts.members import CODES_ATTRIBUTE, Members
 from ragged_fsdp.policy import BlockCodes, Tiles
 
-__all__ = ["CodedWeight", "KeptCodes"]
+__all__ = ["KeptCodes", "ProductWeight"]
 
 _SCALE_BYTES = 4
 
 
-class CodedWeight(NamedTuple):
+class ProductWeight(NamedTuple):
     """What an FP8 product reads of a weight."""
 
     codes: Tensor
@@ -118,7 +118,7 @@ class KeptCodes(InPlace):
             made = param.make_unsharded(nothing.expand(shape))
             tiles = [-(-size // block) for size, block in zip(shape[-2:], kind.block_shape)]
             scales = self._scales.tensor(start * _SCALE_BYTES, (*shape[:-2], *tiles), torch.float32)
-            setattr(made, CODES_ATTRIBUTE, CodedWeight(codes, scales))
+            setattr(made, CODES_ATTRIBUTE, ProductWeight(codes, scales))
             start += scales.numel()
 
     @cached_property

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from ragged_fsdp.layout import align_up
 from ragged_fsdp.planner.problem import Kind, Problem
 
-__all__ = ["Link", "Mix", "best_mix", "full_mixes", "joined_links", "relaxed_mix"]
+__all__ = ["ChainLink", "Mix", "best_mix", "full_mixes", "joined_links", "relaxed_mix"]
 
 _Array = npt.NDArray[np.int64]
 _MOST_BYTES = 1 << 27  # of choices kept
@@ -39,7 +39,7 @@ _UNREACHED = np.int64(2**60)  # above every position, yet two of them add up wit
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLink:
     """One link of a chain: a tensor, or several that may be cut anywhere, laid end to end."""
 
     kind: Kind
@@ -51,7 +51,7 @@ class Mix:
     """The kinds a programme runs over: counted ones by multiplicity, chained links in order."""
 
     counted: tuple[tuple[Kind, int], ...]
-    chain: tuple[Link, ...] = ()
+    chain: tuple[ChainLink, ...] = ()
     band: int | None = None
 
     @property
@@ -116,7 +116,9 @@ def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind
     counts = problem.counts
     bars = tuple((kind, counts[kind]) for kind in counted)
     links = [
-        Link(kind, (kind,)) for kind in sorted(odd, key=lambda k: (-k[1], -k[0])) for _ in range(counts[kind])
+        ChainLink(kind, (kind,))
+        for kind in sorted(odd, key=lambda k: (-k[1], -k[0]))
+        for _ in range(counts[kind])
     ]
     for length in _CHAIN_LENGTHS:
         chain = (*links, *joined_links(problem, free, length))
@@ -127,7 +129,7 @@ def _mix(problem: Problem, counted: list[Kind], odd: list[Kind], free: list[Kind
     return None
 
 
-def joined_links(problem: Problem, free: list[Kind], most: int) -> list[Link]:
+def joined_links(problem: Problem, free: list[Kind], most: int) -> list[ChainLink]:
     """Tensors that may be cut anywhere, joined to at most ``most`` links, longest first."""
     tensors = [kind for kind in free for _ in range(problem.counts[kind])]
     tensors.sort(key=lambda kind: (-kind[0], kind[1]))
@@ -137,7 +139,7 @@ def joined_links(problem: Problem, free: list[Kind], most: int) -> list[Link]:
     links = []
     for group in groups:
         length = sum(align_up(numel, problem.align) for numel, _ in group)
-        links.append(Link((length, 1), tuple(group)))
+        links.append(ChainLink((length, 1), tuple(group)))
     return sorted(links, key=lambda link: (-link.kind[0], link.parts))
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from ragged_fsdp.predict.books import LayerRun
 from ragged_fsdp.predict.card import Card, Point
 from ragged_fsdp.predict.costs import LayerCost, Roofline, count_costs
-from ragged_fsdp.predict.parallel import Ranks, shared_point
+from ragged_fsdp.predict.parallel import ReplicaRanks, shared_point
 from ragged_fsdp.predict.products import products_of
 from ragged_fsdp.predict.workload import Workload
 
@@ -28,7 +28,7 @@ class Amount:
 
 
 def runs_of(
-    workload: Workload, amount: Amount, ranks: Ranks, card: Card
+    workload: Workload, amount: Amount, ranks: ReplicaRanks, card: Card
 ) -> tuple[dict[tuple[str, bool], LayerRun], bool]:
     """By signature, and whether backward computes the forward again; and whether all was measured."""
     tokens, seq_len = amount.tokens, amount.seq_len

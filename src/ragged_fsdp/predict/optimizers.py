@@ -15,8 +15,8 @@ import torch
 
 from ragged_fsdp.optim.muon.rules import is_hidden_matrix
 from ragged_fsdp.predict.card import Card
-from ragged_fsdp.predict.network import Network, Place, price
-from ragged_fsdp.predict.parallel import Part
+from ragged_fsdp.predict.network import GroupPlace, Network, price
+from ragged_fsdp.predict.parallel import LayerPart
 
 __all__ = ["OPTIMIZERS", "Update", "elementwise", "muon", "with_state_on_host"]
 
@@ -79,7 +79,9 @@ def with_state_on_host(update: Update, shard_numel: int, card: Card, *, in_parts
     return Update(max(way_s, update.seconds) + shown_s, 0, update.peak_bytes + at_once)
 
 
-def muon(parts: Iterable[tuple[Part, int]], gpus: int, shard: int, card: Card, network: Network) -> Update:
+def muon(
+    parts: Iterable[tuple[LayerPart, int]], gpus: int, shard: int, card: Card, network: Network
+) -> Update:
     """Muon for hidden matrices and AdamW for the rest; ``parts`` come with how often the model has them."""
     hidden = rest = flops = work = 0.0
     largest = largest_flops = 0.0
@@ -99,7 +101,7 @@ def muon(parts: Iterable[tuple[Part, int]], gpus: int, shard: int, card: Card, n
             largest, largest_flops = max(largest, short * long), max(largest_flops, one)
     of_root = max(work / gpus, largest)
     iterate_s = max(flops / gpus, largest_flops) * _OF_NAIVE / (card.matmul_tflops * 1e12)
-    way = max(price("all_to_all", max(hidden, of_root) * _BF16, Place.even(shard, network), network))
+    way = max(price("all_to_all", max(hidden, of_root) * _BF16, GroupPlace.even(shard, network), network))
     buckets = max(1, math.ceil(of_root / _BUCKET_NUMEL))
     shown_s = 2 * way / buckets + max(0.0, 2 * way * (1 - 1 / buckets) - iterate_s)
     moved_s = hidden * _MUON_MOVED / (card.memory_gb_s * 1e9) + rest * _ADAMW_BYTES / (card.adamw_gb_s * 1e9)

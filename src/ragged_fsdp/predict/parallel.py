@@ -26,10 +26,10 @@ from ragged_fsdp.models.splits import Split, refusal
 from ragged_fsdp.predict.books import LayerRun
 from ragged_fsdp.predict.card import Card, Point
 from ragged_fsdp.predict.groups import Shapes
-from ragged_fsdp.predict.network import Network, Place, Seconds, price
-from ragged_fsdp.predict.workload import ROOT, Kind, Workload
+from ragged_fsdp.predict.network import GroupPlace, Network, Seconds, price
+from ragged_fsdp.predict.workload import ROOT, LayerKind, Workload
 
-__all__ = ["Part", "Ranks", "exchanged", "parts_of", "refuse_without_experts", "shared_point"]
+__all__ = ["LayerPart", "ReplicaRanks", "exchanged", "parts_of", "refuse_without_experts", "shared_point"]
 
 _BF16 = 2
 _WHOLE_FORWARD, _WHOLE_BACKWARD, _WHOLE_SAVED = 10, 14, 4
@@ -37,7 +37,7 @@ _WHOLE_FORWARD, _WHOLE_BACKWARD, _WHOLE_SAVED = 10, 14, 4
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ReplicaRanks:
     """The ranks of one replica and how they share layers."""
 
     count: int
@@ -55,7 +55,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Parameters of a layer that the same ranks shard."""
 
     name: str
@@ -67,7 +67,7 @@ class Part:
     """How many groups of such ranks a replica has, each with a part of its own, or with all."""
 
 
-def parts_of(workload: Workload, kind: Kind, ranks: Ranks) -> list[Part]:
+def parts_of(workload: Workload, kind: LayerKind, ranks: ReplicaRanks) -> list[LayerPart]:
     """One part, or what every rank has and what it has a part of."""
     whole: list[tuple[str, tuple[int, ...]]] = []
     taken: list[tuple[str, tuple[int, ...]]] = []
@@ -85,21 +85,23 @@ def parts_of(workload: Workload, kind: Kind, ranks: Ranks) -> list[Part]:
         taken.append((parameter, tuple(n // groups if d == dim else n for d, n in enumerate(shape))))
     over = ranks.count // groups if ranks.fsdp2 and ranks.tp > 1 else ranks.count
     others = ranks.count // over
-    parts = [Part(ROOT if kind.name == ROOT else "layer", tuple(whole), over, others, others)]
+    parts = [LayerPart(ROOT if kind.name == ROOT else "layer", tuple(whole), over, others, others)]
     if taken:
         apart = 1 if ranks.ep_across_nodes else groups
-        parts.append(Part(name, tuple(taken), ranks.count // groups, apart, groups))
+        parts.append(LayerPart(name, tuple(taken), ranks.count // groups, apart, groups))
     return [part for part in parts if part.shapes]
 
 
-def refuse_without_experts(workload: Workload, ranks: Ranks) -> None:
+def refuse_without_experts(workload: Workload, ranks: ReplicaRanks) -> None:
     """``ValueError`` where ranks are to share experts that the model does not have."""
     names = [name for kind in workload.kinds for name, _ in kind.shapes]
     if ranks.ep > 1 and not any(".experts." in f".{name}" for name in names):
         raise ValueError(f"ep = {ranks.ep}: the model {workload.name!r} has no experts that can be spread")
 
 
-def _is_shared(workload: Workload, kind: Kind, ranks: Ranks, name: str, shape: tuple[int, ...]) -> bool:
+def _is_shared(
+    workload: Workload, kind: LayerKind, ranks: ReplicaRanks, name: str, shape: tuple[int, ...]
+) -> bool:
     if ranks.ep > 1:
         return ".experts." in f".{name}" and len(shape) > 1
     if problem := refusal("tp", ranks.tp, workload.tp):
@@ -107,7 +109,7 @@ def _is_shared(workload: Workload, kind: Kind, ranks: Ranks, name: str, shape: t
     return any(fnmatchcase(f"{name}.", f"{pattern}.*") for pattern in _split_modules(workload, kind))
 
 
-def _split_modules(workload: Workload, kind: Kind) -> Iterator[str]:
+def _split_modules(workload: Workload, kind: LayerKind) -> Iterator[str]:
     """Names as the kind has them: inside a layer without the layer's own."""
     assert isinstance(workload.tp, Split)
     for module in workload.tp.modules:
@@ -120,17 +122,23 @@ def _split_modules(workload: Workload, kind: Kind) -> Iterator[str]:
 
 
 def exchanged(
-    run: LayerRun, workload: Workload, kind: Kind, ranks: Ranks, tokens: int, again: bool, network: Network
+    run: LayerRun,
+    workload: Workload,
+    kind: LayerKind,
+    ranks: ReplicaRanks,
+    tokens: int,
+    again: bool,
+    network: Network,
 ) -> LayerRun:
     """``run`` with what computation waits for; ``again``: its backward computes the forward once more."""
     forward = backward = Seconds(0.0, 0.0)
     if ranks.ep > 1 and any(len(shape) == 3 and ".experts." in f".{name}" for name, shape in kind.shapes):
         nbytes = tokens * workload.experts_per_token * workload.width * _BF16
         apart = ranks.same_experts if ranks.ep_across_nodes else 1
-        way = price("all_to_all", nbytes, Place.even(ranks.ep, network, apart), network)
+        way = price("all_to_all", nbytes, GroupPlace.even(ranks.ep, network, apart), network)
         forward = backward = _times(way, 2)
     elif ranks.tp > 1:
-        place, width = Place.even(ranks.tp, network), tokens * workload.width * _BF16
+        place, width = GroupPlace.even(ranks.tp, network), tokens * workload.width * _BF16
         total = price("all_reduce", width, place, network)
         forward = backward = _times(total, 2)
         if kind.name == ROOT:
@@ -146,14 +154,14 @@ def _times(held: Seconds, times: int) -> Seconds:
     return Seconds(held.inside * times, held.outside * times)
 
 
-def shared_point(point: Point, workload: Workload, kind: Kind, ranks: Ranks, card: Card) -> Point:
+def shared_point(point: Point, workload: Workload, kind: LayerKind, ranks: ReplicaRanks, card: Card) -> Point:
     """The computation of a rank that shares a layer, from that of a GPU that has all of it."""
     if ranks.ep > 1:
         return _with_fewer_experts(point, workload, kind, ranks.ep, card)
     return _split_point(point, workload, kind, ranks, card) if ranks.tp > 1 else point
 
 
-def _with_fewer_experts(point: Point, workload: Workload, kind: Kind, ep: int, card: Card) -> Point:
+def _with_fewer_experts(point: Point, workload: Workload, kind: LayerKind, ep: int, card: Card) -> Point:
     """As many rows for a part of the experts: less to read of weights, and fewer gradients to write."""
     experts = [shape for name, shape in kind.shapes if ".experts." in f".{name}" and len(shape) == 3]
     if not experts:
@@ -174,7 +182,7 @@ def _with_fewer_experts(point: Point, workload: Workload, kind: Kind, ep: int, c
     )
 
 
-def _split_point(point: Point, workload: Workload, kind: Kind, ranks: Ranks, card: Card) -> Point:
+def _split_point(point: Point, workload: Workload, kind: LayerKind, ranks: ReplicaRanks, card: Card) -> Point:
     """One tensor-parallel rank's part of what a GPU computes with the tokens of all of them."""
     saved_share = 1 - 1 / ranks.tp
     if kind.name == ROOT:  # only the product with the head is split, and not what its logits need

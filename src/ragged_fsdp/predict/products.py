@@ -11,8 +11,8 @@ import re
 from dataclasses import dataclass
 
 from ragged_fsdp.predict.card import Card, Point
-from ragged_fsdp.predict.parallel import Ranks
-from ragged_fsdp.predict.workload import ROOT, Kind, Workload
+from ragged_fsdp.predict.parallel import ReplicaRanks
+from ragged_fsdp.predict.workload import ROOT, LayerKind, Workload
 
 __all__ = ["GROUPED_BESIDE", "Products", "products_of"]
 
@@ -53,7 +53,9 @@ class Products:
         return (self.beside - 1) * min(1.0, grouped_ms / (point.forward_ms + point.backward_ms))
 
 
-def products_of(workload: Workload, kind: Kind, tokens: int, ranks: Ranks, card: Card) -> Products:
+def products_of(
+    workload: Workload, kind: LayerKind, tokens: int, ranks: ReplicaRanks, card: Card
+) -> Products:
     """The products of one rank with one layer of ``kind``, or with the head."""
     rate, memory = card.matmul_tflops * 1e12, card.memory_gb_s * 1e9
     rows = tokens * workload.experts_per_token

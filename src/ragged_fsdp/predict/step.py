@@ -20,12 +20,12 @@ from ragged_fsdp.predict.computation import Amount, runs_of
 from ragged_fsdp.predict.groups import Wires, fsdp2_numel, group_cost, planned_numel
 from ragged_fsdp.predict.network import Network
 from ragged_fsdp.predict.optimizers import OPTIMIZERS, Update, elementwise, muon, with_state_on_host
-from ragged_fsdp.predict.parallel import Part, Ranks, exchanged, parts_of, refuse_without_experts
+from ragged_fsdp.predict.parallel import LayerPart, ReplicaRanks, exchanged, parts_of, refuse_without_experts
 from ragged_fsdp.predict.replay import Replayed
 from ragged_fsdp.predict.scale import Goodput, Scale, goodput, slowest
 from ragged_fsdp.predict.workload import Workload
 
-__all__ = ["HOST_BINDS", "LAUNCHES", "Prediction", "Setup", "Spread", "predict"]
+__all__ = ["HOST_BINDS", "LAUNCHES", "Margin", "Prediction", "Setup", "predict"]
 
 _GIB = 1 << 30
 _BF16, _FP32 = 2, 4
@@ -143,8 +143,8 @@ class Setup:
         return own if self.kept is None else self.kept
 
     @property
-    def ranks(self) -> Ranks:
-        return Ranks(self.shard, self.ep, self.tp, self.sharding == "fsdp2", self.ep_across_nodes)
+    def ranks(self) -> ReplicaRanks:
+        return ReplicaRanks(self.shard, self.ep, self.tp, self.sharding == "fsdp2", self.ep_across_nodes)
 
     @property
     def amount(self) -> Amount:
@@ -153,7 +153,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Spread:
+class Margin:
     """A figure and how far off it may be, as a share of it."""
 
     value: float
@@ -172,7 +172,7 @@ class Prediction:
     setup: Setup
     network: str
     hardware: str
-    seconds: Spread
+    seconds: Margin
     tokens_per_second: float
     mfu: float
     exposed_s: float
@@ -269,7 +269,7 @@ def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> P
         setup=setup,
         network=network.name,
         hardware=card.name,
-        seconds=Spread(done.seconds, error),
+        seconds=Margin(done.seconds, error),
         tokens_per_second=tokens / done.seconds,
         mfu=flops / done.seconds / (card.tflops * 1e12),
         exposed_s=done.exposed_s,
@@ -287,11 +287,11 @@ def predict(workload: Workload, setup: Setup, card: Card, network: Network) -> P
     )
 
 
-Parts = dict[str, list[Part]]
+PartsByLayer = dict[str, list[LayerPart]]
 """The parts of each kind, by its signature."""
 
 
-def _shard_numel(workload: Workload, setup: Setup, parts: Parts) -> int:
+def _shard_numel(workload: Workload, setup: Setup, parts: PartsByLayer) -> int:
     count = planned_numel if setup.sharding == "ragged" else fsdp2_numel
     total = 0
     for kind in workload.kinds:
@@ -299,7 +299,7 @@ def _shard_numel(workload: Workload, setup: Setup, parts: Parts) -> int:
     return total
 
 
-def _update(workload: Workload, setup: Setup, card: Card, network: Network, parts: Parts) -> Update:
+def _update(workload: Workload, setup: Setup, card: Card, network: Network, parts: PartsByLayer) -> Update:
     shard_numel = _shard_numel(workload, setup, parts)
     if setup.optimizer == "muon":
         counted = [(part, kind.count) for kind in workload.kinds for part in parts[kind.signature]]
@@ -317,7 +317,7 @@ def _step_costs(
     card: Card,
     wires: Wires,
     runs: dict[tuple[str, bool], LayerRun],
-    parts: Parts,
+    parts: PartsByLayer,
 ) -> StepCosts:
     *kinds, root = workload.kinds
     priced = {

@@ -25,14 +25,14 @@ from ragged_fsdp.models.source import ModelSource, find_model
 from ragged_fsdp.models.splits import Split
 from ragged_fsdp.trainer.sharding import transformer_layers
 
-__all__ = ["ROOT", "Kind", "Phases", "Workload", "kinds_of", "workload_of"]
+__all__ = ["ROOT", "LayerKind", "Phases", "Workload", "kinds_of", "workload_of"]
 
 ROOT = "root"
 """The kind of what is outside the layers: embedding, last norm, head and loss."""
 
 
 @dataclass(frozen=True)
-class Kind:
+class LayerKind:
     """Layers of a model that are equal but for their place."""
 
     name: str
@@ -64,7 +64,7 @@ class Workload:
     """A model with one layer of each kind, and how to run it on so many sequences."""
 
     name: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerKind, ...]
     """The kinds of layers in the order of their first appearance, then the root."""
     order: tuple[int, ...]
     """For each layer of the whole model, which of the kinds it is."""
@@ -135,7 +135,7 @@ def _apply_in_one_kernel(experts: Experts, rows: Tensor, counts: Tensor) -> Tens
     return in_one_kernel(F.silu(gate) * up, experts.down_proj, counts)
 
 
-def kinds_of(model: nn.Module, layers: nn.ModuleList) -> tuple[tuple[Kind, ...], tuple[int, ...]]:
+def kinds_of(model: nn.Module, layers: nn.ModuleList) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
     """The kinds of ``layers`` and the root, and which kind each layer is."""
     config = getattr(model, "config", None)
     types = getattr(config, "layer_types", None) or [""] * len(layers)
@@ -149,12 +149,12 @@ def kinds_of(model: nn.Module, layers: nn.ModuleList) -> tuple[tuple[Kind, ...],
     rest = ((name, p) for name, p in model.named_parameters() if id(p) not in inside)
     root, root_shapes = _signature(model, rest, "")
     kinds = [
-        Kind(f"layers {_ranges(places)}", signature, shapes[signature], tuple(places))
+        LayerKind(f"layers {_ranges(places)}", signature, shapes[signature], tuple(places))
         for signature, places in found.items()
     ]
     kind_of_place = {place: index for index, places in enumerate(found.values()) for place in places}
     order = tuple(kind_of_place[place] for place in range(len(layers)))
-    return (*kinds, Kind(ROOT, root, root_shapes, ())), order
+    return (*kinds, LayerKind(ROOT, root, root_shapes, ())), order
 
 
 def _signature(

@@ -13,14 +13,14 @@ from ragged_fsdp.trainer.config import OptimizerConfig
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.weights.names import plain_name
 
-__all__ = ["GranularityRule", "LearningRate", "build_optimizer", "granularity_for"]
+__all__ = ["GranularityPolicy", "LearningRate", "build_optimizer", "granularity_for"]
 
 _SHAMPOO_BLOCK = (128, 128)
 
-GranularityRule = Callable[[str, nn.Parameter], Granularity | None]
+GranularityPolicy = Callable[[str, nn.Parameter], Granularity | None]
 
 
-def granularity_for(config: OptimizerConfig, model: nn.Module) -> GranularityRule | None:
+def granularity_for(config: OptimizerConfig, model: nn.Module) -> GranularityPolicy | None:
     """What must stay together on a rank for this optimizer; None if nothing must."""
     if config.optimizer not in ("adam8bit", "shampoo"):
         return None

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-__all__ = ["Silent", "View", "open_view"]
+__all__ = ["LogView", "Silent", "open_view"]
 
 
 class Silent:
@@ -22,7 +22,7 @@ class Silent:
         """The run is over."""
 
 
-class View(Silent):
+class LogView(Silent):
     """Plain log lines, one every ``log_every`` steps."""
 
     def __init__(self, steps: int, log_every: int) -> None:
@@ -37,7 +37,7 @@ class View(Silent):
             self.say(f"step {step:>5}/{self._steps}  {_line(row)}")
 
 
-class BarView(View):
+class BarView(LogView):
     """A bar that stays at the bottom; other lines scroll above it."""
 
     def __init__(self, steps: int, log_every: int, first_step: int) -> None:
@@ -67,7 +67,7 @@ def open_view(rank: int, steps: int, log_every: int, first_step: int) -> Silent:
     """The view of this rank."""
     if rank != 0:
         return Silent()
-    return BarView(steps, log_every, first_step) if sys.stdout.isatty() else View(steps, log_every)
+    return BarView(steps, log_every, first_step) if sys.stdout.isatty() else LogView(steps, log_every)
 
 
 def _printable(text: str) -> str:

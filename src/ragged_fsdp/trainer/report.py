@@ -59,7 +59,7 @@ for(const svg of document.querySelectorAll('svg[data-lines]')){
  svg.addEventListener('pointerleave',()=>{tip.style.display='none';rule.style.display='none';});}
 """
 
-Rows = list[dict[str, Any]]
+MetricRows = list[dict[str, Any]]
 
 
 def write_report(runs: dict[str, Path], out: Path) -> None:
@@ -74,7 +74,7 @@ def write_report(runs: dict[str, Path], out: Path) -> None:
     out.write_text(page, encoding="utf-8")
 
 
-def _panels(metrics: dict[str, Rows]) -> list[Panel | Bars]:
+def _panels(metrics: dict[str, MetricRows]) -> list[Panel | Bars]:
     losses, marks = [], []
     for color, (label, rows) in enumerate(metrics.items()):
         steps, values = _series(rows, "train", "loss")
@@ -109,14 +109,14 @@ def _panels(metrics: dict[str, Rows]) -> list[Panel | Bars]:
     ]
 
 
-def _one_line(metrics: dict[str, Rows], *keys: str) -> list[Line]:
+def _one_line(metrics: dict[str, MetricRows], *keys: str) -> list[Line]:
     return [
         Line(label, *_series(rows, "train", *keys), color)
         for color, (label, rows) in enumerate(metrics.items())
     ]
 
 
-def _phase_rows(metrics: dict[str, Rows]) -> list[tuple[str, list[float]]]:
+def _phase_rows(metrics: dict[str, MetricRows]) -> list[tuple[str, list[float]]]:
     """Of each run the median milliseconds of each phase."""
     found = []
     for label, rows in metrics.items():
@@ -125,7 +125,7 @@ def _phase_rows(metrics: dict[str, Rows]) -> list[tuple[str, list[float]]]:
     return found
 
 
-def _series(rows: Rows, kind: str, *keys: str) -> tuple[list[int], list[float]]:
+def _series(rows: MetricRows, kind: str, *keys: str) -> tuple[list[int], list[float]]:
     steps, values = [], []
     for row in rows:
         if row["kind"] != kind:
@@ -161,7 +161,7 @@ def _file(panels: list[str]) -> str:
     )
 
 
-def _page(runs: dict[str, Path], metrics: dict[str, Rows], panels: list[str]) -> str:
+def _page(runs: dict[str, Path], metrics: dict[str, MetricRows], panels: list[str]) -> str:
     legend = "".join(
         f'<span><i style="background:var(--c{color % 8})"></i>{html.escape(label)}</span>'
         for color, label in enumerate(metrics)
@@ -197,7 +197,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     return f"<table><thead><tr>{titles}</tr></thead><tbody>{lines}</tbody></table>"
 
 
-def _summary(metrics: dict[str, Rows]) -> list[tuple[str, ...]]:
+def _summary(metrics: dict[str, MetricRows]) -> list[tuple[str, ...]]:
     head = (
         "run",
         "processes",

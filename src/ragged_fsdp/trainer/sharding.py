@@ -33,7 +33,7 @@ from ragged_fsdp.topology import find_levels, given_ranks_per_node
 from ragged_fsdp.torch_internals import checkpoint_wrapper
 from ragged_fsdp.trainer.config import ShardingConfig
 from ragged_fsdp.trainer.config_file import ConfigError
-from ragged_fsdp.trainer.optimizers import GranularityRule
+from ragged_fsdp.trainer.optimizers import GranularityPolicy
 from ragged_fsdp.trainer.ranks import Ranks
 from ragged_fsdp.trainer.rules import match_rules, stores_tiles
 
@@ -111,7 +111,7 @@ def prepare_layers(model: nn.Module, config: ShardingConfig) -> None:
 
 
 def shard(
-    model: nn.Module, config: ShardingConfig, ranks: Ranks, default: GranularityRule | None = None
+    model: nn.Module, config: ShardingConfig, ranks: Ranks, default: GranularityPolicy | None = None
 ) -> None:
     """Shard ``model`` in place, a group per layer and one for the rest; nothing to do for ddp and none.
 
@@ -211,7 +211,7 @@ def resolved_precision(config: ShardingConfig, device: torch.device) -> str:
 
 
 def _policy(
-    model: nn.Module, setting: str, rules: dict[str, str], default: GranularityRule | None = None
+    model: nn.Module, setting: str, rules: dict[str, str], default: GranularityPolicy | None = None
 ) -> Callable[[str, nn.Parameter], Any] | None:
     """The rules of a setting as a policy of ``fully_shard``."""
     if not rules:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.checkpoint.reading import CheckedReader
-from ragged_fsdp.weights.files import Entry, StoredBox
+from ragged_fsdp.weights.files import StoredBox, StoredEntry
 from ragged_fsdp.weights.names import Naming, Stored, View, parts_of
 from ragged_fsdp.weights.reading import Files
 from ragged_fsdp.weights.targets import Target
@@ -58,7 +58,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """Of a record in a zip file: the lengths of its name and of what fills up to its elements."""
 
 
-def read_index(folder: Place) -> tuple[dict[str, Entry], bool]:
+def read_index(folder: Place) -> tuple[dict[str, StoredEntry], bool]:
     """The tensors of a checkpoint by name, and whether it holds an optimizer too; its files are checked."""
     metadata = CheckedReader(folder).read_metadata()
     entries = {}
@@ -69,13 +69,13 @@ def read_index(folder: Place) -> tuple[dict[str, Entry], bool]:
                 place = metadata.storage_data[MetadataIndex(name, chunk.offsets)]  # type: ignore[index]
                 offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
                 boxes.append(StoredBox(place.relative_path, place.offset, offsets, sizes, place.length))
-            entries[name] = Entry(given.properties.dtype, tuple(given.size), tuple(boxes))
+            entries[name] = StoredEntry(given.properties.dtype, tuple(given.size), tuple(boxes))
     return entries, any(name.startswith("optim.") for name in metadata.state_dict_metadata)
 
 
 def of_run(
-    naming: Naming, targets: Sequence[Target], entries: Mapping[str, Entry], *, has_optimizer: bool
-) -> tuple[Naming, Mapping[str, Entry]]:
+    naming: Naming, targets: Sequence[Target], entries: Mapping[str, StoredEntry], *, has_optimizer: bool
+) -> tuple[Naming, Mapping[str, StoredEntry]]:
     """The naming, with ``model.`` before all names if the model is stored so, and the entries of the model.
 
     A model may itself have names that begin with ``model.``: of the two ways to read the folder, the one that
@@ -107,13 +107,13 @@ def _prefixed(naming: Naming) -> Naming:
     return prefixed
 
 
-def elements_of(name: str, entry: Entry, box: StoredBox, files: Files) -> tuple[int, View]:
+def elements_of(name: str, entry: StoredEntry, box: StoredBox, files: Files) -> tuple[int, View]:
     """The byte of a file at which the storage of an item begins, and where in it the elements lie.
 
     Raises:
         ValueError: if the item is damaged, or is not the tensor that the index tells of.
     """
-    item = _Ends(box, files)
+    item = _TwoEnds(box, files)
     try:
         begin, dtype, view = _look_into(item)
         if (dtype, view.sizes) != (entry.dtype, box.sizes):
@@ -123,7 +123,7 @@ def elements_of(name: str, entry: Entry, box: StoredBox, files: Files) -> tuple[
     return begin, view
 
 
-class _Ends(io.RawIOBase):
+class _TwoEnds(io.RawIOBase):
     """An item as a file of which the two ends are read at once, and little else can be."""
 
     def __init__(self, box: StoredBox, files: Files) -> None:
@@ -164,7 +164,7 @@ class _Ends(io.RawIOBase):
         return found
 
 
-def _look_into(item: _Ends) -> tuple[int, torch.dtype, View]:
+def _look_into(item: _TwoEnds) -> tuple[int, torch.dtype, View]:
     with zipfile.ZipFile(item) as archive:
         stem = next(name for name in archive.namelist() if name.endswith("data.pkl"))[: -len("data.pkl")]
         for short in ("data.pkl", "byteorder"):

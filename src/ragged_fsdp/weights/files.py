@@ -17,7 +17,7 @@ from ragged_fsdp.checkpoint.place import Place
 from ragged_fsdp.checkpoint.safetensors_writer import TYPE_NAMES
 from ragged_fsdp.checkpoint.store import is_plain_name
 
-__all__ = ["Entry", "StoredBox", "read_header", "safetensors_files"]
+__all__ = ["StoredBox", "StoredEntry", "read_header", "safetensors_files"]
 
 _DTYPES = {name: dtype for dtype, name in TYPE_NAMES.items()}
 _LENGTH_BYTES = 8
@@ -38,7 +38,7 @@ class StoredBox:
 
 
 @dataclass(frozen=True)
-class Entry:
+class StoredEntry:
     """A stored tensor: its type and shape, and the boxes of it that lie in files."""
 
     dtype: torch.dtype
@@ -81,7 +81,7 @@ def safetensors_files(folder: Place) -> dict[str, list[str] | None]:
     return by_file
 
 
-def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str, Entry]:
+def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str, StoredEntry]:
     """The tensors of a file by name; ``ValueError`` if it is shorter than its header says, or damaged."""
     path = folder / file
     if not path.is_file():  # to open a pipe would wait for who writes into it
@@ -115,7 +115,7 @@ def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str,
     return {name: entries[name] for name in wanted}
 
 
-def _entry(path: Place, name: str, given: dict[str, Any], data: int) -> Entry:
+def _entry(path: Place, name: str, given: dict[str, Any], data: int) -> StoredEntry:
     numbers = (*given["shape"], *given["data_offsets"])
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{path}: {name} has a shape or place that is no whole number: {numbers}")
@@ -124,7 +124,7 @@ def _entry(path: Place, name: str, given: dict[str, Any], data: int) -> Entry:
     begin, end = given["data_offsets"]
     shape = tuple(given["shape"])
     whole = StoredBox(path.name, data + begin, (0,) * len(shape), shape)
-    entry = Entry(_DTYPES[given["dtype"]], shape, (whole,))
+    entry = StoredEntry(_DTYPES[given["dtype"]], shape, (whole,))
     if end - begin != entry.nbytes:
         raise ValueError(
             f"{path}: {name} has {end - begin} bytes; {entry.dtype} of shape {entry.shape} has {entry.nbytes}"

@@ -28,7 +28,7 @@ from ragged_fsdp.checkpoint.place import Place, place
 from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.weights.adapters import Adapters, fresh
 from ragged_fsdp.weights.dcp_folder import of_run, read_index
-from ragged_fsdp.weights.files import Entry, read_header, safetensors_files
+from ragged_fsdp.weights.files import StoredEntry, read_header, safetensors_files
 from ragged_fsdp.weights.names import Naming, default_naming, ignored_unexpected
 from ragged_fsdp.weights.planning import Plan, keep_part
 from ragged_fsdp.weights.reading import Progress
@@ -269,12 +269,12 @@ def _device_for(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-def _headers(folder: Place, ranks: _Ranks) -> dict[str, Entry]:
+def _headers(folder: Place, ranks: _Ranks) -> dict[str, StoredEntry]:
     """Every stored tensor; each rank reads the headers of its share of the files."""
     files: dict[str, list[str] | None] = ranks.first(lambda: safetensors_files(folder))
     mine = list(files.items())[ranks.rank :: ranks.size]
     found = ranks.each(lambda: [read_header(folder, file, wanted) for file, wanted in mine])
-    entries: dict[str, Entry] = {}
+    entries: dict[str, StoredEntry] = {}
     for header in (header for part in found for header in part):
         for name, entry in header.items():
             if name in entries:

@@ -27,7 +27,7 @@ from ragged_fsdp.torch_internals import base_of
 
 __all__ = [
     "Naming",
-    "Part",
+    "OutsidePart",
     "Stored",
     "View",
     "default_naming",
@@ -72,7 +72,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Part:
+class OutsidePart:
     """One outside tensor, or an indexed part of one, that a model tensor is made of."""
 
     stored: str
@@ -91,20 +91,22 @@ class _CopiesAreViews(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def parts_of(naming: Naming, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[Part]:
+def parts_of(naming: Naming, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> list[OutsidePart]:
     """The outside parts of a model tensor, found out on a tensor without memory."""
     probe = torch.empty(shape, dtype=dtype, device="meta")
     with _CopiesAreViews():
         given = naming(name, probe)
     if isinstance(given, str):
-        return [Part(given, (), View.of(probe), shape)]
+        return [OutsidePart(given, (), View.of(probe), shape)]
     if not isinstance(given, Mapping) or not all(isinstance(value, Tensor) for value in given.values()):
         raise TypeError(f"{name}: a naming returns a name or a mapping to tensors, got {given!r}.")
     parts = []
     for key, value in given.items():
         stored = key if isinstance(key, Stored) else Stored(key)
         is_view = value is probe or base_of(value) is probe
-        parts.append(Part(stored.name, stored.index, View.of(value) if is_view else None, tuple(value.shape)))
+        parts.append(
+            OutsidePart(stored.name, stored.index, View.of(value) if is_view else None, tuple(value.shape))
+        )
     return parts
 
 

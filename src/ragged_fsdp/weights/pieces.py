@@ -55,7 +55,7 @@ class Connection(Protocol):
 
 
 @dataclass(frozen=True)
-class _Memory:
+class _SharedMemory:
     """What another process opens memory with."""
 
     host: str
@@ -70,11 +70,11 @@ class _Memory:
 class _Slots:
     """The first message: every rank's slots, by process group, rank in the group, and number."""
 
-    of: list[list[list[_Memory]]]
+    of: list[list[list[_SharedMemory]]]
 
 
 @dataclass(frozen=True)
-class _Bucket:
+class _PlacedBucket:
     """A bucket in slots of the ranks of a process group; or, with ``memory``, in that of one rank."""
 
     label: str
@@ -82,7 +82,7 @@ class _Bucket:
     group: int = 0
     slot: int = 0
     piece_bytes: int = 0
-    memory: _Memory | None = None
+    memory: _SharedMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class _Giver:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._stream.device)
         return torch.from_file(str(self._folder / name), shared=True, size=nbytes, dtype=torch.uint8)
 
-    def _exported(self) -> list[_Memory]:
+    def _exported(self) -> list[_SharedMemory]:
         """The slots, made when they are first asked for."""
         on_device = self._stream.device.type == "cuda"
         for number in range(len(self._memory), _SLOTS):
@@ -177,12 +177,12 @@ class _Giver:
             self._memory.append(self._new(f"slot-{number}", self._slot_bytes))
         return [self._export(f"slot-{i}", memory, self._events[i]) for i, memory in enumerate(self._memory)]
 
-    def _export(self, name: str, memory: Tensor, event: Any) -> _Memory:
+    def _export(self, name: str, memory: Tensor, event: Any) -> _SharedMemory:
         handle: Any = str(self._folder / name)
         if memory.device.type == "cuda":
             handle = reduce_tensor(memory)
         written = event.ipc_handle() if event is not None else None
-        return _Memory(socket.gethostname(), handle, memory.numel(), written)
+        return _SharedMemory(socket.gethostname(), handle, memory.numel(), written)
 
     def prepare(self, index: int) -> Callable[[], None]:
         """Take the memory of a bucket; returns what writes this rank's part of it, once all ranks go on."""
@@ -199,12 +199,12 @@ class _Giver:
 
         return gather
 
-    def messages(self, index: int) -> list[_Bucket]:
+    def messages(self, index: int) -> list[_PlacedBucket]:
         """What receivers are told of a bucket that is being written."""
         slot, source = index % _SLOTS, self._stream.in_shards(index)
         if source is not None:
             group = self._groups.index(source.process_group)
-            return [_Bucket(source.label, tuple(source.records), group, slot, source.shard_bytes)]
+            return [_PlacedBucket(source.label, tuple(source.records), group, slot, source.shard_bytes)]
         told = []
         for number, (bucket, _) in enumerate(self._kept[slot]):
             name, event, data = f"bucket-{slot}-{number}", None, bucket.data
@@ -214,7 +214,7 @@ class _Giver:
             else:
                 data = self._new(name, data.numel()).copy_(data)
             self._kept[slot][number] = (bucket, event)  # until the receiver has opened it
-            told.append(_Bucket(bucket.label, bucket.records, memory=self._export(name, data, event)))
+            told.append(_PlacedBucket(bucket.label, bucket.records, memory=self._export(name, data, event)))
         return told
 
 
@@ -286,7 +286,7 @@ def take_over(
             bucket = None
             if isinstance(message, _Slots):
                 slots = [[[_Opened(memory) for memory in own] for own in ranks] for ranks in message.of]
-            elif isinstance(message, _Bucket):
+            elif isinstance(message, _PlacedBucket):
                 bucket = _joined(message, slots, device)
             else:
                 slots, answer = [], None
@@ -311,7 +311,7 @@ def take_over(
 class _Opened:
     """Memory of another process."""
 
-    def __init__(self, memory: _Memory) -> None:
+    def __init__(self, memory: _SharedMemory) -> None:
         self._event: Any = None
         if isinstance(memory.handle, str):
             self._data = torch.from_file(memory.handle, shared=True, size=memory.nbytes, dtype=torch.uint8)
@@ -327,7 +327,7 @@ class _Opened:
         place.copy_(self._data[: place.numel()], non_blocking=True)
 
 
-def _joined(message: _Bucket, slots: list[list[list[_Opened]]], device: torch.device) -> Bucket:
+def _joined(message: _PlacedBucket, slots: list[list[list[_Opened]]], device: torch.device) -> Bucket:
     """A bucket's pieces one behind the other, in new memory; they may be overwritten when this returns."""
     if message.memory is not None:
         pieces, nbytes = [_Opened(message.memory)] if message.memory.nbytes else [], message.memory.nbytes

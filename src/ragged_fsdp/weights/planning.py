@@ -21,10 +21,10 @@ from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.routes import Region, contiguous_stride
 from ragged_fsdp.torch_internals import storage_id
 from ragged_fsdp.weights.dcp_folder import elements_of
-from ragged_fsdp.weights.files import Entry, StoredBox
-from ragged_fsdp.weights.names import Naming, Part, View, parts_of
+from ragged_fsdp.weights.files import StoredBox, StoredEntry
+from ragged_fsdp.weights.names import Naming, OutsidePart, View, parts_of
 from ragged_fsdp.weights.reading import CHUNK_BYTES, Files, Progress, read_jobs
-from ragged_fsdp.weights.spans import Piece, Transfer, jobs_of, transfers
+from ragged_fsdp.weights.spans import StoredPiece, Transfer, jobs_of, transfers
 from ragged_fsdp.weights.targets import Target, local_flat, region_of, replicate_dims
 
 __all__ = ["Plan", "keep_part"]
@@ -42,7 +42,7 @@ class _Want:
     model: View
     """Where the elements of the box lie in that tensor."""
     stored: str
-    entry: Entry
+    entry: StoredEntry
     box: StoredBox
     index: Any
     """Which elements of the box, as indexing gives them."""
@@ -59,13 +59,13 @@ class _Want:
             elements = View(elements.offset + int(probe.storage_offset()), tuple(probe.shape), probe.stride())
         return list(transfers(self.shape, self.region, model, (elements.offset, elements.strides)))
 
-    def pieces(self, files: Files, target: int, source: int) -> list[Piece]:
+    def pieces(self, files: Files, target: int, source: int) -> list[StoredPiece]:
         """The runs of bytes to read for a target, by their numbers."""
         begin, elements = self.box.begin, _row_major(self.box.sizes)
         if self.box.item_bytes is not None:
             begin, elements = elements_of(self.stored, self.entry, self.box, files)
         item = self.entry.dtype.itemsize
-        return [Piece(self.box.file, begin, item, target, source, t) for t in self.transfers(elements)]
+        return [StoredPiece(self.box.file, begin, item, target, source, t) for t in self.transfers(elements)]
 
 
 def _row_major(sizes: tuple[int, ...]) -> View:
@@ -74,7 +74,7 @@ def _row_major(sizes: tuple[int, ...]) -> View:
 
 
 def _wants(
-    shape: tuple[int, ...], region: Region, view: View, stored: str, entry: Entry, index: Any = ()
+    shape: tuple[int, ...], region: Region, view: View, stored: str, entry: StoredEntry, index: Any = ()
 ) -> list[_Want]:
     """The boxes of a stored tensor with elements that this rank needs; ``ValueError`` as of ``transfers``.
 
@@ -97,8 +97,8 @@ class _Computed:
 
     name: str
     """The name by which its naming is asked."""
-    parts: list[Part]
-    pieces: list[Piece]
+    parts: list[OutsidePart]
+    pieces: list[StoredPiece]
     """Of all parts, each into a tensor of its own."""
 
 
@@ -107,7 +107,7 @@ class Plan:
     """What this rank reads, for each of its targets, and what it gets from other ranks."""
 
     folder: Place
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, StoredEntry]
     targets: Sequence[Target]
     naming: Naming
     broadcast: bool
@@ -115,13 +115,13 @@ class Plan:
     found: int = 0
 
     def __post_init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[StoredPiece] = []
         self._dtypes: list[torch.dtype] = []
         """Of the stored tensor that a piece comes from."""
         self._computed: dict[int, _Computed] = {}
         self._owners: dict[int, tuple[list[int], tuple[int, ...]]] = {}
         self._loads: dict[Any, list[int]] = {}
-        self._wants: list[tuple[list[Piece], _Want, int, int]] = []
+        self._wants: list[tuple[list[StoredPiece], _Want, int, int]] = []
         wanted: set[str] = set()
         lines = [f"broadcast {self.broadcast}"]
         for index, target in enumerate(self.targets):
@@ -152,7 +152,7 @@ class Plan:
         self.unexpected = sorted(self.entries.keys() - wanted)
         self.description = "\n".join(lines)
 
-    def _stored_name(self, options: Mapping[str, list[Part]]) -> str | None:
+    def _stored_name(self, options: Mapping[str, list[OutsidePart]]) -> str | None:
         """The first of a target's names under which the folder has all its parts; None if it has none."""
         for name, parts in options.items():
             lacking = [part.stored for part in parts if part.stored not in self.entries]
@@ -164,7 +164,7 @@ class Plan:
                 )
         return None
 
-    def _check(self, name: str, tensor: Tensor, part: Part) -> None:
+    def _check(self, name: str, tensor: Tensor, part: OutsidePart) -> None:
         entry = self.entries[part.stored]
         where = self.folder / entry.boxes[0].file if len(entry.boxes) == 1 else self.folder
         shape = entry.shape
@@ -204,7 +204,7 @@ class Plan:
         coordinate = mesh.get_coordinate()
         return all(coordinate[dim] == at for dim, at in zip(dims, place))
 
-    def _add(self, index: int, name: str, parts: list[Part]) -> None:
+    def _add(self, index: int, name: str, parts: list[OutsidePart]) -> None:
         target = self.targets[index]
         region, shape = region_of(target.name, target.tensor), tuple(target.tensor.shape)
         local_flat(target.name, target.tensor)
@@ -222,7 +222,7 @@ class Plan:
             self._wants.append((self._pieces, want, index, len(self._dtypes)))
             self._dtypes.append(want.entry.dtype)
 
-    def _add_computed(self, index: int, name: str, parts: list[Part]) -> None:
+    def _add_computed(self, index: int, name: str, parts: list[OutsidePart]) -> None:
         made = self._computed[index] = _Computed(name, parts, [])
         for number, part in enumerate(parts):
             entry = self.entries[part.stored]

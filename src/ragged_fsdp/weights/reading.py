@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ragged_fsdp.checkpoint.place import Place
-from ragged_fsdp.weights.spans import Job, Piece
+from ragged_fsdp.weights.spans import Job, StoredPiece
 
 __all__ = ["CHUNK_BYTES", "Files", "Progress", "read_jobs"]
 
@@ -138,7 +138,7 @@ def read_jobs(
     pinned = any(target.device.type == "cuda" for target in targets)
     with ExitStack() as stack:
         files = stack.enter_context(Files(folder))
-        worker = _Worker(files, targets, dtypes, pinned)
+        worker = _Reads(files, targets, dtypes, pinned)
         threads = min(threads, len(jobs))
         for job in jobs[:threads]:
             files.will_read(job.file, job.begin, job.end - job.begin)
@@ -157,7 +157,7 @@ def read_jobs(
     return done
 
 
-class _Worker:
+class _Reads:
     """What the threads share; each has a buffer of its own."""
 
     def __init__(
@@ -185,7 +185,7 @@ class _Worker:
         for piece in job.pieces:
             self._put(piece, staged[piece.begin - job.begin : piece.end - job.begin])
 
-    def _is_direct(self, piece: Piece) -> bool:
+    def _is_direct(self, piece: StoredPiece) -> bool:
         target = self._targets[piece.target]
         same = target.dtype == self._dtypes[piece.source]
         return same and target.device.type == "cpu" and piece.transfer.is_run
@@ -200,7 +200,7 @@ class _Worker:
     def _read(self, job: Job, into: Tensor) -> None:
         self._files.read_into(job.file, job.begin, memoryview(into.numpy()).cast("B"))  # type: ignore[arg-type]
 
-    def _put(self, piece: Piece, raw: Tensor) -> None:
+    def _put(self, piece: StoredPiece, raw: Tensor) -> None:
         dtype, transfer, target = self._dtypes[piece.source], piece.transfer, self._targets[piece.target]
         if raw.storage_offset() % dtype.itemsize:
             raw = raw.clone()  # a view of this type must begin at a multiple of its size

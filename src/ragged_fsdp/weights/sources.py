@@ -30,14 +30,14 @@ from ragged_fsdp.packing import value_meta, values_of
 from ragged_fsdp.torch_internals import local_of, storage_id
 from ragged_fsdp.weights.adapters import Addition, added
 from ragged_fsdp.weights.buckets import Bucket, Record
-from ragged_fsdp.weights.names import Naming, Part, parts_of
+from ragged_fsdp.weights.names import Naming, OutsidePart, parts_of
 from ragged_fsdp.weights.targets import Target, groups_of
 
 __all__ = [
-    "Gathered",
     "GroupSource",
     "LooseSource",
-    "Member",
+    "ModelTensor",
+    "PendingGather",
     "contiguous",
     "member_of",
     "sent_dtype",
@@ -53,11 +53,11 @@ _COMM = Comm()
 
 
 @dataclass(frozen=True)
-class Member:
+class ModelTensor:
     """A tensor of the model with the parts it has outside, and what adapters add to it."""
 
     target: Target
-    parts: tuple[Part, ...]
+    parts: tuple[OutsidePart, ...]
     additions: tuple[Addition, ...] = ()
 
     @property
@@ -77,7 +77,7 @@ class Member:
 
 
 @dataclass
-class Gathered:
+class PendingGather:
     """A gather under way: ``wait`` lets the current stream use what it brings."""
 
     flat: Tensor
@@ -100,7 +100,7 @@ def sent_dtype(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return dtype if wanted is None or not dtype.is_floating_point or dtype.itemsize == 1 else wanted
 
 
-def contiguous(part: Part) -> bool:
+def contiguous(part: OutsidePart) -> bool:
     """Whether an outside tensor is a run of the model's."""
     if part.view is None:
         return False
@@ -113,7 +113,7 @@ def contiguous(part: Part) -> bool:
 
 
 def sources_of(
-    model: nn.Module, members: Sequence[Member], dtype: torch.dtype | None, *, one_dtype: bool = False
+    model: nn.Module, members: Sequence[ModelTensor], dtype: torch.dtype | None, *, one_dtype: bool = False
 ) -> list[GroupSource | LooseSource]:
     """The buckets of a pass, in the order in which their first tensors stand in the model.
 
@@ -137,7 +137,7 @@ def sources_of(
             continue
         made.append((min(own), GroupSource(group, mine, sent, owners)))
         taken.update(own)
-    loose: list[Member] = []
+    loose: list[ModelTensor] = []
     first = 0
     for index in [i for i in range(len(members)) if i not in taken and members[i].parts]:
         nbytes = _value_bytes(members[index])
@@ -151,7 +151,7 @@ def sources_of(
     return [source for _, source in sorted(made, key=lambda pair: pair[0])]
 
 
-def _value_bytes(member: Member) -> int:
+def _value_bytes(member: ModelTensor) -> int:
     return member.shape.numel() * member.dtype.itemsize
 
 
@@ -172,7 +172,7 @@ def _cell_bytes(group: ParamGroup, sent: Sequence[torch.dtype]) -> int | None:
     return plan.cell_bytes if sizes == list(plan.item_bytes) else None
 
 
-def member_of(target: Target, naming: Naming, additions: tuple[Addition, ...] = ()) -> Member:
+def member_of(target: Target, naming: Naming, additions: tuple[Addition, ...] = ()) -> ModelTensor:
     """A tensor of the model with its parts outside."""
     shape, dtype = value_meta(target.tensor)
     parts = parts_of(naming, target.name, tuple(shape), dtype)
@@ -181,7 +181,7 @@ def member_of(target: Target, naming: Naming, additions: tuple[Addition, ...] = 
             raise ValueError(
                 f"{target.name}: names= puts it into a part of {part.stored!r}; that is for load"
             )
-    return Member(target, tuple(parts), additions)
+    return ModelTensor(target, tuple(parts), additions)
 
 
 class GroupSource:
@@ -190,7 +190,7 @@ class GroupSource:
     def __init__(
         self,
         group: ParamGroup,
-        members: list[Member],
+        members: list[ModelTensor],
         sent: Sequence[torch.dtype],
         owners: Mapping[int, Owner],
     ) -> None:
@@ -304,15 +304,17 @@ class GroupSource:
         numel = self.layout.ranks * self.shard_numel
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
-    def gather(self, flat: Tensor, shard: Tensor | None, side: Any, group: dist.ProcessGroup) -> Gathered:
+    def gather(
+        self, flat: Tensor, shard: Tensor | None, side: Any, group: dist.ProcessGroup
+    ) -> PendingGather:
         """Start to gather into ``flat``; ``side`` is the stream it runs on, of devices that have streams."""
         if side is None:
-            return Gathered(flat, self._gather(flat, shard, group, async_op=True), None, shard)
+            return PendingGather(flat, self._gather(flat, shard, group, async_op=True), None, shard)
         module = torch.get_device_module(self.device)
         side.wait_stream(module.current_stream(self.device))
         with module.stream(side):
             self._gather(flat, shard, group, async_op=False)
-        return Gathered(flat, None, side.record_event(), shard)
+        return PendingGather(flat, None, side.record_event(), shard)
 
     def _gather(self, flat: Tensor, shard: Tensor | None, group: dist.ProcessGroup, *, async_op: bool) -> Any:
         slot = flat.narrow(0, group.rank() * self.shard_numel, self.shard_numel) if self.receives else flat
@@ -351,7 +353,7 @@ class GroupSource:
 class LooseSource:
     """Tensors that are gathered one by one."""
 
-    def __init__(self, members: list[Member], dtype: torch.dtype | None) -> None:
+    def __init__(self, members: list[ModelTensor], dtype: torch.dtype | None) -> None:
         self.members = members
         self.tensors = [member.target.tensor for member in members]
         """What is gathered: what the model held when it was last looked at, or copies of that."""
@@ -363,7 +365,7 @@ class LooseSource:
         """Bytes of the bucket."""
         return sum(member.shape.numel() * self.sent(member).itemsize for member in self.members)
 
-    def sent(self, member: Member) -> torch.dtype:
+    def sent(self, member: ModelTensor) -> torch.dtype:
         """The dtype in which a tensor is sent."""
         return sent_dtype(member.dtype, self._dtype)
 
@@ -396,7 +398,7 @@ class LooseSource:
             values += [(p.stored, v) for p, v in zip(member.parts, _outside(naming, member, whole))]
         return packed(self.label, values)
 
-    def _as_it_is(self, member: Member, whole: Tensor) -> Bucket:
+    def _as_it_is(self, member: ModelTensor, whole: Tensor) -> Bucket:
         """The bucket of one tensor whose parts are runs of it: no second copy."""
         item, records = whole.dtype.itemsize, []
         for part in member.parts:
@@ -417,7 +419,7 @@ def whole_of(tensor: Tensor) -> Tensor:
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
-def _outside(naming: Naming, member: Member, whole: Tensor) -> list[Tensor]:
+def _outside(naming: Naming, member: ModelTensor, whole: Tensor) -> list[Tensor]:
     """The parts of a gathered tensor, in the order of ``member.parts``."""
     given = naming(member.target.name, whole)
     return [whole] if isinstance(given, str) else list(given.values())

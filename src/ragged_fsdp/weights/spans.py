@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ragged_fsdp.routes import Region, contiguous_stride
 
-__all__ = ["Job", "Piece", "Transfer", "jobs_of", "transfers"]
+__all__ = ["Job", "StoredPiece", "Transfer", "jobs_of", "transfers"]
 
 Shape = tuple[int, ...]
 
@@ -163,7 +163,7 @@ def _unravel(shape: Shape, offset: int) -> Shape:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A transfer of one target tensor, from a stored tensor that begins at byte ``start`` of a file."""
 
     file: str
@@ -193,17 +193,17 @@ class Job:
     file: str
     begin: int
     end: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
 
-def jobs_of(pieces: Sequence[Piece], chunk_bytes: int) -> list[Job]:
+def jobs_of(pieces: Sequence[StoredPiece], chunk_bytes: int) -> list[Job]:
     """The pieces cut and joined into reads of at most ``chunk_bytes``, in the order of the files."""
     cut = sorted(
         (part for piece in pieces for part in _cut(piece, chunk_bytes)),
         key=lambda p: (p.file, p.begin, p.target),
     )
     jobs: list[Job] = []
-    together: list[Piece] = []
+    together: list[StoredPiece] = []
     end = 0
     for piece in cut:
         joins = bool(together) and piece.file == together[0].file and piece.begin <= end + GAP_BYTES
@@ -218,7 +218,7 @@ def jobs_of(pieces: Sequence[Piece], chunk_bytes: int) -> list[Job]:
     return jobs
 
 
-def _cut(piece: Piece, chunk_bytes: int) -> Iterator[Piece]:
+def _cut(piece: StoredPiece, chunk_bytes: int) -> Iterator[StoredPiece]:
     """Parts that lie in one run of at most ``chunk_bytes``, with only short gaps inside."""
     transfer, item = piece.transfer, piece.item_bytes
     if not transfer.sizes:

@@ -33,7 +33,7 @@ from ragged_fsdp.weights.coded_source import CodedSource, coded_where_held
 from ragged_fsdp.weights.codes import coded, encoded_bucket, encoded_records
 from ragged_fsdp.weights.names import Naming, default_naming
 from ragged_fsdp.weights.passes import Pass
-from ragged_fsdp.weights.sources import GroupSource, LooseSource, Member, member_of, sources_of
+from ragged_fsdp.weights.sources import GroupSource, LooseSource, ModelTensor, member_of, sources_of
 from ragged_fsdp.weights.targets import Target, holders_of, named_tensors, targets_of
 
 __all__ = ["Stream", "stream"]
@@ -120,7 +120,7 @@ class Stream:
         if without:
             raise ValueError(f"stream: {without[0]!r} is on the meta device and has no weights")
         members = [
-            Member(target, ())
+            ModelTensor(target, ())
             if (sent := adapters.sent(target)) is None
             else member_of(sent, self._naming, adapters.of.get(id(target.tensor), ()))
             for target in targets

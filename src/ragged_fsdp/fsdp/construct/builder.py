@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from ragged_fsdp.collectives import explain_failure
 from ragged_fsdp.fsdp.construct.call import Managed, Options
 from ragged_fsdp.fsdp.construct.choices import Choice, Choices
-from ragged_fsdp.fsdp.construct.network import Route, pick, route
+from ragged_fsdp.fsdp.construct.network import NetworkPath, network_path, pick
 from ragged_fsdp.fsdp.gather.packed import Chunks, Extensions
 from ragged_fsdp.fsdp.gather.transport import Parking, parking_mesh
 from ragged_fsdp.fsdp.parts.members import MainShard, ManagedParam, RowPieces, pins_memory
@@ -85,8 +85,8 @@ class GroupBuilder:
     ) -> list[ParamGroup]:
         """Register the shards and make the groups, with what was picked for each."""
         pgs = [draft.mesh.shard_group for draft in drafts]
-        routes = [route(*names, pg, self.device, self.options) for names, pg in zip(picked, pgs)]
-        groups = [self._make_group(modules, draft, route) for draft, route in zip(drafts, routes)]
+        paths = [network_path(*names, pg, self.device, self.options) for names, pg in zip(picked, pgs)]
+        groups = [self._make_group(modules, draft, path) for draft, path in zip(drafts, paths)]
         if len(groups) > 1:
             for number, group in enumerate(groups, 1):
                 group.label_suffix = f" ({number} of {len(groups)})"
@@ -215,9 +215,9 @@ class GroupBuilder:
         made = {gathered_dtype(param.dtype, policy.param_dtype) for param in params}
         return any((policy.reduce_dtype or dtype).itemsize > dtype.itemsize for dtype in made)
 
-    def _make_group(self, modules: tuple[nn.Module, ...], draft: Draft, route: Route) -> ParamGroup:
+    def _make_group(self, modules: tuple[nn.Module, ...], draft: Draft, path: NetworkPath) -> ParamGroup:
         options, first = self.options, draft.choices[0]
-        reduce, gather_comm = route
+        reduce, gather_comm = path
         params = [choice.param for choice in draft.choices]
         for param in params:
             param.register(param.sharded)

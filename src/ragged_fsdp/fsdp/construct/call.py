@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ragged_fsdp.agreement import Disagreement, compare
 from ragged_fsdp.collectives import explain_failure
 from ragged_fsdp.fsdp.parts.left_out import MANAGED_ATTRIBUTE
-from ragged_fsdp.fsdp.parts.members import ManagedParam, Place
+from ragged_fsdp.fsdp.parts.members import ManagedParam, Registration
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.runtime.state import state_of
 from ragged_fsdp.topology import given_ranks_per_node
@@ -173,7 +173,7 @@ def collect(roots: Sequence[nn.Module], ignored: set[nn.Parameter]) -> Managed:
                 )
             wanted[param] = None
         buffers.update(dict.fromkeys(module.buffers(recurse=False)))
-    places: dict[nn.Parameter, list[Place]] = {}
+    places: dict[nn.Parameter, list[Registration]] = {}
     names: dict[nn.Parameter, str] = {}
     for qualified, place, param in _registrations(roots):
         if param in wanted:
@@ -223,7 +223,7 @@ def _only_ignored(module: nn.Module, ignored: set[nn.Parameter]) -> bool:
     return all(param in ignored for param in module.parameters())
 
 
-def _registrations(roots: Sequence[nn.Module]) -> Iterator[tuple[str, Place, nn.Parameter]]:
+def _registrations(roots: Sequence[nn.Module]) -> Iterator[tuple[str, Registration, nn.Parameter]]:
     """Every name under which a parameter is registered, duplicates included."""
     many = len(roots) > 1
     for index, root in enumerate(roots):
@@ -232,7 +232,7 @@ def _registrations(roots: Sequence[nn.Module]) -> Iterator[tuple[str, Place, nn.
             dot = f"{module_name}." if module_name else ""
             for name, param in parameters_of(module).items():
                 if param is not None:
-                    yield f"{prefix}{dot}{name}", Place(module, name), param
+                    yield f"{prefix}{dot}{name}", Registration(module, name), param
 
 
 def moved_buffers(managed: Managed, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,12 +1,12 @@
 """How the data of a group goes over the network: what the user asked for, or what fits its nodes.
 
-    =================  ===================================  ======================================
-    ``reduction``      transport                            leaves a node, of gradients of B bytes
-    =================  ===================================  ======================================
-    reduce_scatter     ``ReduceScatter``                    B in the dtype of the sum
-    all_to_all         ``Exchange``                         B per rank of the node
-    two_level          ``Exchange`` over nodes and rails    B
-    =================  ===================================  ======================================
+    =================  =======================================  ======================================
+    ``reduction``      transport                                leaves a node, of gradients of B bytes
+    =================  =======================================  ======================================
+    reduce_scatter     ``ReduceScatter``                        B in the dtype of the sum
+    all_to_all         ``GradExchange``                         B per rank of the node
+    two_level          ``GradExchange`` over nodes and rails    B
+    =================  =======================================  ======================================
 
 ``auto`` is the exchange where gradients are added in a wider dtype than they have, through two levels if
 there are two. It is the reduce-scatter where there are no bytes to save: sums as wide as the gradients, or
@@ -29,11 +29,11 @@ from torch.distributed import ProcessGroup
 from ragged_fsdp.collectives import Comm, LevelComm, explain_failure
 from ragged_fsdp.fsdp.construct.call import Options
 from ragged_fsdp.fsdp.parts.members import Members
-from ragged_fsdp.fsdp.reduce.exchange import Exchange
+from ragged_fsdp.fsdp.reduce.exchange import GradExchange
 from ragged_fsdp.fsdp.reduce.transport import GradTransport, ReduceScatter
 from ragged_fsdp.topology import Levels, find_levels, level_groups
 
-__all__ = ["Route", "pick", "pick_gather", "pick_reduction", "route"]
+__all__ = ["NetworkPath", "network_path", "pick", "pick_gather", "pick_reduction"]
 
 logger = logging.getLogger("ragged_fsdp")
 _MANY_RANKS = 128  # from here on the steps of a ring cost more than two levels do
@@ -76,7 +76,7 @@ def pick_gather(asked: str, levels: Levels) -> str:
     return asked
 
 
-Route = tuple[Callable[[Members], GradTransport], Comm | None]
+NetworkPath = tuple[Callable[[Members], GradTransport], Comm | None]
 """What reduces the gradients of a group, and what gathers its weights; None is what gathers everywhere."""
 
 
@@ -84,7 +84,7 @@ def pick(options: Options, levels: Levels, *, widens: bool) -> tuple[str, str]:
     """How gradients are reduced and weights are gathered on a network; the log says where it is not as asked.
 
     Raises where what was asked for does not fit, on the ranks of one mesh and not on those of another: before
-    :func:`route` the call compares what became of it.
+    :func:`network_path` the call compares what became of it.
     """
     reduction = pick_reduction(options.reduction, levels, widens=widens)
     gather = pick_gather(options.gather, levels)
@@ -102,7 +102,9 @@ def pick(options: Options, levels: Levels, *, widens: bool) -> tuple[str, str]:
     return reduction, gather
 
 
-def route(reduction: str, gather: str, pg: ProcessGroup, device: torch.device, options: Options) -> Route:
+def network_path(
+    reduction: str, gather: str, pg: ProcessGroup, device: torch.device, options: Options
+) -> NetworkPath:
     """What was picked, with the process groups it needs: a collective of the ranks of ``pg``."""
     over = None
     if "two_level" in (reduction, gather):
@@ -113,7 +115,7 @@ def route(reduction: str, gather: str, pg: ProcessGroup, device: torch.device, o
     if reduction == "reduce_scatter":
         return ReduceScatter, comm
     over = over if reduction == "two_level" else None
-    return partial(Exchange, levels=over, between=options.internode_dtype), comm
+    return partial(GradExchange, levels=over, between=options.internode_dtype), comm
 
 
 def _say_once(level: int, text: str) -> None:

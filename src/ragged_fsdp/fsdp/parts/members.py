@@ -62,7 +62,7 @@ __all__ = [
     "MainShard",
     "ManagedParam",
     "Members",
-    "Place",
+    "Registration",
     "RowPieces",
     "pins_memory",
 ]
@@ -81,7 +81,7 @@ _OWNERS: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDicti
 
 
 @dataclass(frozen=True)
-class Place:
+class Registration:
     """One registration of a parameter: tied parameters and shared modules have several."""
 
     module: nn.Module
@@ -91,7 +91,7 @@ class Place:
 class ManagedParam:
     """One parameter in all its forms: see [Note: tensors of a parameter]."""
 
-    def __init__(self, name: str, original: nn.Parameter, places: Sequence[Place]) -> None:
+    def __init__(self, name: str, original: nn.Parameter, places: Sequence[Registration]) -> None:
         self.name = name
         self.fqn = name
         """Its name below the root, once that is known."""

@@ -47,12 +47,12 @@ from ragged_fsdp import collectives
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
-from ragged_fsdp.fsdp.reduce.sends import ExchangePlan, SendPlan, Step, plan_exchange, rounds_of
+from ragged_fsdp.fsdp.reduce.sends import GradExchangePlan, SendPlan, Step, plan_grad_exchange, rounds_of
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.tiling import tiled
 from ragged_fsdp.topology import LevelGroups, Levels
 
-__all__ = ["Exchange"]
+__all__ = ["GradExchange"]
 
 _RAIL_CALLS = 8  # per exchange, where there are so many nodes: each costs the host a list of all nodes
 
@@ -60,7 +60,7 @@ _RAIL_CALLS = 8  # per exchange, where there are so many nodes: each costs the h
 class _Memory(NamedTuple):
     """Where an exchange lies; made once for each storage it is in."""
 
-    plan: ExchangePlan
+    plan: GradExchangePlan
     packed: DBuffer | None
     """What is sent, if it is packed as a whole."""
     by_place: torch.Tensor
@@ -73,7 +73,7 @@ class _Memory(NamedTuple):
     """One row per node: what its ranks have for this rank."""
 
 
-class Exchange(GradTransport):
+class GradExchange(GradTransport):
     """Keeps autograd's gradients as they are and exchanges them; see the module's docstring.
 
     Args:
@@ -97,7 +97,7 @@ class Exchange(GradTransport):
         """Per round, what each rank is sent; nothing if everything is packed."""
         self._memory: _Memory | None = None
         """Where the exchange lies that is being launched."""
-        self._plan: ExchangePlan | None = None
+        self._plan: GradExchangePlan | None = None
         """How gradients in the layout are exchanged; made when it is first used."""
         self._memories: dict[FlatStorage, _Memory] = {}
         self._sum_kind: DBuffer | None = None
@@ -130,13 +130,13 @@ class Exchange(GradTransport):
         """Bytes of what is packed as a whole, of rows that arrive in the steps under way, and of sums."""
         return self._plan_for(layout).places[-1]
 
-    def _plan_for(self, layout: GradLayout) -> ExchangePlan:
+    def _plan_for(self, layout: GradLayout) -> GradExchangePlan:
         plan, wire = self._plan, self.members.wire_dtype
         if plan is None or plan.layout is not layout or plan.wire != wire:
             between = self._asked_between or (torch.float32 if wire == torch.float16 else wire)
             if wire.is_complex:  # a real dtype has no room for them
                 between = wire
-            plan = self._plan = plan_exchange(layout, self._over, self.members.device, wire, between)
+            plan = self._plan = plan_grad_exchange(layout, self._over, self.members.device, wire, between)
         return plan
 
     # -- reducing --------------------------------------------------------------------------------

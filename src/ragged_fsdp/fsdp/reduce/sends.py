@@ -26,7 +26,15 @@ from ragged_fsdp.layout import align_up
 from ragged_fsdp.routes import Shared, shared_boxes
 from ragged_fsdp.topology import LevelGroups, Levels
 
-__all__ = ["ExchangePlan", "SendPlan", "Step", "plan_exchange", "plan_sends", "plan_steps", "rounds_of"]
+__all__ = [
+    "GradExchangePlan",
+    "SendPlan",
+    "Step",
+    "plan_grad_exchange",
+    "plan_sends",
+    "plan_steps",
+    "rounds_of",
+]
 
 _STEPS = 4  # at least, where shards are large
 _ROUND_NUMEL = 1 << 19  # a round has at least this many elements of each shard
@@ -130,7 +138,7 @@ def plan_steps(sends: SendPlan, levels: Levels, rank: int) -> Iterator[Step]:
 
 
 @dataclass(frozen=True)
-class ExchangePlan:
+class GradExchangePlan:
     """All of an exchange that follows from the layout of its gradients."""
 
     layout: GradLayout
@@ -160,15 +168,15 @@ class ExchangePlan:
         return tuple(accumulate((align_up(size, _ALIGN_BYTES) for size in sizes), initial=0))
 
 
-def plan_exchange(
+def plan_grad_exchange(
     layout: GradLayout, over: LevelGroups, device: torch.device, wire: torch.dtype, between: torch.dtype
-) -> ExchangePlan:
+) -> GradExchangePlan:
     """What this rank sends and receives of gradients in dtype ``wire``, whose sums travel in ``between``."""
     nodes, places, shard_numel = len(over.levels.nodes), over.levels.ranks_per_node, layout.layout.shard_numel
     if packs_all(device, shard_numel):
         rail = (nodes, shard_numel) if nodes > 1 else (0, 0)
         rows = (1, places, nodes * shard_numel)
-        return ExchangePlan(layout, wire, between, None, (0, shard_numel), rows, rail, rail)
+        return GradExchangePlan(layout, wire, between, None, (0, shard_numel), rows, rail, rail)
     sends = plan_sends(layout, layout.layout.ranks, rounds=_rounds(device, shard_numel, nodes))
     steps = tuple(plan_steps(sends, over.levels, over.rank))
     numel = max(step.numel for step in steps)
@@ -177,7 +185,7 @@ def plan_exchange(
     if nodes > 1:
         longest = max(sends.extents[slot][1] for slot in over.levels.rails[over.place])
         sums, arrivals = (nodes, longest), (nodes, extent[1])
-    return ExchangePlan(layout, wire, between, sends, extent, rows, sums, arrivals, steps)
+    return GradExchangePlan(layout, wire, between, sends, extent, rows, sums, arrivals, steps)
 
 
 def _rounds(device: torch.device, shard_numel: int, nodes: int) -> int:

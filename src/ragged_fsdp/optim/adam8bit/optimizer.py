@@ -97,7 +97,7 @@ class _Batches:
     others: list[int] = field(default_factory=list)
 
 
-class _Members:
+class _GroupSlots:
     """The parameters of a group as the steps see them; built anew when groups or state are replaced."""
 
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -213,7 +213,7 @@ class Adam8bit(ExactStateOptimizer):
             "seed": seed,
         }
         self._plans: dict[Tensor, _Plan] = {}
-        self._members: list[_Members] = []
+        self._members: list[_GroupSlots] = []
         self._is_ready = False
         super().__init__(params, defaults)
         self._is_ready = True
@@ -242,7 +242,7 @@ class Adam8bit(ExactStateOptimizer):
                 blocks = require_whole_blocks(name, param, grid)
             plans[param] = _Plan(name, self._places.get(param, position + offset), blocks)
         self._plans.update(plans)
-        self._members.append(_Members(named))
+        self._members.append(_GroupSlots(named))
 
     def _log_plans(self, groups: Sequence[dict[str, Any]]) -> None:
         params = [param for group in groups for param in group["params"]]
@@ -293,7 +293,7 @@ class Adam8bit(ExactStateOptimizer):
 
     def _update(
         self,
-        members: _Members,
+        members: _GroupSlots,
         indices: Sequence[int],
         grads: dict[int, Tensor],
         group: dict[str, Any],

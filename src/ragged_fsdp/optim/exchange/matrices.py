@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from ragged_fsdp.routes import Part, Region, Shared, region_numel, shared_boxes, starts_of
+from ragged_fsdp.routes import BoxPart, Region, Shared, region_numel, shared_boxes, starts_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -285,7 +285,7 @@ def _ends(shared: Shared) -> Ends:
     return _rows_of(shared.source), _rows_of(shared.target)
 
 
-def _rows_of(part: Part) -> Spot:
+def _rows_of(part: BoxPart) -> Spot:
     """A part of a single matrix, row by row."""
     (batch, row, column), (_, block_rows, stride) = part.offsets, part.block_sizes
     start = part.block_start + (batch * block_rows + row) * stride + column

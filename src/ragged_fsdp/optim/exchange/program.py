@@ -7,8 +7,8 @@ Memory of a bucket on a rank, all in the dtype of the exchange:
   by task, then as its region lies in memory. Both ends walk the same tasks in the same order, so a position
   in one buffer is the same position in the other.
 
-What two ranks share and where it is packed comes from :mod:`ragged_fsdp.routes`. A whole ``Route`` would not
-do: it takes one tensor from one layout to another, while here slabs of many parameters share a transfer,
+What two ranks share and where it is packed comes from :mod:`ragged_fsdp.routes`. A whole ``RankRoute`` would
+not do: it takes one tensor from one layout to another, while here slabs of many parameters share a transfer,
 leave one replica and return to all, and begin or end in batches instead of a buffer.
 
 Elements that a rank stores are packed for another root, written straight into a batch (its root is this

@@ -87,7 +87,7 @@ class Team:
 
 
 @dataclass
-class _Bucket:
+class _InFlight:
     """The buffers of one bucket in flight."""
 
     label: str
@@ -137,7 +137,7 @@ class Exchange:
 
     def run(self, work: MatrixWork) -> None:
         """One step of all parameters of the plan. Every rank of the group must call it."""
-        live: dict[int, _Bucket] = {}
+        live: dict[int, _InFlight] = {}
         try:
             for stage, index in _schedule(len(self.programs), self.in_flight):
                 with record_function(f"{self.label} {stage} {index}"):  # what profiles are read by
@@ -154,18 +154,18 @@ class Exchange:
         finally:
             self._watch.inside = None  # it raised: the watch would report it as not finished
 
-    def _start(self, index: int, work: MatrixWork) -> _Bucket:
+    def _start(self, index: int, work: MatrixWork) -> _InFlight:
         program = self.programs[index]
         batches = [self._empty(math.prod(batch.shape)) for batch in program.batches]
         sent = self._empty(sum(program.gather.send))
         for links in program.collected:
             work.collect(links, [sent, *batches])
         received = self._empty(sum(program.gather.receive))
-        bucket = _Bucket(f"{self.label} bucket {index}", program, batches, received, sent)
+        bucket = _InFlight(f"{self.label} bucket {index}", program, batches, received, sent)
         self._transfer(bucket, program.gather, "all-to-all to the roots")
         return bucket
 
-    def _iterate(self, bucket: _Bucket, work: MatrixWork) -> None:
+    def _iterate(self, bucket: _InFlight, work: MatrixWork) -> None:
         program = bucket.program
         self._wait(bucket)
         _copy([(a.near.view(bucket.batches[a.batch]), a.far.view(bucket.packed)) for a in program.incoming])
@@ -177,7 +177,7 @@ class Exchange:
         _copy([(a.far.view(bucket.sent), a.near.view(bucket.batches[a.batch])) for a in program.results])
         self._transfer(bucket, program.scatter, "all-to-all from the roots")
 
-    def _finish(self, bucket: _Bucket, work: MatrixWork) -> None:
+    def _finish(self, bucket: _InFlight, work: MatrixWork) -> None:
         self._wait(bucket)
         for links in bucket.program.applied:
             work.apply(links, [bucket.packed, *bucket.batches])
@@ -185,7 +185,7 @@ class Exchange:
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.team.device)
 
-    def _transfer(self, bucket: _Bucket, splits: Splits, phase: str) -> None:
+    def _transfer(self, bucket: _InFlight, splits: Splits, phase: str) -> None:
         group = self.team.group
         # By what all ranks do, not by what this one sends: the others would wait for it.
         if group is None or not bucket.program.moves:
@@ -203,7 +203,7 @@ class Exchange:
         self._watch.inside = None  # the host goes on, and is in it again when it waits
         bucket.transfer = work, launch
 
-    def _wait(self, bucket: _Bucket) -> None:
+    def _wait(self, bucket: _InFlight) -> None:
         if bucket.transfer is None:
             return
         work, launch = bucket.transfer

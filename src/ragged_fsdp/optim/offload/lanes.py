@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ragged_fsdp.dbuffer import FlatStorage
 from ragged_fsdp.optim.base import ExactStateOptimizer, are_params_of, are_same, local_part, state_values
-from ragged_fsdp.optim.offload.part import HOST, Part, Slot, State, steps_whole
+from ragged_fsdp.optim.offload.part import HOST, Slot, State, StatePart, steps_whole
 
 __all__ = ["Lane", "Parts", "devices_of"]
 
@@ -26,7 +26,7 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.slots = [Slot(device) for _ in range(_SLOTS)]
-        self.parts: list[Part] = []
+        self.parts: list[StatePart] = []
         self._device = device
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._inward = self._outward = None
@@ -36,14 +36,14 @@ class Lane:
     def add(self, whole: Optimizer, kind: type[Optimizer], members: list[list[int]]) -> None:
         """One more part, for the slot that is next."""
         slot = self.slots[len(self.parts) % _SLOTS]
-        self.parts.append(Part(whole, kind, members, slot))
+        self.parts.append(StatePart(whole, kind, members, slot))
         slot.parts.append(self.parts[-1])
 
     def step(self) -> None:
         """Step all parts that have work, with the copies of their neighbours beside each."""
         at_work = [part for part in self.parts if part.has_work()]
         slots = list(dict.fromkeys(part.slot for part in at_work))
-        ahead: Part | None = None
+        ahead: StatePart | None = None
         try:
             for slot in slots:
                 slot.open()
@@ -74,7 +74,7 @@ class Lane:
         event.record(self._module.current_stream(self._device))
         return event
 
-    def _fetch(self, part: Part) -> None:
+    def _fetch(self, part: StatePart) -> None:
         """Start the copy of a part's state into its slot, after what was there has left."""
         if part.host is None or not part.nbytes:
             return
@@ -83,7 +83,7 @@ class Lane:
             part.slot.bytes_of(part).copy_(_all_bytes(part.host), non_blocking=True)
             part.fetched = self.record()
 
-    def _store(self, part: Part) -> None:
+    def _store(self, part: StatePart) -> None:
         """Start the copy of a part's state to the host, after its update."""
         if part.has_other_tensors():  # it was begun, or exchanged: rare
             part.lay_out()
@@ -119,7 +119,7 @@ class Parts:
         self._pending: list[Any] = []
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[StatePart]:
         """Every part, of all devices."""
         return [part for lane in self._lanes.values() for part in lane.parts]
 

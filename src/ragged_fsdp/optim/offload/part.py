@@ -21,7 +21,7 @@ from ragged_fsdp.dtensor import wrap_local
 from ragged_fsdp.optim.base import ExactStateOptimizer, are_same, group_names, local_part, state_values
 from ragged_fsdp.torch_internals import DTensorSpec, spec_of
 
-__all__ = ["HOST", "Part", "Slot", "State", "steps_whole"]
+__all__ = ["HOST", "Slot", "State", "StatePart", "steps_whole"]
 
 HOST = torch.device("cpu")
 _ALIGNMENT_BYTES = 256
@@ -57,7 +57,7 @@ class _Entry:
         return local if self.spec is None else wrap_local(local, self.spec)
 
 
-class Part:
+class StatePart:
     """Parameters that are updated together: who steps them, and their state on the host and in a slot.
 
     ``state`` is what the step sees. Between steps its tensors have no memory; the optimizer's own state has
@@ -239,7 +239,7 @@ class Slot:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.parts: list[Part] = []
+        self.parts: list[StatePart] = []
         self.memory = FlatStorage(0, device)
         self.stored: Any = None
         """After the last copy out of it."""
@@ -261,7 +261,7 @@ class Slot:
             elif moved:
                 part.forget_addresses()
 
-    def bytes_of(self, part: Part) -> Tensor:
+    def bytes_of(self, part: StatePart) -> Tensor:
         """The part's state, as it is copied."""
         return self.memory.tensor(0, (part.nbytes,), torch.uint8)
 
