@@ -73,13 +73,13 @@ class GroupLine:
     ranks: int
     tensors: tuple[TensorLine, ...]
     whole_bytes: int
-    """Of the parameters on all ranks together, without padding."""
+    """Bytes of the parameters on all ranks together, without padding."""
     rank_bytes: int
     """What this rank keeps of them."""
     gathered_bytes: int
     """The buffer that they are gathered into, in the dtype they are computed with."""
     padding_ratio: float
-    """Of that buffer: padding relative to the parameters."""
+    """Padding of the gathered buffer, relative to the parameters."""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class CodedWeight(Tensor):
     """A weight as codes and scales; linear layers compute with its values, which it can also return."""
 
     codes: Tensor
-    """As the weight's shape."""
+    """In the shape of the weight."""
     scales: Tensor
     """(bands, tiles): one per tile."""
     kind: BlockCodes

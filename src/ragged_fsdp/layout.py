@@ -252,7 +252,7 @@ class GroupLayout:
         )
 
     def recut(self, ranks: int) -> "GroupLayout":
-        """The same buffer in ``ranks`` equal shards, whose borders may cut blocks; ``ranks`` divides ours.
+        """This buffer in ``ranks`` equal shards, a divisor of today's number; their borders may cut blocks.
 
         Tiles are forgotten: with as many ranks it is where untiled tensors lie.
         """

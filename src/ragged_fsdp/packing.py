@@ -44,7 +44,7 @@ class Packing(Protocol):
 
     shape: torch.Size
     dtype: torch.dtype
-    """Of the values that the codes stand for, as ``shape``."""
+    """The dtype of the values that the codes stand for; ``shape`` is theirs too."""
 
     @property
     def description(self) -> str:

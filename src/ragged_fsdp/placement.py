@@ -322,7 +322,7 @@ def placement_from_layout(
 
 @lru_cache(maxsize=512)  # one takes half a megabyte where there are 65,536 ranks
 def _placement_of(alone: GroupLayout, shape: tuple[int, ...], kind: type[RaggedShard]) -> RaggedShard:
-    """Of the tensor that ``alone`` lays out. Cached: the equal layers of a model share one for all ranks."""
+    """The placement of the tensor that ``alone`` lays out, cached: equal layers of a model share it."""
     (spec,) = alone.specs
     # an empty tensor lies nowhere: any units describe it
     numels = alone.local_numels(0) if spec.numel else (1,) * alone.ranks

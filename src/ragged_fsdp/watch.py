@@ -75,9 +75,9 @@ class Launch:
     group_name: str = ""
     pg: Any = None
     number: int = 0
-    """The how many-th of its process group; 0 before the first."""
+    """Counts the launches of the process group; 0 before the first."""
     event: Any = None
-    """Behind it on its stream; has ``query()``."""
+    """An event behind the collective on its stream; has ``query()``."""
     started_s: float = math.nan
     """When the host had launched it; while it is in the launch, since when it was seen there, or nan."""
 

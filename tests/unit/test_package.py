@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import get_overloads
@@ -243,3 +244,19 @@ def _types_by_name() -> dict[str, set[str]]:
 def test_the_name_of_a_type_means_one_thing():
     """Who finds a ``Part`` in one file must not read another file's for it."""
     assert {name: meanings for name, meanings in _types_by_name().items() if len(meanings) > 1} == {}
+
+
+_FRAGMENT = re.compile(r"(Of|As (``|many|long)|The same|Those|That of|Its|It|They|Their|Likewise)(?!\w)")
+
+
+def _docstrings() -> Iterator[tuple[str, str]]:
+    """Every docstring of the source tree, those of attributes too, with its place."""
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", str(node.value.value)
+
+
+def test_docstrings_stand_alone():
+    """One that begins with "Of" or "The same" is half a sentence: its other half is somewhere else."""
+    assert [(place, text) for place, text in _docstrings() if _FRAGMENT.match(text)] == []

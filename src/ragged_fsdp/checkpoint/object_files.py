@@ -21,7 +21,7 @@ class ObjectFiles(FileSystemBase):
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
-        """Of each object that was written through this."""
+        """Sums of the objects that were written through this, by name."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:

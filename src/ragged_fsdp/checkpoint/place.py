@@ -79,7 +79,7 @@ class ObjectPath:
         yield from (self / key.rpartition("/")[2] for key in keys)
 
     def stat(self) -> _Size:
-        """Its size, alone."""
+        """What is asked of the object's metadata: its size."""
         return _Size(int(self.fs.info(self.url)["size"]))
 
     def open(self, mode: str = "rb") -> Any:
@@ -87,7 +87,7 @@ class ObjectPath:
         return self.fs.open(self.url, mode)
 
     def read_text(self) -> str:
-        """Its content."""
+        """The object's content as text."""
         with self.open() as file:
             return str(file.read().decode())
 

@@ -147,7 +147,7 @@ def _same_view(tensor: Tensor, block: Tensor, begin: int) -> Tensor:
 
 
 def _rebuilt(state: Any, staged: dict[int, Tensor]) -> Any:
-    """The same tree around the staged tensors, and around copies of what was on the host already."""
+    """A tree like ``state`` around the staged tensors, and around copies of what was on the host already."""
     if isinstance(state, dict):
         return {key: _rebuilt(value, staged) for key, value in state.items()}
     if isinstance(state, list | tuple):

@@ -280,7 +280,7 @@ class ObjectStore(CheckpointStore):
         return self.root / f"step-{step:08d}{self.attempt}"
 
     def writing_path(self, step: int) -> Any:
-        """The same: it is the manifest that makes it complete."""
+        """The folder to write to, the final one: it is the manifest that makes a checkpoint complete."""
         return self.final_path(step)
 
     def steps(self) -> list[int]:

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
-"""Of every command, not only of the group: click remembers the names with which a command was first asked."""
+"""For every command, not only the group: click remembers the names with which a command was first asked."""
 
 
 def given_options() -> dict[str, str]:

@@ -76,7 +76,7 @@ class Fp8Plan:
 
     title: str
     left_out: Mapping[str, Mapping[str, str]]
-    """Of bands and of tiles: parameters that stay in bf16, and why."""
+    """For bands and for tiles: which parameters stay in bf16, and why."""
     numel: Mapping[str, int]
     sizes: Mapping[int, Mapping[str, Way]]
     """By FSDP size: ``bf16``, ``bands``, ``tiles``."""

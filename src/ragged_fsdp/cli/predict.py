@@ -40,7 +40,7 @@ _NETWORKS = {
 
 _NOT_BESIDE_SEARCH = ("plot_file", "timeline")
 _SEARCHED = ("replicas", "accumulate", "activation_checkpointing", "reshard_after_forward")
-"""Of the rest --search keeps what is given."""
+"""Settings of which ``--search`` tries several values; those that are given it keeps."""
 
 _HELP = """Say what a training step of MODEL will cost: time, MFU, memory by category, what binds.
 

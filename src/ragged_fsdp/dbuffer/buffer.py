@@ -359,7 +359,7 @@ class DBuffer:
         async_op: bool = False,
         comm: Comm = _TORCH,
     ) -> DBuffer:
-        """The same buffer in other placements, by one collective per mesh dim that changes.
+        """What this buffer holds in other placements, by one collective per mesh dim that changes.
 
         Args:
             placements: one per mesh dim. A tuple that a caller passes again, with an ``out`` of the same

@@ -189,7 +189,7 @@ def _checked(
 
 
 def _groups(found: Collection[SplitExperts]) -> Iterable[dist.ProcessGroup | None]:
-    """Those that experts are spread over, then those that hold the same ones."""
+    """The groups that experts are spread over, then the groups that hold the same ones."""
     states = [state for experts in found if (state := state_of(experts.module)) is not None]
     data = [group for state in states for group in state.call[1].key()]
     return dict.fromkeys([*(experts.mesh.get_group() for experts in found), *data])

@@ -23,7 +23,7 @@ __all__ = ["Asked", "Meanwhile", "PieceSizes", "call", "exchange"]
 Meanwhile = Callable[[], None] | None
 """Work that needs no rows of other ranks: shared experts."""
 PieceSizes = Sequence[list[int]]
-"""Of each exchange how many rows go to, or come from, each rank of the group."""
+"""For each exchange, how many rows go to, or come from, each rank of the group."""
 
 
 class Asked:

@@ -32,7 +32,7 @@ class ExpertSplit:
 
     @classmethod
     def even(cls, experts: int, ranks: int) -> ExpertSplit:
-        """As many on each rank as whole experts allow; the first ranks have one more."""
+        """Experts spread as evenly as whole ones can be; the first ranks have one more."""
         if ranks < 1 or experts < 1:
             raise ValueError(f"ExpertSplit.even: expected experts and ranks, got {experts} and {ranks}.")
         each, more = divmod(experts, ranks)

@@ -19,8 +19,9 @@ __all__ = ["groups_of", "product", "quantize", "weight_gradient"]
 
 _SCALE_ALIGN = 4  # fp32 scales: 16 bytes
 _LYING_ROWS = 448
-"""Of an expert on average. With more it costs less to turn a weight once than for every 64 rows: on H200,
-64 experts of 5760 x 2880, the two took 1.46 and 1.34 ms with 384 rows each, 1.73 and 1.75 with 512."""
+"""Rows of an expert, on average, up to which a product turns what it reads. With more it costs less to turn a
+weight once than for every 64 rows: on H200, 64 experts of 5760 x 2880, the two took 1.46 and 1.34 ms with 384
+rows each, 1.73 and 1.75 with 512."""
 _ROWS, _BLOCKS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 
@@ -33,7 +34,7 @@ def product(
     dtype: torch.dtype,
     turned: bool,
 ) -> Tensor:
-    """As ``emulation.product``.
+    """The product of ``emulation.product``, by torch's kernel for one group of whole blocks.
 
     A weight to be turned is small beside the rows of a linear layer, and turned once. Beside few rows of each
     expert it is not: there a product turns what it reads. Either way has the same bits.
@@ -59,7 +60,7 @@ def product(
 def weight_gradient(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, groups: Groups, dtype: torch.dtype
 ) -> Tensor:
-    """As ``emulation.weight_gradient``."""
+    """The gradient of ``emulation.weight_gradient``, by torch's kernel for one group of whole blocks."""
     if groups.size > 1 or a.shape[1] % BLOCK or b.shape[1] % BLOCK or not groups.tiles:
         return kernels.weight_gradient(a, a_scales, b, b_scales, groups, dtype)
     a, b = (codes.transpose(0, 1).flatten(1) for codes in (a, b))

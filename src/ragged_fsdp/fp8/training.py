@@ -46,7 +46,7 @@ _CODES = BlockCodes("float8_e4m3fn", (BLOCK, BLOCK), decoded=False)
 _IN_TILES = "store it in tiles (tiles=True; train --granularity '*_proj*=tiles:128x128'), "
 _TILED_MULTIPLE = 16  # what the kernels read begins at multiples of 16 bytes
 _READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""They read the weights of the linear layers in them, the latter where nothing is trained: nans."""
+"""Modules that read the weights of the linear layers in them, the latter where nothing is trained: nans."""
 _EXCLUDED = re.compile(r"(^|\.)(lm_head|output|score|classifier|embed\w*|wte|wpe|\w*norm\w*|gate|router)$")
 
 

@@ -217,7 +217,7 @@ class AfterBackward(torch.autograd.Function):
 
 
 class BeforeBackward(AfterBackward):
-    """The same on outputs, where the module's backward begins: also that of tangents.
+    """The node of :class:`AfterBackward` on outputs, where a module's backward begins: that of tangents too.
 
     It stands where a tensor hook would not do: on outputs under functorch, whose outer graph hooks do not
     reach, and on gradients that will be differentiated again.

@@ -306,7 +306,7 @@ class StepCounters:
             self.flat[torch.tensor(list(indices), device="cpu")] += 1
 
     def by_count(self, indices: Iterable[int]) -> dict[float, list[int]]:
-        """Those of ``indices`` that have taken the same number of steps."""
+        """``indices`` by the number of steps that these parameters have taken."""
         counts, members = self.counts(), defaultdict(list)
         for index in indices:
             members[counts[index]].append(index)

@@ -358,7 +358,7 @@ def _is_place_of(
 def _tiles_placements(
     grid: BlockGrid, mesh_shape: Shape, placements: tuple[Placement, ...]
 ) -> tuple[Placement, ...] | None:
-    """Those of a parameter stored in tiles: the grid is stored column by column, as its panels are."""
+    """Placements over the grid of a parameter in tiles, which is stored column by column, as panels are."""
     mesh_dim = ragged_mesh_dim(placements)
     parts = locate_blocks(grid, mesh_shape, placements)
     if mesh_dim is None or None in parts:

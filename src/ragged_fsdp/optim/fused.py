@@ -102,7 +102,7 @@ class _GroupChains:
         self.chains = list(_find_chains(named, started))
         self.counters = StepCounters([param for _, param in named])
         self.addresses = ParamAddresses([member.param for chain in self.chains for member in chain.held])
-        """Of the weights; chains are right as long as they do not change."""
+        """Addresses of the weights; chains are right as long as these do not change."""
         self.started: dict[tuple[str, ...], set[int]] = defaultdict(set)
         """Positions of the parameters that have state under these keys."""
         self.places = {member.position: (chain, member) for chain in self.chains for member in chain.members}

@@ -72,21 +72,21 @@ class GroupCost:
     """The buffer of the gathered weights, with padding."""
     gather: Seconds
     gather_again: Seconds
-    """Before backward: less where a slice was parked on the node."""
+    """The gather before backward: less where a slice was parked on the node."""
     cast_s: float
-    """Of this rank's shard, before it is gathered."""
+    """The cast of this rank's shard, before it is gathered."""
     memory_s: float = 0.0
-    """For which a gather reads and writes the device's memory: it takes no less."""
+    """How long a gather reads and writes the device's memory: it takes no less."""
     decode_s: float = 0.0
-    """Of gathered codes into weights, behind the gather."""
+    """Decoding of gathered codes into weights, behind the gather."""
     message_bytes: int = 0
-    """Of the gathered codes, which live until then."""
+    """Bytes of the gathered codes, which live until they are decoded."""
     copy_out_s: float = 0.0
-    """Out of the gathered buffer into parameters, on the compute stream (FSDP2)."""
+    """FSDP2's copy out of the gathered buffer into parameters, on the compute stream."""
     grad_bytes: int = 0
     """Gradients as autograd makes them."""
     grad_copy_s: float = 0.0
-    """Into the buffer of a reduce-scatter, on the compute stream."""
+    """The copy of gradients into the buffer of a reduce-scatter, on the compute stream."""
     buffer_bytes: int = 0
     """What a reduction needs beside the gradients."""
     keeps_grads: bool = False
@@ -114,14 +114,14 @@ class LayerRun:
     forward_peak_bytes: int
     backward_peak_bytes: int
     forward_exchange: Seconds = _FREE
-    """Of tokens between the ranks that share a layer's experts or matrices: computation waits for it."""
+    """Tokens between the ranks that share a layer's experts or matrices: computation waits for them."""
     backward_exchange: Seconds = _FREE
     contention: float = 0.0
     """By how much of their time copies on other streams delay it: both want the device's memory."""
     held: float = 0.0
     """How much longer it takes, as a share, while a collective holds multiprocessors."""
     forward_products_s: float = 0.0
-    """Of its products at the rate that a GPU sustains: how much power it draws."""
+    """Seconds of its products at the rate that a GPU sustains: how much power it draws."""
     backward_products_s: float = 0.0
     forward_operations: float = 0.0
     """That the host launches one by one; 0 where ``forward_s`` was measured, which has it."""
@@ -142,7 +142,7 @@ class StepCosts:
     """What an update needs while it runs."""
     micro_batches: int = 1
     kept_layers: int = OWN_KEPT
-    """With which backward begins: they stay gathered."""
+    """Layers that stay gathered after forward: backward begins with them."""
     gathers_first: bool = False
     """Whether a gather is issued ahead of a reduction (exchanges)."""
     kept_bytes: int = 0
@@ -150,7 +150,7 @@ class StepCosts:
     fsdp2: bool = False
     """Whether the order is FSDP2's."""
     arena_bytes: int = 0
-    """Of a gradient buffer that stays allocated between steps: without segments that can grow."""
+    """Bytes of a gradient buffer that stays allocated between steps: without segments that can grow."""
     host: Host = field(default_factory=Host)
 
 

@@ -35,18 +35,18 @@ __all__ = [
 _FORMAT = 2
 _CARDS = Path(__file__).parent / "cards"
 _ATTENTION_SHARE, _MEMORY_SHARE = 0.55, 0.80
-"""Of the peaks: what causal attention and copies usually reach."""
+"""Shares of the peaks that causal attention and copies usually reach."""
 _INTERLEAVE, _CHUNK_CAT, _CHUNK_CAT_BF16, _COLLECT, _DECODE = 0.83, 0.48, 0.69, 0.81, 0.93
-"""Of the rate of a copy: what these kernels reached on an H200."""
+"""Shares of a copy's rate that these kernels reached on an H200."""
 _HOST_ADAMW_GB_S = 40.0
 """A GPU's share of a host with eight of them."""
 _CONTENTION = 0.5
 _KERNEL_US = 3.0
 SORTS = ("dense", "experts", "root")
 _UNKNOWN_ERROR = 0.12
-"""Of a roofline by measured rates for a sort of layer that was not."""
+"""Error of a roofline by measured rates for a sort of layer that was not measured."""
 _UNMEASURED_ERROR = {"dense": 0.25, "experts": 0.75, "root": 0.25}
-"""Of a roofline by a data sheet. On the H200's card layers with experts took 1.2 to 2.8 times theirs:
+"""Error of a roofline by a data sheet. On the H200's card layers with experts took 1.2 to 2.8 times theirs:
 GPT-OSS-120B with 8192 tokens, all layers computed again, takes 1.8 times what its data sheet says."""
 
 
@@ -161,23 +161,23 @@ class Card:
     """Sustained, read and written bytes together."""
     kernel_us: float
     interleave_gb_s: float
-    """Of the copy by which FSDP2 takes parameters out of a gathered buffer."""
+    """Rate of the copy by which FSDP2 takes parameters out of a gathered buffer."""
     chunk_cat_gb_s: float
-    """Of the copy by which it takes bf16 gradients into a buffer of fp32."""
+    """Rate of the copy by which FSDP2 takes bf16 gradients into a buffer of fp32."""
     chunk_cat_bf16_gb_s: float
-    """Into a buffer of bf16."""
+    """Rate of the copy by which FSDP2 takes bf16 gradients into a buffer of bf16."""
     collect_gb_s: float
-    """Of ours: bf16 gradients into a buffer of fp32."""
+    """Rate of our copy of bf16 gradients into a buffer of fp32."""
     decode_gb_s: float
-    """Of the kernel that makes bf16 weights of 8-bit codes."""
+    """Rate of the kernel that makes bf16 weights of 8-bit codes."""
     sum_rows_gb_s: float
-    """Of the kernel that adds received rows of gradients."""
+    """Rate of the kernel that adds received rows of gradients."""
     adamw_gb_s: float
-    """Of the fused AdamW, which moves 28 bytes per fp32 element."""
+    """Rate of the fused AdamW, which moves 28 bytes per fp32 element."""
     host_gb_s: float
-    """Of a copy from the host's pinned memory, and back."""
+    """Rate of a copy from the host's pinned memory, and back."""
     host_adamw_gb_s: float
-    """Of the fused AdamW on the host, which is what offloaded parameters are updated with."""
+    """Rate of the fused AdamW on the host, which updates offloaded parameters."""
     layers: tuple[LayerCard, ...] = ()
     versions: Mapping[str, str] | None = None
     grouped_beside: float | None = None
@@ -223,7 +223,7 @@ class Card:
         return [pair for pair in pairs if pair[1]]
 
     def contention(self) -> float:
-        """Of a layer that the card does not have: the median of those it has."""
+        """What copies cost a layer that the card does not have: the median of those it has."""
         return statistics.median(
             [point.contention for layer in self.layers for point in layer.points] or [_CONTENTION]
         )

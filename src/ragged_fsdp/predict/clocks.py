@@ -56,7 +56,7 @@ def _products_s(run: LayerRun) -> float:
 
 
 def _load(run: LayerRun) -> float:
-    """Of a layer by itself."""
+    """The share of a layer's time, run by itself, that its products would take at the sustained rate."""
     return _products_s(run) / max(1e-9, run.forward_s + run.backward_s)
 
 

@@ -155,7 +155,7 @@ class _Counter(TorchDispatchMode):
         self._place: int | None = None
         self._started = self._base = 0
         self._saved = 0
-        """Of all layers together, while something outside them runs."""
+        """Bytes saved by all layers together, while something outside them runs."""
 
     def begin(self, place: int | None, phase: str) -> None:
         self._end_phase()
@@ -280,7 +280,7 @@ def _flops(func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> tuple[st
 
 
 _PRODUCTS: dict[Any, int] = {_aten.mm: 0, _aten.bmm: 0, _aten.addmm: 1, _aten.baddbmm: 1}
-"""Where their first matrix is among the arguments."""
+"""The place of a product's first matrix among its arguments."""
 _GROUPED = {getattr(_aten, "_grouped_mm", None)} - {None}
 _ATTENTION: dict[Callable[..., Any], int] = {
     getattr(_aten, f"_scaled_dot_product_{name}"): first
@@ -298,4 +298,4 @@ _ATTENTION: dict[Callable[..., Any], int] = {
     )
     for name in names
 }
-"""Where the query is among the arguments; the backward's are behind the gradient."""
+"""The place of the query among the arguments of attention; in a backward the gradient comes first."""

@@ -34,7 +34,7 @@ _WARM_SECONDS = 1.5
 _STAYS_WARM_SECONDS = 0.3
 """For a run that follows another."""
 _COPY_NUMEL = 1 << 28
-"""Of the bf16 copies that run beside a layer, each a fraction of a millisecond."""
+"""Elements of the bf16 copies that run beside a layer, each a fraction of a millisecond."""
 _ITERATIONS = 6
 _STEPS_AHEAD = 3
 _GIB = 1 << 30

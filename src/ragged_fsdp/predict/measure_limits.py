@@ -28,10 +28,10 @@ _HELD_NUMEL = 16384
 """32 registers of each thread. The block holds three times as many and leaves few of the 65,536 of a
 multiprocessor: as beside a block of a collective, there is no room for one of a product."""
 _STARTS_SECONDS = 2e-3
-"""After which a kernel that was launched on an idle device runs."""
+"""In this time a kernel that was launched on an idle device has begun."""
 _REPEATS = 5
 _IDLE_SECONDS = 1.0
-"""After which a GPU has its highest clock again."""
+"""So long a GPU has to idle to have its highest clock again."""
 _BURST = 3
 """Products of some milliseconds together: the clock does not fall so soon."""
 

@@ -23,7 +23,7 @@ __all__ = ["OPTIMIZERS", "Update", "elementwise", "muon", "with_state_on_host"]
 _BF16 = 2
 _ADAMW_BYTES = 28.0
 _MUON_STATE, _MUON_MOVED = 4.0, 26.0
-"""Of an element of a hidden matrix: fp32 momentum; that, gradient, weight and update, read and written."""
+"""Bytes per element of a hidden matrix: fp32 momentum; it, gradient, weight and update, read and written."""
 _NEWTON_SCHULZ_STEPS = 5
 _OF_NAIVE = 0.70
 """Operations and rate of our kernels over those of plain products (docs/optimizers-muon.md)."""

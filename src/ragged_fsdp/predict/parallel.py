@@ -62,7 +62,7 @@ class LayerPart:
     shapes: Shapes
     ranks: int
     apart: int
-    """Of these ranks."""
+    """How far apart in the order of ranks two neighbours of these are."""
     groups: int
     """How many groups of such ranks a replica has, each with a part of its own, or with all."""
 
@@ -162,7 +162,7 @@ def shared_point(point: Point, workload: Workload, kind: LayerKind, ranks: Repli
 
 
 def _with_fewer_experts(point: Point, workload: Workload, kind: LayerKind, ep: int, card: Card) -> Point:
-    """As many rows for a part of the experts: less to read of weights, and fewer gradients to write."""
+    """``point`` with its rows on a part of the experts: less to read of weights, fewer gradients to write."""
     experts = [shape for name, shape in kind.shapes if ".experts." in f".{name}" and len(shape) == 3]
     if not experts:
         return point

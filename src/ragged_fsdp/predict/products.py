@@ -32,7 +32,7 @@ class Products:
 
     plain_s: float
     grouped_s: float
-    """As long as their weights are read, if that is longer."""
+    """Grouped products: at least as long as their weights are read."""
     beside: float = GROUPED_BESIDE
     """Times as long that grouped products take beside a collective."""
 

@@ -27,7 +27,7 @@ QUEUED = 1024
 
 
 class Launches(NamedTuple):
-    """So many kernels, and the seconds that the host takes to launch them."""
+    """A number of kernels, and the seconds that the host takes to launch them."""
 
     kernels: float
     seconds: float

@@ -41,10 +41,10 @@ parameter of it. From the step benchmark's host times (``host.json``): 24 small 
 ``benchmarks.step calls`` does on layers of 9, 55 and 103 parameters: 1309 a layer and 128 for each of them.
 Ours makes 364 and 2, which are not charged."""
 _OPERATION_LAUNCHES = 3.2
-"""As many for an operation of a layer, of which those small ones have 72, forward and backward."""
+"""Small kernels for an operation of a layer, of which those small layers have 72, forward and backward."""
 HOST_BINDS = "the host's launches"
 _HOST_ERROR = 0.40
-"""Of the host's time per collective: what the step benchmark's rows range by around their mean."""
+"""Error of the host's time per collective: how the step benchmark's rows range around their mean."""
 _NETWORK_ERROR = 0.15
 _MEASURED_ERROR = 0.03
 _COUNTED_MEMORY_ERROR, _MEASURED_MEMORY_ERROR = 0.08, 0.03

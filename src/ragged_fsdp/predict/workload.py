@@ -74,7 +74,7 @@ class Workload:
     loss: Callable[[nn.Module, int, int, torch.device], Tensor]
     """Forward: the model, sequences, tokens of a sequence, device."""
     flops_per_token: Callable[[int], float]
-    """Of the whole model, forward and backward, by tokens of a sequence; what MFU counts."""
+    """Operations of the whole model, forward and backward, by tokens of a sequence; what MFU counts."""
     width: int = 0
     """Channels of a token between layers, and how many experts it visits: what expert parallelism sends."""
     experts_per_token: int = 0

@@ -51,7 +51,7 @@ class Tokens:
 
     @cached_property
     def digest(self) -> str:
-        """Of the number of tokens and of samples of them, the same wherever and however they are stored."""
+        """A hash of the number of tokens and of samples, the same wherever and however they are stored."""
         content = hashlib.sha256(f"{len(self.train)} {len(self.evaluation)}".encode())
         for sample in self.samples():
             content.update(sample.tobytes())

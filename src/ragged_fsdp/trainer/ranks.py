@@ -80,7 +80,7 @@ class Ranks:
 
     @property
     def splits(self) -> list["SplitMesh"]:
-        """Those of tensor and expert parallelism that there are."""
+        """The meshes of tensor and expert parallelism, as far as there are any."""
         return [split for split in (self.tp, self.ep) if split is not None]
 
     @property

@@ -117,7 +117,7 @@ def _one_line(metrics: dict[str, MetricRows], *keys: str) -> list[Line]:
 
 
 def _phase_rows(metrics: dict[str, MetricRows]) -> list[tuple[str, list[float]]]:
-    """Of each run the median milliseconds of each phase."""
+    """The median milliseconds of each phase, run by run."""
     found = []
     for label, rows in metrics.items():
         series = [_series(rows, "train", "phases_s", phase)[1] for phase in _PHASES]

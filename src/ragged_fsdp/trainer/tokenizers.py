@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
     description: str
     """In words, for the user."""
     digest: str
-    """Of all that decides the ids: with the same digest, the same ids, wherever the tokenizer lies."""
+    """A hash of all that decides the ids: equal hashes mean equal ids, wherever the tokenizer lies."""
     begin: int | None
     """The token that begins a document, if there is one."""
     end: int | None
@@ -91,7 +91,7 @@ class FolderTokenizer:
 
 
 def _digest(tokenizer: Any, folder: Path) -> str:
-    """Of the content: a path would stay the same where the tokenizer is trained again in place."""
+    """A hash of the tokenizer's content: its path stays the same where it is trained again in place."""
     content = hashlib.sha256(f"{tokenizer.bos_token_id} {tokenizer.eos_token_id}".encode())
     if tokenizer.is_fast:
         content.update(tokenizer.backend_tokenizer.to_str().encode())

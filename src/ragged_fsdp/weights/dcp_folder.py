@@ -36,9 +36,9 @@ __all__ = ["elements_of", "of_run", "read_index"]
 
 _PREFIX = "model."
 _END_BYTES = 4096
-"""Of each end of an item; torch's own records take less than half of it, unless they are aligned to more."""
+"""Bytes read of each end of an item; torch's own records take less than half, unless aligned to more."""
 _MOST_BYTES = 1 << 16
-"""Of a read between the ends, and of a record but the elements; what fills up to an alignment is shorter."""
+"""The most of a read between the ends, and of a record but its elements; fill to an alignment is less."""
 _STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
@@ -55,7 +55,7 @@ _STORAGES = {
 }
 """Types that ``torch.save`` writes as the class of their storage; others have an untyped one."""
 _LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a record in a zip file: the lengths of its name and of what fills up to its elements."""
+"""How a record of a zip file begins: the lengths of its name and of what fills up to its elements."""
 
 
 def read_index(folder: Place) -> tuple[dict[str, StoredEntry], bool]:

@@ -30,7 +30,7 @@ class StoredBox:
 
     file: str
     begin: int
-    """Its first byte in the file: of the elements, or of the item that holds them."""
+    """The first byte in the file: of the elements, or of the item that holds them."""
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     item_bytes: int | None = None

@@ -99,7 +99,7 @@ class _Computed:
     """The name by which its naming is asked."""
     parts: list[OutsidePart]
     pieces: list[StoredPiece]
-    """Of all parts, each into a tensor of its own."""
+    """Reads of all parts, each into a tensor of its own."""
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Plan:
     def __post_init__(self) -> None:
         self._pieces: list[StoredPiece] = []
         self._dtypes: list[torch.dtype] = []
-        """Of the stored tensor that a piece comes from."""
+        """Dtypes of the stored tensors that pieces come from."""
         self._computed: dict[int, _Computed] = {}
         self._owners: dict[int, tuple[list[int], tuple[int, ...]]] = {}
         self._loads: dict[Any, list[int]] = {}

@@ -32,7 +32,7 @@ _AHEAD_BYTES = 256 << 10
 """How much the kernel is told of at a time: of more it fetches only the first of its read-ahead, or what the
 disk takes in one request, whichever is more; few disks take less than this."""
 _OPEN_FILES = 64
-"""Of a rank at a time; systems allow a process 256 or more."""
+"""Files that a rank has open at a time; systems allow a process 256 or more."""
 
 
 class Files:

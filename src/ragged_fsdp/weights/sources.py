@@ -62,12 +62,12 @@ class ModelTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the values: of the weight where the tensor is the bytes of its codes."""
+        """The shape of the values: that of the weight where the tensor is the bytes of its codes."""
         return value_meta(self.target.tensor)[0]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the values."""
+        """The dtype of the values: that of the weight where the tensor is the bytes of its codes."""
         return value_meta(self.target.tensor)[1]
 
     @property
@@ -209,7 +209,7 @@ class GroupSource:
         cell_bytes = _cell_bytes(group, sent)
         assert cell_bytes is not None
         self.dtype = self.sent[0] if len(set(self.sent)) == 1 else torch.uint8
-        """Of the buffer; bytes where tensors are sent in several."""
+        """The dtype of the buffer: bytes where tensors are sent in several dtypes."""
         self._per_cell = cell_bytes // self.dtype.itemsize
         self.shard_numel = self.layout.shard_numel * self._per_cell
         self._starts = [offset * cell_bytes for offset in self.layout.offsets]

@@ -57,7 +57,7 @@ class Transfer:
         ).normal()
 
     def normal(self) -> Transfer:
-        """With the dims in the order of the file, and as few of them as can be."""
+        """An equal transfer with its dims in the order of the file, and as few of them as can be."""
         dims = sorted(
             ((s, a, b) for s, a, b in zip(self.sizes, self.source_strides, self.target_strides) if s > 1),
             key=lambda dim: -dim[1],
@@ -116,7 +116,7 @@ def transfers(
 def _within(
     first: Shape, axes: Sequence[_Axis], offsets: Shape, sizes: Shape
 ) -> tuple[int, int, list[tuple[int, int, int]]] | None:
-    """Of a view that begins at ``first``, what lies in a box: source and target offset, and the dims."""
+    """What lies in a box of a view that begins at ``first``: source and target offset, and the dims."""
     strides = contiguous_stride(sizes)
     walked = {axis.dim: axis for axis in axes}
     source = target = 0

@@ -101,7 +101,7 @@ def weight_gradient(
     dtype: torch.dtype,
     config: Config = WEIGHT_GRADIENT,
 ) -> Tensor:
-    """As ``emulation.weight_gradient``."""
+    """The weight gradient of ``emulation.weight_gradient``, by a Triton kernel."""
     rows, columns = a.shape[1], b.shape[1]
     out = a.new_empty((groups.size, rows, columns), dtype=dtype)
     if not groups.tiles:

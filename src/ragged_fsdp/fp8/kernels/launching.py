@@ -16,7 +16,7 @@ class Config(NamedTuple):
     """How a product is cut and run."""
 
     rows: int
-    """Of a program's tile of the output."""
+    """Rows, and then columns, of a program's tile of the output."""
     columns: int
     warps: int
     stages: int
@@ -26,7 +26,7 @@ class Config(NamedTuple):
     each: int = 16
     """Groups whose gradients a program computes."""
     registers: int = 0
-    """The most of a thread; 0 leaves it to the compiler."""
+    """The most registers of a thread; 0 leaves it to the compiler."""
     together: int = 8
     """Tiles of rows that share columns while those are in the cache."""
 

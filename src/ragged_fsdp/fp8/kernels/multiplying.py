@@ -209,7 +209,7 @@ def product(
     dtype: torch.dtype,
     config: Config = PRODUCT,
 ) -> Tensor:
-    """As ``emulation.product``."""
+    """The product of ``emulation.product``, by a Triton kernel."""
     inner, matrices = codes.shape[1], len(weight_scales)
     columns = columns_of(weight, weight_scales, inner, False)
     parts = _readable(weight, matrices, columns, inner, config.columns)
@@ -226,7 +226,8 @@ def lying_product(
     dtype: torch.dtype,
     config: Config = LYING_PRODUCT,
 ) -> Tensor:
-    """As ``emulation.product`` with a weight that is ``turned``; parts of ``config`` are not used."""
+    """The product of ``emulation.product`` with a weight that is ``turned``, by a kernel that turns what it
+    reads; ``config.parts`` is not used."""
     inner, matrices = codes.shape[1], len(weight_scales)
     columns = columns_of(weight, weight_scales, inner, True)
     parts = _readable_lying(weight, matrices, columns, inner, config.columns)

@@ -160,7 +160,7 @@ def groups_kernel(counts_ptr, table_ptr, starts_ptr, groups, tiles, GROUPS: tl.c
 def quantize(
     values: Tensor, groups: Groups, seen: Tensor | None, *, rowwise: bool = True, turned: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``emulation.quantize``."""
+    """The codes and scales of ``emulation.quantize``, in one kernel."""
     rows, columns = values.shape
     tiles = groups.tiles
     made = empty_quantized(values, tiles, groups.size, rowwise, turned)
@@ -191,7 +191,7 @@ def quantize(
 
 
 def groups_of(counts: Tensor, rows: int) -> Groups:
-    """As ``groups.groups_of``, in one kernel."""
+    """The groups of ``groups.groups_of``, in one kernel."""
     size = len(counts)
     tiles = rows // BLOCK + size if rows else 0
     table = counts.new_empty((3, tiles), dtype=torch.int32)

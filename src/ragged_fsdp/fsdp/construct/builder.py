@@ -55,7 +55,7 @@ class Draft:
 
     @property
     def mesh(self) -> ParallelMesh:
-        """That of its parameters."""
+        """The mesh that all of its parameters are sharded over."""
         return self.choices[0].mesh
 
 
@@ -115,7 +115,7 @@ class GroupBuilder:
     # -- groups ----------------------------------------------------------------------------------
 
     def _split(self, choices: list[Choice]) -> list[list[Choice]]:
-        """Those in each buffer: all in one, unless trainable ones would pile up on a few ranks, or
+        """Which parameters share a buffer: all, unless trainable ones would pile up on a few ranks, or
         ``max_buffers`` allows more and they pay."""
         if choices[0].transport in (Chunks, Extensions):
             return [choices]

@@ -61,7 +61,7 @@ class RankRun:
     shard_start: int
     scale_start: int
     numel: int
-    """Of each rank."""
+    """Elements of each of these ranks."""
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def encode_kernel(
 
 
 def encode(bands: Tensor, codes: BlockCodes, out: tuple[Tensor, Tensor]) -> None:
-    """As ``block_codes.encode``; all tensors are contiguous."""
+    """The codes and scales of ``block_codes.encode``, by a kernel; all tensors are contiguous."""
     rows, columns = codes.block_shape
     cols = triton.next_power_of_2(columns)
     at_once = min(triton.next_power_of_2(rows), max(1, _ENCODE_NUMEL // cols))

@@ -154,7 +154,7 @@ class InPlace:
         )
 
     def own_part(self, out: DBuffer) -> DBuffer:
-        """Its slot of ``out``, filled: what this rank sends where that is not the main shard as it lies."""
+        """This rank's slot of ``out``, filled: what it sends where that is not the main shard as it lies."""
         main: Any = self.members.main
         # dtypes differ: the pieces lie behind each other, and go to their places one by one
         main.fill(out.slot_buffer.tensors, non_blocking=self.members.pin_memory)

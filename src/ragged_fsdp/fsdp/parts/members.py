@@ -94,13 +94,13 @@ class ManagedParam:
     def __init__(self, name: str, original: nn.Parameter, places: Sequence[Registration]) -> None:
         self.name = name
         self.fqn = name
-        """Its name below the root, once that is known."""
+        """The parameter's name: below the root, once that is known."""
         self.places = tuple(places)
         # nn.Module.__setattr__ checks what we know; a class that overrides it wants to see the change
         usual = all(type(p.module).__setattr__ is nn.Module.__setattr__ for p in self.places)
         self.tables = [(parameters_of(p.module), p.attribute) for p in self.places] if usual else None
         self.identity: object = _IDENTITIES.get(original) or object()
-        """Of the original, in each call that manages it."""
+        """Equal in every call that manages the same original."""
         self.inner_spec: DTensorSpec | None = spec_of(original) if isinstance(original, DTensor) else None
         self.packing = packing_of(original)
         """How a frozen weight of a class of its own becomes a plain tensor, and that tensor the weight."""
@@ -112,7 +112,7 @@ class ManagedParam:
         self.dtype = plain.dtype
         self.sharded: nn.Parameter = plain
         self._original: nn.Parameter | None = original
-        """Until it is replaced, which a call that fails does not do."""
+        """The parameter as it came, until it is replaced, which a call that fails does not do."""
         self.unsharded: nn.Parameter | None = None
         self.shard_dim = 0
         """The dim that the shard group cuts; not 0 only where the user asked for such a ``Shard``."""

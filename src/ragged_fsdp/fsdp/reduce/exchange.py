@@ -64,7 +64,7 @@ class _Memory(NamedTuple):
     packed: DBuffer | None
     """What is sent, if it is packed as a whole."""
     by_place: torch.Tensor
-    """Its slots with those of each rail side by side; empty where there is one node."""
+    """The packed slots, those of each rail side by side; empty where there is one node."""
     received: list[torch.Tensor]
     """Rows from the ranks of the node, for one step each; steps take turns."""
     sums: torch.Tensor

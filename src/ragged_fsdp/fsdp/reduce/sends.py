@@ -105,14 +105,14 @@ class Step(NamedTuple):
     """One part of the slots of one node: what the ranks of this rank's node send each other at a time."""
 
     slots: tuple[int, ...]
-    """Of the ranks of that node, by place."""
+    """The ranks of the node that is served, by place; a rank's slot has its number."""
     round: int
     """Which part of them."""
     start: int
     """Where in the extent of the slot in this rank's rail the part starts, and how long it is."""
     numel: int
     position: int
-    """Of that slot in the rail."""
+    """Where the slot of this rank's rail stands in the rail."""
     source: int
     """From which position of the rail a sum of this rank's own slot comes in return."""
     part: tuple[int, int]
@@ -143,9 +143,9 @@ class GradExchangePlan:
 
     layout: GradLayout
     wire: torch.dtype
-    """Of the gradients."""
+    """The dtype of the gradients."""
     between: torch.dtype
-    """Of the sums that travel between nodes."""
+    """The dtype of the sums that travel between nodes."""
     sends: SendPlan | None
     """How the gradients are cut; None if they are packed as a whole."""
     extent: tuple[int, int]

@@ -153,7 +153,7 @@ class Conditionals:
         self._starts = 0
         self._trains = False
         self.trained: list[Conditional] = []
-        """Those on which ranks may part in this forward and that have a parameter that trains."""
+        """Modules on which ranks may part in this forward and that have a parameter that trains."""
 
     def begin(self, root: Any) -> None:
         """A forward starts at ``root``; in one that starts inside a conditional module, or that a backward

@@ -186,7 +186,7 @@ class ParamGroup(Members):
                 raise
 
     def _forget_launch(self) -> None:
-        """It raised, or a hook of the user's beside it: the watch would report it as not finished."""
+        """A launch, or a user's hook beside it, raised: the watch would report it as not finished."""
         if self.context is not None:
             self.context.watch.inside = None
 

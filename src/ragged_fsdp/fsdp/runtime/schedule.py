@@ -83,13 +83,13 @@ class Turn:
         self.ignored: set[nn.Parameter] = set()
         """Parameters that the call was told to leave alone."""
         self.positions: list[int] = []
-        """Its places in the order of ended forwards, one for each since the last backward."""
+        """Places in the order of ended forwards, one for each of its own since the last backward."""
         self.under: Conditional | None = None
         """The outermost module that not every rank runs and that it belongs to."""
         self.behind_conditional = False
         """Whether such a module runs before it: its inputs then need gradients on every rank."""
         self.following: Turn | None = None
-        """Whose backward comes after its own, while that runs."""
+        """The turn whose backward comes after its own, while that runs."""
 
 
 class ForwardOrder:

@@ -93,7 +93,7 @@ def _with_sign_of(magnitude, signed):
 
 @triton.jit
 def _negated(x):
-    """As an instruction's operand modifier; a minus sign would be a subtraction from zero."""
+    """``-x`` by an instruction's operand modifier; a minus sign would be a subtraction from zero."""
     return (x.to(tl.int32, bitcast=True) ^ _SIGN).to(tl.float32, bitcast=True)
 
 
@@ -136,7 +136,7 @@ def _nearest_index(magnitude, lines_ptr, SIGNED: tl.constexpr):
 
 @triton.jit
 def _never_zero(index, magnitude):
-    """Of the second moment: a magnitude that is not zero does not become zero."""
+    """The code of a second moment, in which a magnitude that is not zero does not become zero."""
     return tl.where(magnitude == 0, 1.0, tl.maximum(index, 2.0))
 
 
@@ -155,7 +155,7 @@ def _round_stochastically(magnitude, index, widths_ptr, noise, SIGNED: tl.conste
 
 @triton.jit
 def _quantize(values, maps, noise, SIGNED: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes and scales of (rows, tiles, columns) values; as ``quant.quantize``."""
+    """Codes and scales of (rows, tiles, columns) values; as ``codes.quantize``."""
     magnitudes = tl.abs(values) if SIGNED else values
     scale = _block_scale(magnitudes)
     usable = scale > _SMALLEST

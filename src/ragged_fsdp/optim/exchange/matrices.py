@@ -212,7 +212,7 @@ class MatrixLayout:
 
     @cached_property
     def slabs(self) -> tuple[Slab, ...]:
-        """Its slabs, in the order of its elements."""
+        """The slabs of the parameter, in the order of its elements."""
         return slabs_of(self.shape, self.rule)
 
     @cached_property

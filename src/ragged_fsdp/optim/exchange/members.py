@@ -109,7 +109,7 @@ class _Draft:
 
     @property
     def where(self) -> str:
-        """Its group in words that are the same on ranks whose groups are neighbours in one mesh."""
+        """The group in words that are the same on ranks whose groups are neighbours in one mesh."""
         assert self.spread.mesh is not None
         shape, kind = tuple(self.spread.mesh.shape), self.team.device.type
         return f"an exchange over dims {self.spread.mesh_dims} of a mesh of shape {shape} on {kind}"

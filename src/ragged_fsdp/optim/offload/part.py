@@ -242,7 +242,7 @@ class Slot:
         self.parts: list[StatePart] = []
         self.memory = FlatStorage(0, device)
         self.stored: Any = None
-        """After the last copy out of it."""
+        """An event after the last copy out of the memory."""
         self._address = 0
 
     def open(self) -> None:
