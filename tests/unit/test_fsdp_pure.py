@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ragged_fsdp.dbuffer import FlatStorage
 from ragged_fsdp.fsdp.autograd import cast_floating, map_tensors
 from ragged_fsdp.fsdp.construct.network import pick_gather, pick_reduction
 from ragged_fsdp.fsdp.gather import codes as quantized
@@ -373,3 +374,13 @@ def test_the_runtime_is_looked_into_at_one_place():
         inside = [name for name in _imported(ast.parse(text)) if name.startswith("ragged_fsdp.fsdp")]
         assert not inside, f"{path.name}: say it from outside, or through fsdp_inside.py"
         assert "_get_fsdp_state" not in text and '"ragged_fsdp.fsdp.' not in text, path.name
+
+
+@pytest.mark.parametrize("allocate", [True, False])
+def test_a_tensor_beyond_the_end_of_its_memory_is_refused(allocate: bool) -> None:
+    """``set_`` makes the storage larger instead: at another place, while a collective may use the old one."""
+    storage = FlatStorage(64, torch.device("cpu"), allocate=allocate)
+    assert storage.tensor(32, (2, 4), torch.float32).shape == (2, 4)
+    with pytest.raises(ValueError, match=r"\(2, 4\) of torch.float32 would end at byte 68 of 64"):
+        storage.tensor(36, (2, 4), torch.float32)
+    assert storage.untyped.nbytes() == (64 if allocate else 0)

@@ -11,6 +11,7 @@ through the flat tensor (the all-gather) does not look like an in-place change o
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -104,7 +105,7 @@ class FlatStorage:
             self.poison()
 
     def release(self) -> None:
-        """Give the bytes back to the allocator; the tensors over them keep shape and address."""
+        """Give the bytes back to the allocator; tensors over them stay, and see those that come back."""
         if not self.is_materialized or self.is_borrowed or not self.nbytes:
             return
         if self.debug:
@@ -137,10 +138,13 @@ class FlatStorage:
             raise ValueError(
                 f"offset of {offset_bytes} bytes is not a multiple of {dtype}'s {dtype.itemsize}."
             )
+        end_bytes = offset_bytes + math.prod(shape) * dtype.itemsize
+        if end_bytes > self.nbytes:  # set_ would let the storage grow, away from under whoever uses it now
+            raise ValueError(f"{tuple(shape)} of {dtype} would end at byte {end_bytes} of {self.nbytes}.")
         stride = contiguous_stride(shape)
         empty = torch.empty(0, dtype=dtype, device=self.device)
         had_bytes = self.untyped.nbytes()
         made = empty.set_(self.untyped, offset_bytes // dtype.itemsize, tuple(shape), stride)
         if had_bytes == 0:
-            self.untyped.resize_(0)  # set_ grows a storage that is too small
+            self.untyped.resize_(0)  # set_ has let it grow
         return made
