@@ -81,7 +81,7 @@ from ragged_fsdp.experts import (
 from ragged_fsdp.experts.layers import apply_experts
 from ragged_fsdp.predict.card import find_card
 from ragged_fsdp.predict.groups import Wires, group_cost
-from ragged_fsdp.predict.network import GroupPlace, Seconds, network_of, price
+from ragged_fsdp.predict.network import Place, Seconds, network_of, price
 from ragged_fsdp.topology import Levels
 
 NODES, NODE = "h200-400g", 8
@@ -154,7 +154,7 @@ class Spread:
         if len(group) == 1:
             return Seconds(0.0, 0.0)
         network = network_of(NODES)
-        return price(kind, nbytes, GroupPlace.of([rank * self.apart for rank in group], 0, network), network)
+        return price(kind, nbytes, Place.of([rank * self.apart for rank in group], 0, network), network)
 
     def weights(self, shape: Shape, ranks: int) -> Seconds:
         """Two gathers and a reduction of a rank's experts over the ranks that hold the same ones."""

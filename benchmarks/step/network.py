@@ -20,8 +20,8 @@ if not TYPE_CHECKING and importlib.util.find_spec("ragged_fsdp.predict") is None
 else:
     from ragged_fsdp.predict.network import (
         PROFILES,
-        GroupPlace,
         Network,
+        Place,
         Seconds,
         Traffic,
         WireName,
@@ -33,8 +33,8 @@ else:
 
 __all__ = [
     "PROFILES",
-    "GroupPlace",
     "Network",
+    "Place",
     "Seconds",
     "Traffic",
     "WireName",

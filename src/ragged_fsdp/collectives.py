@@ -262,7 +262,7 @@ class LevelComm(Comm):
         crossings = [self._cross(own, slot, sources, step) for sources, step in arriving]
         works = [self._share(wholes, own, [over.node], async_op)]
         for (sources, _), crossing in zip(arriving, crossings):
-            wait_all(crossing)
+            wait_all(crossing)  # the other ranks of the node would receive what lay there before
             works.append(self._share(wholes, own, sources, async_op))
         return works if async_op else None
 

@@ -18,8 +18,8 @@ from benchmarks.step.wire import Copy, Wire, join  # noqa: E402
 
 from ragged_fsdp.predict.network import (  # noqa: E402
     PROFILES,
-    GroupPlace,
     Network,
+    Place,
     Seconds,
     Traffic,
     exchange_price,
@@ -34,7 +34,7 @@ WORLD, NODE, RAIL = range(64), range(8, 16), range(3, 64, 8)
 
 
 def seconds(kind, nbytes, group, rank, network=NO_LATENCY):
-    return tuple(price(kind, nbytes, GroupPlace.of(group, rank, network), network))
+    return tuple(price(kind, nbytes, Place.of(group, rank, network), network))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_steps_of_rings_and_trees():
 
 
 def test_bytes_of_pairs():
-    place = GroupPlace.of([0, 1, 8, 9], 1, NO_LATENCY)
+    place = Place.of([0, 1, 8, 9], 1, NO_LATENCY)
     traffic = place.traffic([10, 999, 20, 30], [1, 999, 2, 300])
     assert traffic == Traffic(10, 1, 50, 302)
     assert tuple(exchange_price(traffic, NO_LATENCY)) == pytest.approx((10 / 400e9, 302 / 45e9))
@@ -105,7 +105,7 @@ def test_a_flat_network_charges_every_byte():
     for group in (WORLD, RAIL):
         assert seconds("all_gather", 32 * GB, group, 11, flat) == pytest.approx((32 / 200, 0))
         assert seconds("all_reduce", 32 * GB, group, 11, flat) == pytest.approx((64 / 200, 0))
-    assert GroupPlace.of([0, 1], 0, flat).traffic([3, 4], [5, 6]) == Traffic(7, 11, 0, 0)
+    assert Place.of([0, 1], 0, flat).traffic([3, 4], [5, 6]) == Traffic(7, 11, 0, 0)
     assert seconds("all_gather", 32 * GB, WORLD, 11, network_of(None)) == (0, 0)
 
 
@@ -122,7 +122,7 @@ def test_profiles_are_named_and_explained():
     with pytest.raises(ValueError, match="ranks_per_node"):
         Network("none", 1.0, 1.0, 0)
     with pytest.raises(ValueError, match="kind"):
-        price("all_together", 1, GroupPlace.of(WORLD, 0, H200), H200)
+        price("all_together", 1, Place.of(WORLD, 0, H200), H200)
 
 
 def test_the_bound_is_that_of_rings_on_the_slower_level():
@@ -164,7 +164,7 @@ def test_groups_of_meshes_know_their_nodes(rank_of):
     wire = rank_of(64, rank=11)
     full = 64 * 64 * 4
     levels = init_device_mesh("cpu", (8, 8), mesh_dim_names=("node", "local"))
-    assert levels["node"].get_group().place == GroupPlace.of(range(3, 64, 8), 11, NO_LATENCY)
+    assert levels["node"].get_group().place == Place.of(range(3, 64, 8), 11, NO_LATENCY)
     assert gathered(wire, levels["node"]) == pytest.approx((0, full / 8 * 7 / 8 / 45e9))
     assert gathered(wire, levels["local"]) == pytest.approx((full / 8 * 7 / 8 / 400e9, 0))
     assert gathered(wire, levels._flatten("all")) == pytest.approx(
@@ -313,7 +313,7 @@ def device(monkeypatch):
 
 def test_each_level_is_held_for_its_own_time(device):
     wire = Wire(NO_LATENCY, delivery="memcpy")
-    place = GroupPlace.of(WORLD, 0, NO_LATENCY)
+    place = Place.of(WORLD, 0, NO_LATENCY)
     both = price("all_gather", 64 * 45_000, place, NO_LATENCY)  # 7.0875 us inside, 7 us on the card
     target = torch.zeros(8)
     events = wire.carry("all_gather", [Copy(target, torch.ones(1), 8)], both)
@@ -321,9 +321,9 @@ def test_each_level_is_held_for_its_own_time(device):
     assert events == [inside, outside] and bool(target.all())
     assert inside.work == ["wait", "stamp 0", (0, 7088)]  # copies on the level that is held longer
     assert outside.work == ["wait", 7000]
-    rail = price("all_gather", 45_000, GroupPlace.of(RAIL, 3, NO_LATENCY), NO_LATENCY)
+    rail = price("all_gather", 45_000, Place.of(RAIL, 3, NO_LATENCY), NO_LATENCY)
     assert wire.carry("all_gather", [], rail) == [outside] and outside.work[2:] == ["wait", 875]
-    node = price("all_gather", 400_000, GroupPlace.of(NODE, 8, NO_LATENCY), NO_LATENCY)
+    node = price("all_gather", 400_000, Place.of(NODE, 8, NO_LATENCY), NO_LATENCY)
     assert wire.carry("all_gather", [], node) == [inside] and inside.work[3:] == ["wait", 875]
     nothing = Seconds(0.0, 0.0)
     assert wire.carry("point_to_point", [], nothing, level=1) == [outside], "it comes with those before it"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ragged_fsdp.checkpoint.place import Place
+from ragged_fsdp.checkpoint.place import AnyPath
 from ragged_fsdp.checkpoint.reading import CheckedReader, load
 from ragged_fsdp.checkpoint.store import MANIFEST, read_manifest
 
@@ -33,7 +33,7 @@ class StoredTensor:
 class CheckpointReader:
     """Reads the metadata once; tensors only when asked for. Needs no process group."""
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: AnyPath) -> None:
         self.path = path
         self._reader = CheckedReader(path)
         self._reader.read_metadata()

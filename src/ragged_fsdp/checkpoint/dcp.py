@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from ragged_fsdp.agreement import together
 from ragged_fsdp.checkpoint import reading
 from ragged_fsdp.checkpoint.object_files import ObjectWriter
-from ragged_fsdp.checkpoint.place import ObjectPath, Place
+from ragged_fsdp.checkpoint.place import AnyPath, ObjectPath
 from ragged_fsdp.checkpoint.staging import HostStaging
 from ragged_fsdp.checkpoint.store import CheckpointStore, FileSum, checksum, damage, read_manifest
 
@@ -137,19 +137,19 @@ def _in_thread(work: Callable[[], None]) -> tuple[threading.Thread, Future[None]
     return thread, future
 
 
-def load(state: dict[str, Any], path: Place, group: dist.ProcessGroup | None = None) -> None:
+def load(state: dict[str, Any], path: AnyPath, group: dist.ProcessGroup | None = None) -> None:
     """Fill the tensors of ``state`` in place, each rank reading the parts that its own shards need."""
     reading.load(state, reading.CheckedReader(path), group)
 
 
-def stored_names(path: Place) -> set[str]:
+def stored_names(path: AnyPath) -> set[str]:
     """The names of everything a checkpoint holds, read from its metadata alone."""
     return set(reading.CheckedReader(path).read_metadata().state_dict_metadata)
 
 
 def newest_good(
     store: CheckpointStore, group: dist.ProcessGroup | None, warn: Callable[[str], None]
-) -> Place | None:
+) -> AnyPath | None:
     """The newest checkpoint that is whole; ranks check the files between them, then agree.
 
     Rank 0 alone lists what there is: an object store may show each rank something else.
@@ -161,14 +161,14 @@ def newest_good(
     for name in reversed(found):
         problems = shared_damage(store.root / name, group)
         if not problems:
-            path: Place = store.root / name
+            path: AnyPath = store.root / name
             return path
         for problem in problems:
             warn(problem)
     return None
 
 
-def shared_damage(path: Place, group: dist.ProcessGroup | None) -> list[str]:
+def shared_damage(path: AnyPath, group: dist.ProcessGroup | None) -> list[str]:
     """What is wrong with a checkpoint, the same on every rank; each checks its share of the files."""
     rank, world = dist.get_rank(), dist.get_world_size()
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["ObjectPath", "Place", "is_url", "place"]
+__all__ = ["AnyPath", "ObjectPath", "is_url", "place"]
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 """The extra of this package that brings what a protocol needs."""
@@ -102,7 +102,7 @@ class ObjectPath:
             self.fs.rm(self.url, recursive=True)
 
 
-Place = Path | ObjectPath
+AnyPath = Path | ObjectPath
 
 
 def is_url(text: str) -> bool:
@@ -110,7 +110,7 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def place(text: str) -> Place:
+def place(text: str) -> AnyPath:
     """The place with this name; ``ValueError`` says what is missing to open a URL."""
     if not is_url(text):
         return Path(text)

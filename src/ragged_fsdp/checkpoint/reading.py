@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.futures import Future
 
 from ragged_fsdp.checkpoint.object_files import ObjectFiles
-from ragged_fsdp.checkpoint.place import ObjectPath, Place
+from ragged_fsdp.checkpoint.place import AnyPath, ObjectPath
 from ragged_fsdp.checkpoint.store import is_plain_name
 
 __all__ = ["CheckedReader", "load"]
@@ -68,7 +68,7 @@ class _IndexUnpickler(pickle.Unpickler):
 class CheckedReader(dcp.FileSystemReader):
     """torch's reader of a folder, or of objects, with an index that is checked, and parsed once."""
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: AnyPath) -> None:
         super().__init__(str(path))
         if isinstance(path, ObjectPath):
             self.fs: Any = ObjectFiles()
@@ -141,7 +141,7 @@ def load(
         raise ValueError(f"{cause}{where}") from error
 
 
-def _check_index(folder: Place, metadata: Any) -> None:
+def _check_index(folder: AnyPath, metadata: Any) -> None:
     """Raise unless an index is made as torch makes it, and all it points at is there."""
     if type(metadata) is not Metadata or type(metadata.state_dict_metadata) is not dict:
         raise ValueError("it is no Metadata with entries")
@@ -166,7 +166,7 @@ def _check_index(folder: Place, metadata: Any) -> None:
             raise ValueError(f"{name} is stored nowhere")
 
 
-def _check_place(folder: Place, entry: str, place: Any, sizes: dict[str, int]) -> None:
+def _check_place(folder: AnyPath, entry: str, place: Any, sizes: dict[str, int]) -> None:
     name, offset, length = (getattr(place, key, None) for key in ("relative_path", "offset", "length"))
     if not is_plain_name(name):
         raise ValueError(f"{entry} is in {name!r}, which is not the name of a file in this folder")

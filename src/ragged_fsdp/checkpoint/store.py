@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ragged_fsdp.checkpoint.place import ObjectPath, Place, place
+from ragged_fsdp.checkpoint.place import AnyPath, ObjectPath, place
 
 __all__ = [
     "MANIFEST",
@@ -64,7 +64,7 @@ class FileSum:
             raise ValueError(f"a file cannot have {self.bytes!r} bytes and the checksum {self.crc32!r}")
 
 
-def checksum(path: Place) -> FileSum:
+def checksum(path: AnyPath) -> FileSum:
     """Read a file once, in blocks."""
     crc = size = 0
     with path.open("rb") as file:
@@ -74,7 +74,7 @@ def checksum(path: Place) -> FileSum:
     return FileSum(size, crc)
 
 
-def read_manifest(path: Place) -> dict[str, Any]:
+def read_manifest(path: AnyPath) -> dict[str, Any]:
     """The manifest of a checkpoint; raises ``ValueError`` if there is no readable one."""
     try:
         manifest = json.loads((path / MANIFEST).read_text())
@@ -102,7 +102,7 @@ def _own_sum(info: Any, files: Any) -> int:
     return zlib.crc32(json.dumps([info, files], sort_keys=True).encode())
 
 
-def damage(path: Place, files: Iterable[str] | None = None) -> list[str]:
+def damage(path: AnyPath, files: Iterable[str] | None = None) -> list[str]:
     """What is wrong with a checkpoint, one sentence per file; ``files`` limits the check to some of them."""
     try:
         expected: dict[str, FileSum] = read_manifest(path)["files"]
@@ -123,7 +123,7 @@ def damage(path: Place, files: Iterable[str] | None = None) -> list[str]:
 class CheckpointStore:
     """The checkpoints of one run. Everything that changes the folder is called on one rank only."""
 
-    def __init__(self, root: Place, *, keep_last: int = 0, keep_best: bool = True) -> None:
+    def __init__(self, root: AnyPath, *, keep_last: int = 0, keep_best: bool = True) -> None:
         self.root: Any = root
         """A ``Path``; of an ``ObjectStore`` an ``ObjectPath``."""
         self.attempt = ""

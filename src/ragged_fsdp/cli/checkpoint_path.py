@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from ragged_fsdp.checkpoint.place import Place, is_url, place
+from ragged_fsdp.checkpoint.place import AnyPath, is_url, place
 from ragged_fsdp.checkpoint.store import MANIFEST, damage, open_store
 
 __all__ = ["PLACE", "find_checkpoint"]
@@ -29,7 +29,7 @@ PLACE = _Place(exists=True, file_okay=False, path_type=Path)
 """The type of an argument that names a checkpoint or a run."""
 
 
-def find_checkpoint(path: Place, *, best: bool = False, verify: bool = False) -> Place:
+def find_checkpoint(path: AnyPath, *, best: bool = False, verify: bool = False) -> AnyPath:
     """``path`` if it is a checkpoint; of a run's folder the best or the newest one that is whole.
 
     With ``verify`` a damaged checkpoint is refused even if it was named.

@@ -107,7 +107,7 @@ def _in_steps(
     result: DBuffer = source
     works: list[Any] = []
     for dim in order:
-        wait_all(works)
+        wait_all(works)  # this level sends what the last one brought
         have, want = result.placements[dim], target[dim]
         placements = (*result.placements[:dim], want, *result.placements[dim + 1 :])
         into = out if placements == target else None

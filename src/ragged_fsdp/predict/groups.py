@@ -18,7 +18,7 @@ from ragged_fsdp.layout import TensorSpec
 from ragged_fsdp.planner import plan_group
 from ragged_fsdp.predict.books import GroupCost
 from ragged_fsdp.predict.card import Card
-from ragged_fsdp.predict.network import GroupPlace, Network, Seconds, Traffic, exchange_price, price
+from ragged_fsdp.predict.network import Network, Place, Seconds, Traffic, exchange_price, price
 from ragged_fsdp.topology import Levels
 
 __all__ = ["Shapes", "Wires", "fsdp2_numel", "group_cost", "planned_numel"]
@@ -59,8 +59,8 @@ class Wires:
     network's rate."""
 
     @property
-    def place(self) -> GroupPlace:
-        return GroupPlace.even(self.shard, self.network, self.apart)
+    def place(self) -> Place:
+        return Place.even(self.shard, self.network, self.apart)
 
     @property
     def picked(self) -> str:
@@ -76,7 +76,7 @@ class Wires:
         nodes = [rank // per_node for rank in range(min(self.shard, 8 * per_node))]  # more are no different
         return pick_reduction("auto", Levels.of(nodes), widens=True)
 
-    def ring(self, kind: str, nbytes: float, place: GroupPlace | None = None) -> Seconds:
+    def ring(self, kind: str, nbytes: float, place: Place | None = None) -> Seconds:
         """A collective of a full buffer; the table is of rings, in which a node's cards share the bytes."""
         held = price(kind, nbytes, place or self.place, self.network)
         if place is not None or not self.ring_table or kind == "all_to_all":
@@ -131,7 +131,7 @@ def group_cost(name: str, shapes: Shapes, wires: Wires, card: Card) -> GroupCost
     between = Seconds(0.0, 0.0)
     if wires.replicas > 1:
         apart = wires.replica_ranks or wires.shard * wires.apart
-        place = GroupPlace.even(wires.replicas, wires.network, apart=apart)
+        place = Place.even(wires.replicas, wires.network, apart=apart)
         between = wires.ring("all_reduce", shard_numel * wires.reduce_bytes, place)
     return GroupCost(
         name=name,
@@ -163,7 +163,7 @@ def _gather(full: int, wires: Wires, card: Card) -> tuple[Seconds, Seconds, floa
     first = wires.ring("all_gather", nbytes)
     if not wires.park:
         return first, first, decode
-    inside = GroupPlace.even(wires.park, wires.network)
+    inside = Place.even(wires.park, wires.network)
     return first, wires.ring("all_gather", nbytes, inside), decode
 
 

@@ -45,8 +45,8 @@ from typing import NamedTuple
 __all__ = [
     "COLLECTIVES",
     "PROFILES",
-    "GroupPlace",
     "Network",
+    "Place",
     "Seconds",
     "Traffic",
     "WireName",
@@ -172,7 +172,7 @@ class Traffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupPlace:
+class Place:
     """Where the ranks of a group lie, seen from one of them."""
 
     ranks: int
@@ -187,13 +187,13 @@ class GroupPlace:
     """By index in the group: whether that rank lies in another node."""
 
     @staticmethod
-    def of(group: Sequence[int], rank: int, network: Network) -> GroupPlace:
+    def of(group: Sequence[int], rank: int, network: Network) -> Place:
         """The place of global rank ``rank`` in a group of global ranks."""
         per_node = network.ranks_per_node
         nodes = [0 if per_node is None else other // per_node for other in group]
         own = list(group).index(rank)
         counts = Counter(nodes)
-        return GroupPlace(
+        return Place(
             ranks=len(nodes),
             nodes=len(counts),
             fewest=min(counts.values()),
@@ -204,12 +204,12 @@ class GroupPlace:
         )
 
     @staticmethod
-    def even(ranks: int, network: Network, apart: int = 1) -> GroupPlace:
+    def even(ranks: int, network: Network, apart: int = 1) -> Place:
         """A group of ``ranks`` that lie ``apart`` in rank, seen from the first of them."""
         per_node = network.ranks_per_node or ranks * apart
         here = max(1, min(ranks, per_node // apart))
         nodes, rest = divmod(ranks, here)
-        return GroupPlace(
+        return Place(
             ranks=ranks,
             nodes=nodes + bool(rest),
             fewest=rest or here,
@@ -236,7 +236,7 @@ class GroupPlace:
         return Traffic(to_inside=nbytes) if sent else Traffic(from_inside=nbytes)
 
 
-def price(kind: str, nbytes: float, place: GroupPlace, network: Network) -> Seconds:
+def price(kind: str, nbytes: float, place: Place, network: Network) -> Seconds:
     """How long one of :data:`COLLECTIVES` of a full buffer of ``nbytes`` holds each level."""
     if kind not in COLLECTIVES:
         raise ValueError(f"kind: expected one of {', '.join(COLLECTIVES)}, got {kind!r}")
@@ -274,7 +274,7 @@ def _at(nbytes: float, gb_s: float | None) -> float:
     return 0.0 if gb_s is None else nbytes / (gb_s * 1e9)
 
 
-def _latencies(kind: str, place: GroupPlace, network: Network) -> tuple[float, float]:
+def _latencies(kind: str, place: Place, network: Network) -> tuple[float, float]:
     """Seconds of all steps inside and of all steps outside."""
     inside_s, outside_s = network.inside_step_us / 1e6, network.outside_step_us / 1e6
     ring = (place.ranks - place.nodes) * inside_s, (place.nodes - 1) * outside_s

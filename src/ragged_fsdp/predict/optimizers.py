@@ -15,7 +15,7 @@ import torch
 
 from ragged_fsdp.optim.muon.rules import is_hidden_matrix
 from ragged_fsdp.predict.card import Card
-from ragged_fsdp.predict.network import GroupPlace, Network, price
+from ragged_fsdp.predict.network import Network, Place, price
 from ragged_fsdp.predict.parallel import LayerPart
 
 __all__ = ["OPTIMIZERS", "Update", "elementwise", "muon", "with_state_on_host"]
@@ -101,7 +101,7 @@ def muon(
             largest, largest_flops = max(largest, short * long), max(largest_flops, one)
     of_root = max(work / gpus, largest)
     iterate_s = max(flops / gpus, largest_flops) * _OF_NAIVE / (card.matmul_tflops * 1e12)
-    way = max(price("all_to_all", max(hidden, of_root) * _BF16, GroupPlace.even(shard, network), network))
+    way = max(price("all_to_all", max(hidden, of_root) * _BF16, Place.even(shard, network), network))
     buckets = max(1, math.ceil(of_root / _BUCKET_NUMEL))
     shown_s = 2 * way / buckets + max(0.0, 2 * way * (1 - 1 / buckets) - iterate_s)
     moved_s = hidden * _MUON_MOVED / (card.memory_gb_s * 1e9) + rest * _ADAMW_BYTES / (card.adamw_gb_s * 1e9)

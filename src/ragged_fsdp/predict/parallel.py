@@ -26,7 +26,7 @@ from ragged_fsdp.models.splits import Split, refusal
 from ragged_fsdp.predict.books import LayerRun
 from ragged_fsdp.predict.card import Card, Point
 from ragged_fsdp.predict.groups import Shapes
-from ragged_fsdp.predict.network import GroupPlace, Network, Seconds, price
+from ragged_fsdp.predict.network import Network, Place, Seconds, price
 from ragged_fsdp.predict.workload import ROOT, LayerKind, Workload
 
 __all__ = ["LayerPart", "ReplicaRanks", "exchanged", "parts_of", "refuse_without_experts", "shared_point"]
@@ -135,10 +135,10 @@ def exchanged(
     if ranks.ep > 1 and any(len(shape) == 3 and ".experts." in f".{name}" for name, shape in kind.shapes):
         nbytes = tokens * workload.experts_per_token * workload.width * _BF16
         apart = ranks.same_experts if ranks.ep_across_nodes else 1
-        way = price("all_to_all", nbytes, GroupPlace.even(ranks.ep, network, apart), network)
+        way = price("all_to_all", nbytes, Place.even(ranks.ep, network, apart), network)
         forward = backward = _times(way, 2)
     elif ranks.tp > 1:
-        place, width = GroupPlace.even(ranks.tp, network), tokens * workload.width * _BF16
+        place, width = Place.even(ranks.tp, network), tokens * workload.width * _BF16
         total = price("all_reduce", width, place, network)
         forward = backward = _times(total, 2)
         if kind.name == ROOT:

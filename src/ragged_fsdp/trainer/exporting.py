@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ragged_fsdp.checkpoint.contents import CheckpointReader, StoredTensor
-from ragged_fsdp.checkpoint.place import Place
+from ragged_fsdp.checkpoint.place import AnyPath
 from ragged_fsdp.checkpoint.safetensors_writer import TensorToWrite, write_safetensors
 from ragged_fsdp.weights.codes import block_fp8, coded
 from ragged_fsdp.weights.names import hugging_face_naming
@@ -32,7 +32,7 @@ _QUANTIZATION = {
 
 
 def export(
-    checkpoint: Place,
+    checkpoint: AnyPath,
     out: Path,
     *,
     dtype: torch.dtype | None = None,

@@ -17,7 +17,7 @@ from torch import nn
 
 from ragged_fsdp.checkpoint import dcp
 from ragged_fsdp.checkpoint.contents import CheckpointReader
-from ragged_fsdp.checkpoint.place import Place, place
+from ragged_fsdp.checkpoint.place import AnyPath, place
 from ragged_fsdp.checkpoint.store import MANIFEST, CheckpointStore, ObjectStore
 from ragged_fsdp.trainer.config import RunConfig, TrainConfig
 from ragged_fsdp.trainer.config_file import ConfigError
@@ -212,7 +212,7 @@ def _claim(store: ObjectStore, run_dir: Path) -> bool:
 class StartingPoint:
     """Where a run begins: at a checkpoint with the values of its manifest, or (None) at the first step."""
 
-    path: Place | None
+    path: AnyPath | None
     info: dict[str, Any]
     notes: list[str]
     """Lines for the user: damaged checkpoints that were passed over, settings that were changed."""
@@ -326,7 +326,9 @@ def _refuse_later(store: ObjectStore, step: int) -> None:
         raise ConfigError(f"checkpoint_dir: {error}") from error
 
 
-def _find(run: RunConfig, store: CheckpointStore, ranks: Ranks, warn: Callable[[str], None]) -> Place | None:
+def _find(
+    run: RunConfig, store: CheckpointStore, ranks: Ranks, warn: Callable[[str], None]
+) -> AnyPath | None:
     mode = run.resume
     if mode == "never":
         on_first_rank(lambda: _refuse_used(Path(run.run_dir), store), ranks)  # others may see no folder
@@ -356,7 +358,7 @@ def _find(run: RunConfig, store: CheckpointStore, ranks: Ranks, warn: Callable[[
     return path
 
 
-def _content(path: Place) -> str:
+def _content(path: AnyPath) -> str:
     """Which checkpoint it is, wherever a node has it."""
     index = path / ".metadata"
     if not index.exists():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ragged_fsdp.checkpoint import dcp
-from ragged_fsdp.checkpoint.place import Place
+from ragged_fsdp.checkpoint.place import AnyPath
 from ragged_fsdp.trainer.config_file import ConfigError
 from ragged_fsdp.trainer.ranks import Ranks
 
@@ -59,7 +59,7 @@ def state_to_save(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ran
 
 
 def restore(
-    path: Place, info: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+    path: AnyPath, info: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> list[str]:
     """Take up the state in ``path``, of whose manifest ``info`` is; returns what could not be taken up
     exactly, in words.
@@ -100,7 +100,7 @@ def restore(
     return notes
 
 
-def _check_trained(path: Place, names: Collection[str], states: dict[str, Any]) -> None:
+def _check_trained(path: AnyPath, names: Collection[str], states: dict[str, Any]) -> None:
     """Raise ``ConfigError`` for parameters that were frozen when the checkpoint was written."""
     stored = {name.removeprefix("optim.state.").rpartition(".")[0] for name in names}
     new = [name for name in states if states[name] and name not in stored]

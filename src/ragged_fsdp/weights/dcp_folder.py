@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from ragged_fsdp.checkpoint.place import Place
+from ragged_fsdp.checkpoint.place import AnyPath
 from ragged_fsdp.checkpoint.reading import CheckedReader
 from ragged_fsdp.weights.files import StoredBox, StoredEntry
 from ragged_fsdp.weights.names import Naming, Stored, View, parts_of
@@ -58,7 +58,7 @@ _LOCAL_HEADER = struct.Struct("<26xHH")
 """How a record of a zip file begins: the lengths of its name and of what fills up to its elements."""
 
 
-def read_index(folder: Place) -> tuple[dict[str, StoredEntry], bool]:
+def read_index(folder: AnyPath) -> tuple[dict[str, StoredEntry], bool]:
     """The tensors of a checkpoint by name, and whether it holds an optimizer too; its files are checked."""
     metadata = CheckedReader(folder).read_metadata()
     entries = {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ragged_fsdp.checkpoint.place import Place
+from ragged_fsdp.checkpoint.place import AnyPath
 from ragged_fsdp.checkpoint.safetensors_writer import TYPE_NAMES
 from ragged_fsdp.checkpoint.store import is_plain_name
 
@@ -51,7 +51,7 @@ class StoredEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def safetensors_files(folder: Place) -> dict[str, list[str] | None]:
+def safetensors_files(folder: AnyPath) -> dict[str, list[str] | None]:
     """File names, each with the tensors that the index wants of it; None without an index: all of them."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
@@ -81,7 +81,7 @@ def safetensors_files(folder: Place) -> dict[str, list[str] | None]:
     return by_file
 
 
-def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str, StoredEntry]:
+def read_header(folder: AnyPath, file: str, wanted: list[str] | None) -> dict[str, StoredEntry]:
     """The tensors of a file by name; ``ValueError`` if it is shorter than its header says, or damaged."""
     path = folder / file
     if not path.is_file():  # to open a pipe would wait for who writes into it
@@ -115,7 +115,7 @@ def read_header(folder: Place, file: str, wanted: list[str] | None) -> dict[str,
     return {name: entries[name] for name in wanted}
 
 
-def _entry(path: Place, name: str, given: dict[str, Any], data: int) -> StoredEntry:
+def _entry(path: AnyPath, name: str, given: dict[str, Any], data: int) -> StoredEntry:
     numbers = (*given["shape"], *given["data_offsets"])
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{path}: {name} has a shape or place that is no whole number: {numbers}")

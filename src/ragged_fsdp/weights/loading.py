@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ragged_fsdp.agreement import done_alike
-from ragged_fsdp.checkpoint.place import Place, place
+from ragged_fsdp.checkpoint.place import AnyPath, place
 from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.weights.adapters import Adapters, fresh
 from ragged_fsdp.weights.dcp_folder import of_run, read_index
@@ -141,7 +141,7 @@ def load(
     return LoadReport(plan.found, read, time.perf_counter() - began, tuple(plan.missing), unexpected)
 
 
-def _checked(folder: Any, strict: Any, device: Any, threads: Any) -> Place:
+def _checked(folder: Any, strict: Any, device: Any, threads: Any) -> AnyPath:
     """The place of the weights; raises if an argument cannot be used."""
     if strict not in (True, False, "missing"):
         raise ValueError(f"load: strict must be True, False or 'missing', got {strict!r}")
@@ -167,14 +167,14 @@ def _with_memory(
     return [held[target.name] for target in targets]
 
 
-def _kind(folder: Place) -> str:
+def _kind(folder: AnyPath) -> str:
     """What a folder holds: a distributed checkpoint, an adapter that PEFT wrote, or plain weights."""
     if (folder / ".metadata").is_file():
         return "dcp"
     return "adapter" if (folder / "adapter_config.json").is_file() else "plain"
 
 
-def _adapter_config(folder: Place) -> dict[str, Any]:
+def _adapter_config(folder: AnyPath) -> dict[str, Any]:
     """The settings of an adapter that PEFT wrote."""
     try:
         return dict(json.loads((folder / "adapter_config.json").read_text()))
@@ -182,7 +182,7 @@ def _adapter_config(folder: Place) -> dict[str, Any]:
         raise ValueError(f"{folder / 'adapter_config.json'} is damaged: {error}") from error
 
 
-def _other_adapter(model: Any, folder: Place, stored: Mapping[str, Any]) -> str | None:
+def _other_adapter(model: Any, folder: AnyPath, stored: Mapping[str, Any]) -> str | None:
     """Why the model's active adapter does not compute what the stored one does, or None."""
     active = getattr(model, "active_adapter", None)
     config = getattr(model, "peft_config", {}).get(active if isinstance(active, str) else None)
@@ -269,7 +269,7 @@ def _device_for(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
 
 
-def _headers(folder: Place, ranks: _Ranks) -> dict[str, StoredEntry]:
+def _headers(folder: AnyPath, ranks: _Ranks) -> dict[str, StoredEntry]:
     """Every stored tensor; each rank reads the headers of its share of the files."""
     files: dict[str, list[str] | None] = ranks.first(lambda: safetensors_files(folder))
     mine = list(files.items())[ranks.rank :: ranks.size]
@@ -285,7 +285,7 @@ def _headers(folder: Place, ranks: _Ranks) -> dict[str, StoredEntry]:
 
 
 def _complaint(
-    folder: Place,
+    folder: AnyPath,
     plan: Plan,
     unexpected: Sequence[str],
     strict: bool | str,

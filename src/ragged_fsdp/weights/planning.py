@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ragged_fsdp.checkpoint.place import Place
+from ragged_fsdp.checkpoint.place import AnyPath
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.routes import Region, contiguous_stride
 from ragged_fsdp.torch_internals import storage_id
@@ -106,7 +106,7 @@ class _Computed:
 class Plan:
     """What this rank reads, for each of its targets, and what it gets from other ranks."""
 
-    folder: Place
+    folder: AnyPath
     entries: Mapping[str, StoredEntry]
     targets: Sequence[Target]
     naming: Naming

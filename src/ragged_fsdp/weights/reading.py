@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ragged_fsdp.checkpoint.place import Place
+from ragged_fsdp.checkpoint.place import AnyPath
 from ragged_fsdp.weights.spans import Job, StoredPiece
 
 __all__ = ["CHUNK_BYTES", "Files", "Progress", "read_jobs"]
@@ -42,7 +42,7 @@ class Files:
     again, once no thread reads them.
     """
 
-    def __init__(self, folder: Place) -> None:
+    def __init__(self, folder: AnyPath) -> None:
         self._folder = folder
         self._opened: dict[Path, int] = {}
         self._readers: Counter[Path] = Counter()
@@ -116,7 +116,7 @@ def _advise(handle: int, begin: int, length: int, what: str) -> None:
 
 
 def read_jobs(
-    folder: Place,
+    folder: AnyPath,
     jobs: Sequence[Job],
     targets: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],

@@ -70,7 +70,7 @@ class Gathered:
             storages = [tensor.untyped_storage() for tensor in (*self.outputs, *self.inner)]
             self._freed = [(storage, storage.nbytes()) for storage in storages]
         for storage, _ in self._freed:
-            storage.resize_(0)
+            storage.resize_(0)  # not dropped: what autograd saved finds the values of the next gather in it
 
 
 class _Packed:
@@ -100,7 +100,7 @@ class _Packed:
             state.offsets = []
             for size in sizes:
                 state.offsets.append(end)
-                end += align_up(size, ALIGN_BYTES)
+                end += align_up(size, ALIGN_BYTES)  # the bytes are viewed in dtypes, which must start aligned
         return self._message.allocate(end)
 
     def begin(self, async_op: bool) -> None:
@@ -114,6 +114,7 @@ class _Packed:
             return
         for index, state in enumerate(self.gathered):
             state.materialize()
+            # else autograd would take the gather for a change of weights that it saved, and refuse to go back
             with unsafe_preserve_version_counter(tuple(state.outputs)):
                 self._unpack(index, state, parts)
 

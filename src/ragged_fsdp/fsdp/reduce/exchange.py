@@ -281,7 +281,7 @@ class GradExchange(GradTransport):
         running, self._on_rail = self._running, []
         rail = None if self._over.rail is None else _Rail(self._over.rail, self._on_rail)
         for index, step in enumerate(memory.plan.steps):
-            if len(running) == alive:
+            if len(running) == alive:  # the oldest step's rows are received into again: first they are added
                 self._add_step(memory, *running.popleft(), mine, divisor, rail)
             running.append((step, *self._send_step(step, memory.received[index % alive])))
         while running:
