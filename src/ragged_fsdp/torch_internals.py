@@ -646,7 +646,7 @@ def new_group_named(name: str) -> Iterator[None]:
     be the same on all ranks, and those that made none of this would wait for them under another name.
 
     The name is this thread's alone. Ranks may be threads, as in torch's own tests: two groups under one name
-    would wait for ever, or receive each other's data. Such ranks have a world each, with a device and a count.
+    would wait for ever, or receive each other's data. The world, with device and count, is such a rank's own.
     """
     world = torch.distributed.group.WORLD
     assert world is not None

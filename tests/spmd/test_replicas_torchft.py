@@ -344,3 +344,21 @@ def test_processes_can_be_a_replica_again(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(benchmark, "run_rank", odd_replicas.run_second_rank)
     with benchmark.job_of(Setting(str(tmp_path), replicas=1, **SETTINGS[DEVICE])) as job:
         benchmark.disturbed(job, 0, random.Random(0))
+
+
+@pytest.mark.timeout(300)
+def test_a_lighthouse_that_comes_back_ends_nobody(tmp_path: Path) -> None:
+    """Who asks while it is away asks again."""
+    setting, port = Setting(str(tmp_path), replicas=2, **SETTINGS[DEVICE]), benchmark.free_port()
+    job = benchmark.Job(setting, f"http://127.0.0.1:{port}")
+    try:
+        with benchmark.lighthouse(setting, port):
+            job.start_all(90.0)
+        time.sleep(2.0)
+        taken = [len(job.steps(replica)) for replica in range(2)]
+        with benchmark.lighthouse(setting, port):
+            benchmark.finish(job, 90.0)
+        assert all(len(job.steps(replica)) > before for replica, before in enumerate(taken))
+    finally:
+        for replica in range(2):
+            job.end(replica)

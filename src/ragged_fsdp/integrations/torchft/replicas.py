@@ -31,6 +31,8 @@ __all__ = ["Replicas"]
 
 _LOGGER = logging.getLogger(__name__)
 _PAUSE_S = 1.0
+_RETRIES = 1 << 30
+"""Of a manager that does not reach the lighthouse: until its rank does not wait any more."""
 
 
 class Replicas:
@@ -118,6 +120,7 @@ class Replicas:
             use_async_quorum=True,
             timeout=self._timeout,
             quorum_timeout=self._wait,
+            quorum_retries=_RETRIES,
             connect_timeout=timedelta(seconds=connect_s),
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
