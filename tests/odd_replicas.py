@@ -8,6 +8,7 @@ say so, for a kill to find them there. So the code for NCCL's silence runs where
 
 import random
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 import torch.distributed as dist
 from benchmarks.faults import replicas as benchmark
 
-from ragged_fsdp.integrations import torchft as adapter
+from ragged_fsdp.integrations import torchft
+from ragged_fsdp.integrations.torchft import groups, replicas, transport
 from ragged_fsdp.replicas import HealingError
 
 BLIND = 0
@@ -47,7 +49,7 @@ class _Silent(dist._Work):
         return future
 
 
-class _Quiet(adapter._Gloo):
+class _Quiet(groups.Gloo):
     sees = True
     hears = True
     late = Path()
@@ -88,7 +90,7 @@ class _Quiet(adapter._Gloo):
 
 def run_quiet_rank(setting: Any, lighthouse: str, replica: int, *more: Any) -> None:
     """One replica does not see that another died, but may be told."""
-    adapter._Gloo = _Quiet  # type: ignore[misc]
+    replicas.Gloo = _Quiet  # type: ignore[misc]
     _Quiet.sees, _Quiet.late = replica != BLIND, _late(setting, replica)
     _run_rank(setting, lighthouse, replica, *more)
 
@@ -128,7 +130,7 @@ def run_slow_rank(setting: Any, lighthouse: str, replica: int, *more: Any) -> No
 
 def run_half_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: int, port: int) -> None:
     """Of a replica that comes back one rank cannot connect at first, when the other one can copy."""
-    connect, failures = adapter._Members.configure, [ConnectionError("on purpose")]
+    connect, failures = groups.Members.configure, [ConnectionError("on purpose")]
 
     def fail_once(self: Any, *args: Any, **kwargs: Any) -> None:
         if failures:
@@ -136,13 +138,13 @@ def run_half_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: 
         connect(self, *args, **kwargs)
 
     if life and rank:
-        adapter._Members.configure = fail_once  # type: ignore[method-assign]
+        groups.Members.configure = fail_once  # type: ignore[method-assign]
     _run_rank(setting, lighthouse, replica, life, rank, port)
 
 
 def run_uncopied_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: int, port: int) -> None:
     """Of a replica that comes back one rank can connect, but its first copy breaks off."""
-    receive, failures = adapter.receive, [ConnectionError("on purpose")]
+    receive, failures = transport.receive, [ConnectionError("on purpose")]
 
     def break_off_once(*args: Any, **kwargs: Any) -> Any:
         if failures:
@@ -150,5 +152,25 @@ def run_uncopied_rank(setting: Any, lighthouse: str, replica: int, life: int, ra
         return receive(*args, **kwargs)
 
     if life and rank:
-        adapter.receive = break_off_once
+        transport.receive = break_off_once
     _run_rank(setting, lighthouse, replica, life, rank, port)
+
+
+def run_choosy_rank(*arguments: Any) -> None:
+    """Of a replica that wants another one beside it."""
+    torchft.Replicas = partial(torchft.Replicas, min_replicas=2)  # type: ignore[misc,assignment]
+    _run_rank(*arguments)
+
+
+def run_second_rank(setting: Any, lighthouse: str, replica: int, *more: Any) -> None:
+    """Its processes have been a replica before."""
+    build = benchmark.build
+
+    def build_after_another(setting: Any, seed: int) -> Any:
+        asked = {"token": setting.token, "lighthouse": lighthouse, "host": "127.0.0.1"}
+        torchft.Replicas(*build(setting, seed), replica=replica, **asked).close()
+        dist.barrier()
+        return build(setting, seed)
+
+    benchmark.build = build_after_another
+    _run_rank(setting, lighthouse, replica, *more)

@@ -257,9 +257,9 @@ def run_lighthouse(port: int, setting: Setting) -> None:
 
 
 @contextmanager
-def lighthouse(setting: Setting) -> Iterator[str]:
+def lighthouse(setting: Setting, port: int | None = None) -> Iterator[str]:
     """A lighthouse that takes a replica for dead after a silence of ``heartbeat_ms``."""
-    port = free_port()
+    port = port or free_port()
     process = _CONTEXT.Process(target=run_lighthouse, args=(port, setting))
     process.start()
     try:

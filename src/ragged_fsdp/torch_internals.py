@@ -384,7 +384,7 @@ until public queries of the dispatcher:
     DispatchKey.CompositeImplicitAutograd
         all ops on lists, and which ops decompose by themselves
 """)
-"""Names that are used as they are."""
+"""Names that are used as they are; in the place of one :func:`new_group_named` puts a function of ours."""
 
 PRIVATE = (*REPLACED, *READ)
 
@@ -646,7 +646,7 @@ def new_group_named(name: str) -> Iterator[None]:
     be the same on all ranks, and those that made none of this would wait for them under another name.
 
     The name is this thread's alone. Ranks may be threads, as in torch's own tests: two groups under one name
-    would wait for ever, or receive each other's data.
+    would wait for ever, or receive each other's data. The world, with device and count, is such a rank's own.
     """
     world = torch.distributed.group.WORLD
     assert world is not None

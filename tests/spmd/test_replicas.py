@@ -9,6 +9,7 @@ from fsdp_cases import Stack, build, fully_shard, ragged_only, rows, shard_block
 from late_streams import make_streams_late
 from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Muon, Shampoo, block_policy, offload_state
 from ragged_fsdp.replicas import ReplicaGradients, ReplicaState, StateServer, receive
+from ragged_fsdp.replicas.attempts import open_store
 from rank_pool import DEVICE, Rank, spmd
 
 pytestmark = ragged_only
@@ -144,3 +145,18 @@ def _copy(rank: Rank, mesh, name, make) -> None:
         mine, peer = theirs[rank.rank], theirs[(rank.rank + 2) % 4]
         assert len(mine) == len(peer) and all(map(torch.equal, mine, peer)), name
     server.close()
+
+
+@spmd(2)
+def test_a_store_is_of_one_replica_alone(rank: Rank) -> None:
+    """Another one in these processes, or the life before this, may have the same keys."""
+    one, other = (open_store("127.0.0.1", 30.0) for _ in "ab")
+    one.set(f"from {rank.rank}", "one")
+    one.wait(["from 0", "from 1"])
+    assert (one.host, one.port) != (other.host, other.port)
+    assert not other.check(["from 0"])
+    dist.barrier()
+    with pytest.raises(
+        ValueError, match="host: expected a name under which others reach this rank, got 'no "
+    ):
+        open_store("no such host", 0.5)

@@ -1,9 +1,10 @@
 """The adapter to torchft, with a lighthouse and managers that are really started."""
 
 import random
+import re
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +14,17 @@ import pytest
 pytest.importorskip("torchft", reason="torchft is not installed: pip install '.[torchft]'")
 
 import torch
-import torch.distributed as dist
 from benchmarks.faults import replicas as benchmark
 from benchmarks.faults.replicas import Setting, kill_replicas
 from torch import nn
 from torchft.manager import ExceptionWithTraceback
 
 import odd_replicas
-from ragged_fsdp.integrations import torchft as adapter
-from ragged_fsdp.integrations.torchft import Replicas, SplitError
-from ragged_fsdp.replicas import ReplicaGradients
-from ragged_fsdp.replicas.transport import HealingError
+from ragged_fsdp.integrations.torchft import Replicas, SplitError, groups
+from ragged_fsdp.integrations.torchft.first import FirstState
+from ragged_fsdp.replicas import HealingError, ReplicaGradients
+from ragged_fsdp.replicas.copies import MOST_FAILURES, Copies
+from ragged_fsdp.replicas.transport import Received
 from rank_pool import DEVICE
 
 SETTINGS = {
@@ -39,6 +40,7 @@ class _Others:
     def __init__(self, pasts: dict[int, int], model: int = 7, options: int = 5) -> None:
         self.pasts, self.model, self.options, self.error = pasts, model, options, None
         self.participates = True
+        self.members = tuple(pasts)
 
     def allreduce(self, roll: torch.Tensor, reduce_op: object) -> "_Others":
         for replica, past in self.pasts.items():
@@ -61,6 +63,9 @@ class _Others:
     def current_step(self) -> int:
         return 5
 
+    def num_participants(self) -> int:
+        return len(self.pasts)
+
     def state_dict(self) -> dict[str, int]:
         return {}
 
@@ -69,11 +74,13 @@ def _among(others: _Others, replica: int = 1, past: int = 3) -> Replicas:
     ours = object.__new__(Replicas)
     ours.replica, ours._lineage, ours._model, ours._manager = replica, past, (1, 7), others
     ours._device, ours._group = torch.device("cpu"), others
-    ours._gradients, ours._healed, ours._copied = SimpleNamespace(times_laid_out=1), False, None
-    silent = dict.fromkeys(("begin", "give_up", "rest", "has_copied"), lambda: None)
-    ours._attempts = SimpleNamespace(**silent, given_up=lambda: False, all_have_copied=lambda: True)
-    ours._patience, ours._init_sync, ours._failed_copies = timedelta(seconds=1), False, 0
+    ours._gradients = SimpleNamespace(times_laid_out=1)
+    silent = dict.fromkeys(("begin", "give_up", "rest"), lambda: None)
+    ours._attempts = SimpleNamespace(**silent, given_up=lambda: False)
+    ours._patience = ours._wait = timedelta(seconds=1)
+    ours._init_sync, ours._least, ours._pauses = False, 1, 0
     ours._state = SimpleNamespace(options_hash=lambda: "5", groups=[{"lr": 0.25}])
+    ours._copies, ours._all_ranks = Copies(ours._state), lambda one: one
     return ours
 
 
@@ -128,7 +135,6 @@ def test_nothing_holds_a_group_that_has_failed_when_ranks_wait_for_each_other() 
     manager = _Others({})
     ours = _among(manager)
     ours._gradients.collect = lambda: (torch.zeros(1), [torch.zeros(2)])
-    ours._transport = SimpleNamespace(failure=None, received=None)
     manager.wait_quorum = lambda: None
     manager.abort = lambda: None
     manager.should_commit = lambda timeout: seen.append([timeout, *(ref() for ref in held)])
@@ -152,7 +158,6 @@ def test_gradients_of_another_state_are_in_no_mean(others: dict[int, int]) -> No
     ours._gradients = ReplicaGradients(model)
     ours._gradients.times_laid_out, ours._model = 0, (1, 7)
     ours._state.load = lambda header, runs: None
-    ours._transport = SimpleNamespace(failure=None, received=None)
     manager.wait_quorum = manager.abort = manager.start_quorum = lambda: None
     steps = iter([False, True])
 
@@ -165,7 +170,7 @@ def test_gradients_of_another_state_are_in_no_mean(others: dict[int, int]) -> No
 
     def should_commit(timeout: timedelta) -> bool:
         if not manager.participates:  # as torchft does, whatever becomes of the attempt
-            ours._keep(SimpleNamespace(header={"lineage": 3}, runs=[]))
+            ours._copies.keep(Received({"lineage": 3}, [], 0, 0.0))
         manager.participates = True
         return next(steps)
 
@@ -194,60 +199,10 @@ def test_over_nccl_a_broken_connection_ends_the_wait(
     event = SimpleNamespace(query=lambda: not left)
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=left.pop(0)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
-    monkeypatch.setattr(adapter, "backend_of", lambda pg, device: backend)
+    monkeypatch.setattr(groups, "backend_of", lambda pg, device: backend)
     group = SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True))
-    adapter._Nccl.settle(group, lambda: False)
+    groups.Nccl.settle(group, lambda: False)
     assert bool(aborted) == (answers[-1] != "SUCCESS")
-
-
-@pytest.fixture
-def attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., adapter._Attempts]]:
-    """Makes those of a rank, of one replica and in one meeting unless it says otherwise."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    servers = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in "ab"]
-    meeting = dist.HashStore()
-
-    def make(replica: int = 0, met: object = meeting) -> adapter._Attempts:
-        monkeypatch.setenv("MASTER_PORT", str(servers[replica].port))
-        made = adapter._Attempts(SimpleNamespace(store=met), timedelta(seconds=5))
-        made.begin()
-        return made
-
-    yield make
-
-
-def _hears(one: adapter._Attempts) -> bool:
-    one.given_up()
-    time.sleep(4 * adapter._ASK_S)
-    return one.given_up()
-
-
-def test_who_gives_an_average_up_tells_its_replica_and_its_meeting(attempts: Callable) -> None:
-    """One may see that a peer is gone and another not."""
-    sees, same_replica, same_meeting = attempts(), attempts(met=None), attempts(replica=1)
-    stranger = attempts(replica=1, met=dist.HashStore())
-    for one in (sees, same_replica, same_meeting, stranger):
-        assert not _hears(one)
-    sees.give_up()
-    assert _hears(same_replica) and _hears(same_meeting) and not _hears(stranger)
-    same_replica.begin()
-    assert not _hears(same_replica)  # nobody has given up the next one
-
-
-def test_a_store_that_is_gone_is_an_average_given_up(attempts: Callable) -> None:
-    """Its host died; one that stands still holds nobody."""
-
-    def gone(*_: object) -> None:
-        raise dist.DistNetworkError("the host of the store died")
-
-    one = attempts(met=SimpleNamespace(check=gone, set=gone))
-    assert _hears(one)
-    one.give_up()
-    stuck = SimpleNamespace(check=lambda _: time.sleep(3), set=lambda *_: time.sleep(3))
-    one, began = attempts(replica=1, met=stuck), time.monotonic()
-    assert not _hears(one)
-    one.give_up()
-    assert time.monotonic() - began < 2
 
 
 def test_over_nccl_the_wait_ends_when_others_gave_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,42 +211,23 @@ def test_over_nccl_the_wait_ends_when_others_gave_up(monkeypatch: pytest.MonkeyP
     event = SimpleNamespace(query=lambda: bool(aborted))
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name="SUCCESS"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
-    monkeypatch.setattr(adapter, "backend_of", lambda pg, device: backend)
-    adapter._Nccl.settle(SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True)), lambda: True)
+    monkeypatch.setattr(groups, "backend_of", lambda pg, device: backend)
+    groups.Nccl.settle(SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True)), lambda: True)
     assert aborted
 
 
-def test_who_never_offers_its_first_state_is_not_waited_for_without_end() -> None:
-    """Its ``init_sync`` may be off; one that is only late is there in the next attempt."""
-    ours, timeout = _among(_Others({}), replica=1), timedelta(0)
-    ours._group = SimpleNamespace(members=(0, 1), store=SimpleNamespace(check=lambda _: False))
-    ours._timeout, ours._transport = timeout, SimpleNamespace(failure=None)
-    for _ in range(adapter._MOST_FAILED_COPIES - 1):
-        ours._take_first_state()
-        assert ours._manager.error is not None
-        ours._take_over(False)
-    ours._take_first_state()
-    with pytest.raises(HealingError, match=r"replica 0 gave no .* is init_sync on there"):
-        ours._take_over(False)
-
-
-def test_a_copy_that_failed_is_tried_again_unless_it_cannot_succeed() -> None:
-    """The giver may have died; a state that does not fit will not fit next time either."""
-    ours = _among(_Others({}))
-
-    def fail(cause: Exception) -> None:
-        failure = HealingError("it did not come")
-        failure.__cause__ = cause
-        ours._transport = SimpleNamespace(failure=failure)
-        ours._take_over(False)
-
-    for _ in range(adapter._MOST_FAILED_COPIES - 1):
-        fail(ConnectionError("the peer ended the connection"))
+def test_first_weights_are_not_waited_for_without_end() -> None:
+    """``init_sync`` may be off there, or the host of the store stand still; the third time is the last."""
+    copies, quiet = Copies(SimpleNamespace()), SimpleNamespace(given_up=lambda: False)
+    for attempt, check in enumerate([lambda _: False, lambda _: time.sleep(30), lambda _: False]):
+        group = SimpleNamespace(members=(0, 1), store=SimpleNamespace(check=check))
+        first = FirstState(1, group, SimpleNamespace(), quiet, copies, timeout_s=0.1)
+        with pytest.raises(HealingError, match=r"replica 0 gave no first state within 0.1 s; is init_sync"):
+            first.exchange(lambda: "", {})
+        if attempt < MOST_FAILURES - 1:
+            copies.raise_if_hopeless()
     with pytest.raises(HealingError):
-        fail(TimeoutError("timed out"))
-    ours._failed_copies = 0
-    with pytest.raises(HealingError):
-        fail(ValueError("another shape"))
+        copies.raise_if_hopeless()
 
 
 def test_over_nccl_an_aborted_group_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +235,7 @@ def test_over_nccl_an_aborted_group_is_not_asked(monkeypatch: pytest.MonkeyPatch
     waited = []
     event = SimpleNamespace(query=lambda: False, synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
-    adapter._Nccl.settle(SimpleNamespace(_pg=None), lambda: False)
+    groups.Nccl.settle(SimpleNamespace(_pg=None), lambda: False)
     assert waited
 
 
@@ -307,14 +243,14 @@ def test_over_nccl_replicas_meet_within_the_time_to_connect(monkeypatch: pytest.
     """The store of a replica that died is not waited for as long as an average."""
     waits, wanted = [], {"rank": 0, "world_size": 1, "group_world_size": 2, "global_ranks": [3, 5]}
 
-    def meet(self: adapter._Nccl, **given: object) -> None:
+    def meet(self: groups.Nccl, **given: object) -> None:
         waits.append(self._timeout.total_seconds())
         raise RuntimeError("nobody is there")
 
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 0))
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "30")
-    monkeypatch.setattr(adapter.ProcessGroupNCCL, "configure", meet)
-    group = adapter._Nccl(connect_s=2.0, timeout_s=30.0)
+    monkeypatch.setattr(groups.ProcessGroupNCCL, "configure", meet)
+    group = groups.Nccl(connect_s=2.0, timeout_s=30.0)
     with pytest.raises(RuntimeError, match="nobody"):
         group.configure("store", "replica", **wanted)
     assert waits == [2.0] and group._timeout.total_seconds() == 30.0 and group.members == (1, 2)
@@ -373,3 +309,56 @@ def test_a_replica_that_does_not_see_that_a_peer_died_ends_no_other(
     result = kill_replicas(setting, kills=1, seed=0)
     assert result["kills"][0]["replica"] != odd_replicas.BLIND and result["steps_lost"] == 0
     assert (result["longest_pause_s"] < 3.5) == (run_rank is odd_replicas.run_quiet_rank)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "least, says",
+    [
+        (1, r"expected at least 2 replicas \(min_replicas\) at this step, got 1; there are \[0\], for 0:"),
+        (2, r"the lighthouse named no members within 0:00:06 \(wait_s\). Fewer replicas ask"),
+    ],
+    ids=["ours", "the lighthouse's"],
+)
+def test_too_few_replicas_are_waited_for_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, least: int, says: str
+) -> None:
+    """Whether it is this replica that wants more of them or the lighthouse; all ranks end."""
+    monkeypatch.setattr(benchmark, "run_rank", odd_replicas.run_choosy_rank)
+    setting = Setting(str(tmp_path), replicas=1, least=least, **{**SETTINGS[DEVICE], "timeout_s": 2.0})
+    with benchmark.job_of(setting) as job:
+        job.start(0)
+        deadline = time.monotonic() + 60
+        while any(process.exitcode is None for process in job.processes[0]):
+            assert time.monotonic() < deadline, "it waits for ever"
+            time.sleep(0.1)
+        for rank in range(benchmark.RANKS):
+            assert re.search(rf"TimeoutError: replica 0, step 0: {says}", job.said(0, rank)), job.said(
+                0, rank
+            )
+
+
+@pytest.mark.timeout(300)
+def test_processes_can_be_a_replica_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first life left in a store would be taken for the second's: its manager's address, say."""
+    monkeypatch.setattr(benchmark, "run_rank", odd_replicas.run_second_rank)
+    with benchmark.job_of(Setting(str(tmp_path), replicas=1, **SETTINGS[DEVICE])) as job:
+        benchmark.disturbed(job, 0, random.Random(0))
+
+
+@pytest.mark.timeout(300)
+def test_a_lighthouse_that_comes_back_ends_nobody(tmp_path: Path) -> None:
+    """Who asks while it is away asks again."""
+    setting, port = Setting(str(tmp_path), replicas=2, **SETTINGS[DEVICE]), benchmark.free_port()
+    job = benchmark.Job(setting, f"http://127.0.0.1:{port}")
+    try:
+        with benchmark.lighthouse(setting, port):
+            job.start_all(90.0)
+        time.sleep(2.0)
+        taken = [len(job.steps(replica)) for replica in range(2)]
+        with benchmark.lighthouse(setting, port):
+            benchmark.finish(job, 90.0)
+        assert all(len(job.steps(replica)) > before for replica, before in enumerate(taken))
+    finally:
+        for replica in range(2):
+            job.end(replica)
