@@ -130,7 +130,7 @@ def run_slow_rank(setting: Any, lighthouse: str, replica: int, *more: Any) -> No
 
 def run_half_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: int, port: int) -> None:
     """Of a replica that comes back one rank cannot connect at first, when the other one can copy."""
-    connect, failures = groups.Members.configure, [ConnectionError("on purpose")]
+    connect, failures = groups.ReplicaMembers.configure, [ConnectionError("on purpose")]
 
     def fail_once(self: Any, *args: Any, **kwargs: Any) -> None:
         if failures:
@@ -138,7 +138,7 @@ def run_half_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: 
         connect(self, *args, **kwargs)
 
     if life and rank:
-        groups.Members.configure = fail_once  # type: ignore[method-assign]
+        groups.ReplicaMembers.configure = fail_once  # type: ignore[method-assign]
     _run_rank(setting, lighthouse, replica, life, rank, port)
 
 

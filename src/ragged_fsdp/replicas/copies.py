@@ -28,7 +28,7 @@ class Copies:
         self.healed = False
         """Whether the state became a peer's since the forward: the gradients are of another one then."""
         self.nbytes, self.seconds = 0, 0.0
-        """Of the copy that was taken over since the forward."""
+        """What the copy that was taken over since the forward brought, and how long it took."""
 
     def begin(self) -> None:
         """Before a forward."""

@@ -36,7 +36,7 @@ class Says(NamedTuple):
 
 
 def as_number(digest: str) -> int:
-    """Of a hash in hexadecimal digits: small enough for the sum over all replicas."""
+    """A hash in hexadecimal digits as a number that is small enough for the sum over all replicas."""
     return int(digest[:_LETTERS], 16)
 
 

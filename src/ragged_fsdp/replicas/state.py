@@ -107,8 +107,8 @@ class ReplicaState:
         self.params: dict[str, Tensor] = dict(model.named_parameters())
         saved = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
         self._buffer_names = {name for name, buffer in model.named_buffers() if id(buffer) in saved}
-        """Of those that a checkpoint has. What a replica computes for itself (a table that grows with the
-        longest sequence) need not fit another one, nor what its modules know of it."""
+        """Names of buffers that a checkpoint has. What a replica computes for itself (a table that grows with
+        the longest sequence) need not fit another one, nor what its modules know of it."""
         self._optimizer = optimizer
         self._extra = dict(extra or {})
         self._name_of = {id(param): name for name, param in self.params.items()}
@@ -173,7 +173,7 @@ class ReplicaState:
         }
 
     def _optimizer_kind(self) -> str:
-        """Its class; whether its state is on the host makes no difference."""
+        """The class of the optimizer; whether its state is on the host makes no difference."""
         optimizer = self._optimizer
         return (optimizer._kind if isinstance(optimizer, OffloadedState) else type(optimizer)).__name__
 

@@ -144,13 +144,13 @@ class _Line:
         self._connection.sendall(data)
 
     def read(self, nbytes: int) -> bytes:
-        """That many bytes."""
+        """The next ``nbytes`` bytes."""
         data = bytearray(nbytes)
         self.read_into(memoryview(data))
         return bytes(data)
 
     def read_into(self, target: memoryview) -> None:
-        """As many bytes as ``target`` has."""
+        """Fill ``target`` with bytes from the peer."""
         while len(target):
             self._set_timeout()
             count = self._connection.recv_into(target)
@@ -180,7 +180,7 @@ class StateServer:
         self._staging = Staging(device) if device.type != "cpu" else None
         self._changed = threading.Condition()
         self._offer: tuple[int, Offer | str] | None = None
-        """Of which step; a text says why there is none."""
+        """The step of the state on offer, and the state; a text says why there is none."""
         self._copies = 0
         """Under way: who reads the state."""
         self._closed = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ragged_fsdp.integrations.torchft.groups import Members
-from ragged_fsdp.integrations.torchft.transport import Transport
+from ragged_fsdp.integrations.torchft.groups import ReplicaMembers
+from ragged_fsdp.integrations.torchft.transport import StateTransport
 from ragged_fsdp.replicas.attempts import ASK_S, Attempts, Told, tell
 from ragged_fsdp.replicas.copies import Copies
 from ragged_fsdp.replicas.state import Offer
@@ -28,8 +28,8 @@ class FirstState:
     def __init__(
         self,
         replica: int,
-        group: Members,
-        transport: Transport,
+        group: ReplicaMembers,
+        transport: StateTransport,
         attempts: Attempts,
         copies: Copies,
         timeout_s: float,

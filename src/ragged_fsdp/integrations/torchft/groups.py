@@ -14,15 +14,15 @@ from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 from ragged_fsdp.replicas.attempts import ASK_S
 from ragged_fsdp.torch_internals import backend_of
 
-__all__ = ["Gloo", "Members", "Nccl"]
+__all__ = ["Gloo", "Nccl", "ReplicaMembers"]
 
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50"}
-"""Of groups between replicas: torch's watchdog would end this process when a peer's connection breaks, and
+"""For groups between replicas: torch's watchdog would end this process when a peer's connection breaks, and
 sleep four times the second before, while the next group waits for it to go."""
 _POLL_S = 0.0005
 
 
-class Members:
+class ReplicaMembers:
     """Mixed into a process group of torchft: knows which replicas it is made of and where they met."""
 
     members: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class Members:
         return super()._create_pg(store, rank, world_size)  # type: ignore[misc]
 
 
-class Gloo(Members, ProcessGroupGloo):
+class Gloo(ReplicaMembers, ProcessGroupGloo):
     """Over gloo. Connecting must fail soon, for a replica may die while it does; averaging may wait."""
 
     def __init__(self, connect_s: float, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class Gloo(Members, ProcessGroupGloo):
         """Nothing: a collective that failed has raised."""
 
 
-class Nccl(Members, ProcessGroupNCCL):
+class Nccl(ReplicaMembers, ProcessGroupNCCL):
     """Over NCCL, where nothing raises: a kernel that waits for a dead peer is ended by an abort alone."""
 
     def __init__(self, connect_s: float, timeout_s: float) -> None:

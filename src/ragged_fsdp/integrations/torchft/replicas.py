@@ -17,7 +17,7 @@ from torchft.manager import Manager
 
 from ragged_fsdp.integrations.torchft.first import FirstState
 from ragged_fsdp.integrations.torchft.groups import Gloo, Nccl
-from ragged_fsdp.integrations.torchft.transport import Transport
+from ragged_fsdp.integrations.torchft.transport import StateTransport
 from ragged_fsdp.optim.base import local_part
 from ragged_fsdp.replicas.attempts import Attempts, open_store
 from ragged_fsdp.replicas.copies import Copies
@@ -32,7 +32,7 @@ __all__ = ["Replicas"]
 _LOGGER = logging.getLogger(__name__)
 _PAUSE_S = 1.0
 _RETRIES = 1 << 30
-"""Of a manager that does not reach the lighthouse: until its rank does not wait any more."""
+"""How often a manager asks a lighthouse that it does not reach: until its rank does not wait any more."""
 
 
 class Replicas:
@@ -105,7 +105,7 @@ class Replicas:
         host = host or socket.gethostname()
         self._device = local_part(next(iter(model.parameters()))).device
         self._group = (Nccl if self._device.type == "cuda" else Gloo)(connect_s, timeout_s)
-        self._transport = Transport(self._copies, secret, host, timeout_s, self._device)
+        self._transport = StateTransport(self._copies, secret, host, timeout_s, self._device)
         store = open_store(host, timeout_s)
         self._attempts = Attempts(store, self._group)
         self._first_state = FirstState(

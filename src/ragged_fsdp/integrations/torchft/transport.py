@@ -12,13 +12,13 @@ from ragged_fsdp.replicas.copies import Copies
 from ragged_fsdp.replicas.state import Offer
 from ragged_fsdp.replicas.transport import HealingError, Received, StateServer, receive
 
-__all__ = ["Transport"]
+__all__ = ["StateTransport"]
 
 _KEY = "default"
 """Under which a manager keeps the state of its constructor's functions."""
 
 
-class Transport(CheckpointTransport[dict[str, Any]]):
+class StateTransport(CheckpointTransport[dict[str, Any]]):
     """Serves what this rank offers, and receives what ``copies`` need; torchft's counters go along."""
 
     def __init__(
