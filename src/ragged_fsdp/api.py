@@ -69,7 +69,7 @@ class Arguments(TypedDict, total=False):
     reshard_after_forward: bool | int | Literal["auto"] | None
     shard_placement_fn: Callable[[nn.Parameter], Any] | None
     mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
+    offload_policy: OffloadPolicy | None
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: DataParallelMeshDims | None
     orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None
@@ -98,7 +98,7 @@ def fully_shard(
     reshard_after_forward: bool | int | Literal["auto"] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     orig_param_policy: Callable[[str, nn.Parameter], Granularity | None] | None = None,
@@ -173,6 +173,8 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())   # after sharding: parameters are DTensors now
     """
+    if offload_policy is None:  # as libraries write it
+        offload_policy = OffloadPolicy()
     given = locals()
     # an error here is this rank's alone: there is nobody to tell
     own_mesh = parallel_mesh(mesh, dp_mesh_dims)

@@ -172,6 +172,23 @@ class RaggedShard(Placement):
             raise ValueError(f"{cls.__name__}: root must be in [0, {ranks}), got {root}.")
         return cls(ragged_dims(shape, math.prod(shape)), [int(r == root) for r in range(ranks)])
 
+    def is_shard(self, dim: int | None = None) -> bool:
+        """True: it splits the tensor. False of any one ``dim``, along which it makes no even chunks.
+
+        Code that asks reads ``dim`` next, and is told there that it has none; with False it would take a
+        piece for the whole tensor.
+        """
+        return dim is None
+
+    @property
+    def dim(self) -> int:
+        """None to give: the pieces are runs of the flattened tensor, not chunks of one dim."""
+        raise AttributeError(
+            f"{type(self).__name__} has no dim: its pieces are runs of the flattened tensor, not even chunks "
+            "of one dim. ragged_fsdp.dtensor.ragged_layout(tensor) says where they lie; full_tensor() is the "
+            "whole; fully_shard(shard_placement_fn=lambda p: Shard(0)) makes even chunks."
+        )
+
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True

@@ -36,7 +36,10 @@ def test_equality_is_of_layouts():
     for placement in (RaggedShard((0, 1), (1, 0, 2)), StridedRaggedShard((0,), ((1, 2), (2, 0)))):
         for twin in (pickle.loads(pickle.dumps(placement)), copy.deepcopy(placement), eval(repr(placement))):
             assert twin == placement and hash(twin) == hash(placement) and type(twin) is type(placement)
-        assert not (placement.is_shard() or placement.is_replicate() or placement.is_partial())
+        assert placement.is_shard() and not (placement.is_replicate() or placement.is_partial())
+        assert not placement.is_shard(0) and getattr(placement, "dim", None) is None
+        with pytest.raises(AttributeError, match="has no dim: its pieces are runs of the flattened tensor"):
+            _ = placement.dim
         buffer = io.BytesIO()
         torch.save({"placement": placement}, buffer)
         buffer.seek(0)

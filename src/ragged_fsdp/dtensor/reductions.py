@@ -259,7 +259,7 @@ def _norm(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     if math.isinf(order):
         combine = _MIN if order < 0 else Combine("max", lambda dtype: 0)
         return _along_dims(tensor, dims, keepdim, reduce, combine)
-    prefix, sharded = ragged_layout(tensor).cut_dims, any(p.is_shard() for p in tensor.placements)
+    prefix, sharded = ragged_layout(tensor).cut_dims, any(isinstance(p, Shard) for p in tensor.placements)
     if not sharded and tensor.ndim > prefix and all(d % tensor.ndim >= prefix for d in dims):
         return _along_dims(tensor, dims, keepdim, reduce, _SUM)  # rows are whole: nothing to combine
     if order == 0:  # how many there are that are not 0

@@ -352,7 +352,7 @@ def _broken_rule(weights: Mapping[str, Tensor], tiles: bool) -> str:
             split = weight.placements[0]
             if (
                 len(weight.placements) > 1
-                or not split.is_shard()
+                or not isinstance(split, Shard)
                 or weight.shape[split.dim] % weight.device_mesh.size()
             ):
                 return (

@@ -57,8 +57,6 @@ def ragged_fully_shard(
 def _substitute(policy: Any, defaults: dict[str, Any], sharded: list[str]) -> Callable[..., Any]:
     @functools.wraps(fully_shard)
     def substitute(module: Any, **options: Any) -> Any:
-        if options.get("offload_policy", ...) is None:
-            del options["offload_policy"]  # Accelerate passes None where torch wants a policy
         if options.get("ignored_params"):  # 4-bit weights are among them, since torch's cannot shard them
             options["ignored_params"] = {p for p in options["ignored_params"] if packing_of(p) is None}
         result = fully_shard(module, **{"orig_param_policy": policy, **defaults, **options})

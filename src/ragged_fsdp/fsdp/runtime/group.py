@@ -18,7 +18,7 @@ from ragged_fsdp.fsdp.parts.left_out import Steps
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
-from ragged_fsdp.torch_internals import joins_gathers, one_launch
+from ragged_fsdp.torch_internals import current_graph_task_id, joins_gathers, one_launch
 
 __all__ = ["ALLOWED_MOVES", "ParamGroup", "Residence"]
 
@@ -82,6 +82,8 @@ class ParamGroup(Members):
         """Optimizer steps before the last gather."""
         self.stale = True
         """Whether users may have replaced or cast parameters: before the first use, or by a state dict."""
+        self.backward = -1
+        """The number autograd gave the backward in which that of its modules began last."""
         self.beside: list[ParamGroup] = []
         """Groups of its call that are gathered with it in one launch, itself included, in the order of all
         ranks."""
@@ -304,10 +306,13 @@ class ParamGroup(Members):
         """Move a large gradient into the buffer at once, if there is or may be a buffer now.
 
         With one gradient buffer the reduction before this group's may still use it: the gradients wait
-        for the post-backward rather than stop the computation.
+        for the post-backward rather than stop the computation. So do those of a backward that code inside the
+        layer's backward runs, which may read, replace or drop them: MLPs that are computed in tiles do.
         """
         grad = unsharded.grad
-        if grad is not None and (self.context.max_grad_buffers > 1 or self.reducer.written):
+        if grad is None or current_graph_task_id() != self.backward:
+            return
+        if self.context.max_grad_buffers > 1 or self.reducer.written:
             unsharded.grad = None
             self.reducer.store([(index, grad)])
 

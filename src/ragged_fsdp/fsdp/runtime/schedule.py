@@ -26,7 +26,7 @@ from ragged_fsdp.fsdp.parts.left_out import check_managed
 from ragged_fsdp.fsdp.runtime.conditional import Conditional, Conditionals
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
 from ragged_fsdp.fsdp.streams import CommContext, arena_bytes, pooled_bytes
-from ragged_fsdp.torch_internals import queue_callback
+from ragged_fsdp.torch_internals import current_graph_task_id, queue_callback
 
 __all__ = ["ALLOWED_PHASES", "IN_BACKWARD", "ForwardOrder", "Phase", "Schedule", "Turn", "outside"]
 
@@ -427,6 +427,9 @@ class Schedule:
             self._begin_backward()
         begins = turn.phase is not Phase.BACKWARD
         self._enter(turn, Phase.BACKWARD)
+        if begins:
+            for group in turn.groups:
+                group.backward = current_graph_task_id()
         if turn.under is not None and turn.under.by_vote:
             self._use_gathered(turn)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,15 @@ from ragged_fsdp.torch_internals import REGISTRY_KEY, are_functorch_transforms_a
 __all__ = ["ModuleState", "state_of", "states_below"]
 
 _STATE_ATTRIBUTE = "_ragged_fsdp_state"
+_SETTERS = "reshard, unshard, set_reshard_after_forward or set_reshard_after_backward of the module"
+_END = "set_manual_backward_finalization and finalize_backward of the root"
+_INSTEAD_OF = {  # what libraries reach for in FSDP2's own state
+    "_fsdp_param_group": _SETTERS,
+    "_fsdp_param_groups": _SETTERS,
+    "_state_ctx": _END,
+    "_root_post_backward_final_callback": _END,
+    "_training_state": "reset_iter_state of the root",
+}
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -62,7 +71,7 @@ class ModuleState(Turn):
         self.call = call
         """Options and mesh of the call, should parameters be attached later or be cut again."""
         options = call[0]
-        self.mp_policy, self.ignored = options.mp_policy, options.ignored
+        self._mp_policy, self.ignored = options.mp_policy, options.ignored  # torch's name: libraries read it
         self.auto_reshard = options.reshard_after_forward in (None, "auto")
         self.gathered_budget_bytes = options.gathered_budget_bytes or 0
         self.schedule = Schedule(self)
@@ -76,6 +85,16 @@ class ModuleState(Turn):
             module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True)
             post = self.post_forward if single else self._list_post_forward
             module.register_forward_hook(post, prepend=False)
+
+    if not TYPE_CHECKING:  # which would take any name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            """Libraries that read FSDP2's private state are told which public name does what they want."""
+            instead = _INSTEAD_OF.get(name, "the methods of FSDPModule")
+            raise AttributeError(
+                f"{name}: the state of a module that ragged_fsdp sharded is not torch's FSDPState and has no "
+                f"such attribute; use {instead}."
+            )
 
     # -- root ------------------------------------------------------------------------------------
 
@@ -210,13 +229,13 @@ class ModuleState(Turn):
         return output
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.mp_policy.cast_forward_inputs:
+        dtype = self._mp_policy.param_dtype
+        if dtype is None or not self._mp_policy.cast_forward_inputs:
             return args, kwargs
         return cast_floating(dtype, args), cast_floating(dtype, kwargs) if kwargs else kwargs
 
     def _cast_output(self, output: Any) -> Any:
-        dtype = self.mp_policy.output_dtype
+        dtype = self._mp_policy.output_dtype
         return output if dtype is None else cast_floating(dtype, output)
 
     # -- backward --------------------------------------------------------------------------------
