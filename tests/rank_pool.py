@@ -228,6 +228,7 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
     if DEVICE == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo"
+    _let_gloo_have_one_thread()
     dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=100))
     pipe.send(_JOINED)
     while True:
@@ -237,6 +238,29 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any) -> None:
             break
         pipe.send(_run_one(module, qualname, params, Rank(rank, world_size, Path(shared_dir))))
     os._exit(0)  # a destroy would wait for ranks that were killed
+
+
+def _let_gloo_have_one_thread() -> None:
+    """Make the gloo groups of this process with one worker thread each, where torch gives them two.
+
+    Two that end works at the same time corrupt the heap (torch 2.11 to 2.15; see ``joins_gathers`` in
+    ``torch_internals.py``), for which each ``full_tensor()`` is an occasion. A rank of the pool makes many
+    thousands, and died of it in a later test.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    stock = c10d.ProcessGroupGloo.__init__
+
+    def with_one_thread(
+        self: Any, store: Any, rank: int, size: int, timeout: timedelta, **newer: Any
+    ) -> None:
+        options = self._Options()
+        options._devices, options._timeout = [self.create_default_device()], timeout
+        options._threads = 1
+        stock(self, store, rank, size, options)
+
+    # not a subclass: torch asks for the class when it finds a group again, when a subclass may be forgotten
+    c10d.ProcessGroupGloo.__init__ = with_one_thread
 
 
 def _filter_warnings() -> None:

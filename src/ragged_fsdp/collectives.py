@@ -11,7 +11,6 @@ kind of memory or of collective, and nothing above it knows which:
     UserComm            the user's, if the object allocates     one object of the user's
     LevelComm           the device's common pool                gathers between nodes, then inside them
     OverGroup           that of another comm                    another comm's reductions, over a group
-    BytesComm           the device's common pool                gathers of bytes, whatever the dtype
     ==================  ======================================  ==========================================
 
 Torch's functions are looked up by their public names at every call, so that a wrapper around them, or a
@@ -34,7 +33,6 @@ from ragged_fsdp.topology import LevelGroups
 from ragged_fsdp.torch_internals import WIRE_DTYPES, backend_name, backend_of, joins_gathers, one_launch
 
 __all__ = [
-    "BytesComm",
     "Comm",
     "LevelComm",
     "OverGroup",
@@ -128,8 +126,6 @@ class Comm:
     """Whether any memory of the device will do: buffers may then be pooled, lent and kept by others."""
     allocates = False
     """Whether collectives work only on tensors from :meth:`allocate`; gathers are then copied out of them."""
-    gathered_dtypes = WIRE_DTYPES
-    """What is gathered as it is; other dtypes travel as bytes."""
 
     def memory(self, device: torch.device) -> AbstractContextManager:
         """Within it this thread's allocations on ``device`` are fit for :meth:`gather` and :meth:`reduce`."""
@@ -144,7 +140,7 @@ class Comm:
         self, full: torch.Tensor, slot: torch.Tensor, group: dist.ProcessGroup, *, async_op: bool = False
     ) -> dist.Work | None:
         """Fill ``full`` with the slots of all ranks; ``slot`` is this rank's part of it."""
-        if full.dtype not in self.gathered_dtypes:
+        if full.dtype not in WIRE_DTYPES:
             full, slot = full.view(torch.uint8), slot.view(torch.uint8)
         return getattr(dist, _GATHER)(full, slot, group=group, async_op=async_op)
 
@@ -159,12 +155,6 @@ class Comm:
     ) -> dist.Work | None:
         """Reduce ``full`` over the ranks; this rank's part of the result is ``shard``."""
         return getattr(dist, _SCATTER)(shard, full, op=op, group=group, async_op=async_op)
-
-
-class BytesComm(Comm):
-    """Gathers that may be launched with others: over gloo tensors of one launch are taken for one dtype."""
-
-    gathered_dtypes = frozenset()
 
 
 class UserComm(Comm):
@@ -233,9 +223,8 @@ class LevelComm(Comm):
 
     A ring over N ranks takes N - 1 steps, most of them short hops inside a node that wait for long ones. Here
     the long hops are independent, and while the slots of some nodes are shared those of the next arrive. What
-    arrived together is shared with one launch where the backend has one, so their number does not grow with
-    that of the nodes. The nodes' ranks must be consecutive, so that the slots of a node are one run of the
-    buffer.
+    arrived together is shared with one launch over NCCL, so their number does not grow with that of nodes.
+    The nodes' ranks must be consecutive, so that the slots of a node are one run of the buffer.
     """
 
     def __init__(self, over: LevelGroups, device: torch.device) -> None:

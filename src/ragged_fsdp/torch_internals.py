@@ -568,8 +568,14 @@ def backend_name(pg: ProcessGroup, device: torch.device) -> str:
 
 
 def joins_gathers(pg: ProcessGroup, device: torch.device) -> bool:
-    """Whether several gathers over ``pg`` can be one launch; a backend of the user's is not asked for it."""
-    return backend_name(pg, device) in ("nccl", "gloo", "fake")
+    """Whether several gathers over ``pg`` can be one launch; a backend of the user's is not asked for it.
+
+    Gloo can, but may corrupt the heap (torch 2.11 to 2.15): whichever of its threads ends a work notes the
+    name of its kind, without a lock and after it has said that the work is done. That of joined gathers, and
+    of torch's functional ones, ``ALLGATHER_COALESCED``, is too long to lie in the string itself: a thread
+    that ends another work at the same time writes to memory that the first has freed, or frees it again.
+    """
+    return backend_name(pg, device) in ("nccl", "fake")
 
 
 def reaches_host(pg: ProcessGroup) -> bool:

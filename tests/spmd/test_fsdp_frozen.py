@@ -1,5 +1,8 @@
 """Frozen, tied and unused parameters."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,7 +24,9 @@ from fsdp_cases import (
     tokens,
 )
 from ragged_fsdp import Rows
-from rank_pool import spmd
+from rank_pool import DEVICE, spmd
+
+_LAUNCHES = ["by each", "together"] if DEVICE == "cpu" else ["together"]
 
 
 def _step(model, reference, rank, step=0, make=tokens):
@@ -65,7 +70,7 @@ def test_a_group_that_is_all_frozen_reduces_nothing(rank):
 
 @ragged_only
 @spmd(2, 4)
-def test_one_launch_for_all_dtypes_and_no_place_for_frozen_gradients(rank):
+def test_all_dtypes_are_gathered_at_once_and_frozen_gradients_have_no_place(rank):
     """The gather carries every dtype; only trainable elements travel in the reduction."""
 
     def make():
@@ -84,7 +89,7 @@ def test_one_launch_for_all_dtypes_and_no_place_for_frozen_gradients(rank):
     average_gradients(reference)
     assert torch.equal(seen[0], reference.codes)
     assert_same(model, reference, tolerance=1e-6, grads=True)
-    assert notes.counts() == {"gather": 2, "reduce_scatter": 1}  # two calls of one launch
+    assert notes.counts() == {"gather": 2, "reduce_scatter": 1}  # a buffer each for frozen and trainable
     most = torch.tensor(sum(p.to_local().numel() for p in model.parameters() if p.requires_grad))
     dist.all_reduce(most, op=dist.ReduceOp.MAX)  # the shards are of one size
     (reduced,) = notes.of("reduce_scatter")
@@ -113,35 +118,62 @@ def _adapted_rows(rank, step):
     return rows(rank, step, dim=96)
 
 
+@contextmanager
+def _launched(how: str) -> Iterator[list]:
+    """The two buffers of a layer are gathered so; gives a list of the launches that were one for both.
+
+    Gloo must not join gathers. ``together`` on CPU is all that is done where they are joined, but for the
+    launch: in its place each buffer is gathered when that is asked for.
+    """
+    launches = []
+
+    @contextmanager
+    def launch(pg):
+        launches.append(pg)
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "together" and DEVICE == "cpu":
+            patch.setattr("ragged_fsdp.fsdp.runtime.group.joins_gathers", lambda pg, device: True)
+            patch.setattr("ragged_fsdp.fsdp.runtime.group.one_launch", launch)
+        yield launches
+
+
 def _trainable_here(model):
     return sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
 
 
 @ragged_only
+@pytest.mark.parametrize("how", _LAUNCHES)
 @pytest.mark.parametrize("base", [torch.float32, torch.bfloat16])
 @spmd(2, 3, 4)
-def test_trainable_parameters_beside_a_frozen_base_are_even(rank, base):
+def test_trainable_parameters_beside_a_frozen_base_are_even(rank, base, how):
     """In one run of the buffer they would lie on one or two ranks, with gradients and optimizer state."""
-    model = nn.Sequential(_Adapted(base), _Adapted(base))
-    model, reference = build(lambda: model, rank.device)
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    even = sum(p.numel() for p in model.parameters() if p.requires_grad) / rank.world_size
-    assert abs(_trainable_here(model) - even) <= 0.05 * even
-    for step in range(3):
-        loss = model(_adapted_rows(rank, step)).square().sum()
-        reference(_adapted_rows(rank, step)).square().sum().backward()
-        average_gradients(reference)
-        with noted() as notes:
-            loss.backward()
-        reduced = [call.written.numel() for call in notes.of("reduce_scatter")]
-        assert len(reduced) == 2 and sum(reduced) <= 1.05 * even
-        assert_same(model, reference, tolerance=1e-5, grads=True)
-        model.zero_grad()
-        reference.zero_grad()
-    _, seen = count(lambda: model(_adapted_rows(rank, 3)))
-    assert seen == {"allgather_into_tensor_coalesced_": 2}  # one for each layer, of both its buffers
+    with _launched(how) as launches:
+        model = nn.Sequential(_Adapted(base), _Adapted(base))
+        model, reference = build(lambda: model, rank.device)
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        even = sum(p.numel() for p in model.parameters() if p.requires_grad) / rank.world_size
+        assert abs(_trainable_here(model) - even) <= 0.05 * even
+        for step in range(3):
+            loss = model(_adapted_rows(rank, step)).square().sum()
+            reference(_adapted_rows(rank, step)).square().sum().backward()
+            average_gradients(reference)
+            with noted() as notes:
+                loss.backward()
+            reduced = [call.written.numel() for call in notes.of("reduce_scatter")]
+            assert len(reduced) == 2 and sum(reduced) <= 1.05 * even
+            assert_same(model, reference, tolerance=1e-5, grads=True)
+            model.zero_grad()
+            reference.zero_grad()
+        launches.clear()
+        _, seen = count(lambda: model(_adapted_rows(rank, 3)))
+    if DEVICE == "cpu":
+        assert seen == {"gather": 4} and len(launches) == (2 if how == "together" else 0)
+    else:
+        assert seen == {"allgather_into_tensor_coalesced_": 2}  # one for each layer, of both its buffers
 
 
 @ragged_only
@@ -160,10 +192,15 @@ def test_what_was_frozen_when_it_was_planned_can_train_later(rank):
 
 
 @ragged_only
+@pytest.mark.parametrize("how", _LAUNCHES)
 @spmd(2)
-def test_two_buffers_with_what_users_set(rank):
+def test_two_buffers_with_what_users_set(rank, how):
     """A gather of the user's, manual gathers, a smaller mesh, a forward that fails: each buffer follows."""
+    with _launched(how):
+        _with_what_users_set(rank)
 
+
+def _with_what_users_set(rank):
     def make():
         return nn.Sequential(_Adapted(), _Adapted(), _Adapted())
 
@@ -229,9 +266,15 @@ def test_two_buffers_over_replicas_offloaded_and_exchanged(rank):
 
 
 @ragged_only
+@pytest.mark.parametrize("how", _LAUNCHES)
 @spmd(2)
-def test_both_buffers_of_a_prefetch_that_nobody_used_are_dropped(rank):
+def test_both_buffers_of_a_prefetch_that_nobody_used_are_dropped(rank, how):
     """Else the next forward would compute with weights from before the optimizer step."""
+    with _launched(how):
+        _drop_a_prefetch(rank)
+
+
+def _drop_a_prefetch(rank):
     model, reference = build(lambda: nn.Sequential(_Adapted(), _Adapted()), rank.device)
     for layer in model:
         fully_shard(layer, reshard_after_forward=True)

@@ -21,7 +21,7 @@ from fsdp_cases import Stack, build, fully_shard, logged, placed_on, ragged_only
 from ragged_fsdp import BlockCodes, CPUOffloadPolicy, MixedPrecisionPolicy, Whole, collectives
 from ragged_fsdp.collectives import Comm, LevelComm
 from ragged_fsdp.topology import LevelGroups, find_levels, level_groups, subgroup
-from rank_pool import Rank, spmd
+from rank_pool import DEVICE, Rank, spmd
 
 pytestmark = ragged_only
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -335,23 +335,38 @@ def test_a_gather_in_two_levels_brings_the_same_bits(rank: Rank, case: str, asyn
     assert sizes == {2}, "no gather of the second model may ask all ranks at once"
 
 
+@pytest.mark.parametrize("joins", [False, True] if DEVICE == "cpu" else [True])
 @spmd(6, timeout=170)
-def test_a_gather_over_three_nodes(rank: Rank) -> None:
-    """Slots that come from nodes before and behind, also in steps of more than one node."""
-    flat, levels = Comm(), LevelComm(_over(rank, ranks_per_node=2), torch.device(rank.device))
-    group = rank.mesh().get_group()
-    for dtype in (torch.float32, torch.uint8, torch.float8_e4m3fn):
-        for steps in (1, 2, 8):
-            with pytest.MonkeyPatch.context() as patch:
+def test_a_gather_over_three_nodes(rank: Rank, joins: bool) -> None:
+    """Slots that come from nodes before and behind, also in steps of more than one node.
+
+    Gloo must not join gathers: on CPU the launch that joins them is nothing, and they run as they are called.
+    """
+    group, launched = rank.mesh().get_group(), []
+
+    @contextmanager
+    def launch(*args: Any, **options: Any) -> Iterator[None]:
+        launched.append(args)
+        yield
+
+    with pytest.MonkeyPatch.context() as patch:
+        if joins and rank.device == "cpu":
+            patch.setattr(collectives, "joins_gathers", lambda pg, device: True)
+            patch.setattr(collectives, "one_launch", launch)
+        levels = LevelComm(_over(rank, ranks_per_node=2), torch.device(rank.device))
+        for dtype in (torch.float32, torch.uint8, torch.float8_e4m3fn):
+            for steps in (1, 2, 8):
                 patch.setattr(collectives, "_GATHER_STEPS", steps)
                 results = []
-                for comm in (flat, levels):
+                for comm in (Comm(), levels):
                     full = torch.zeros(6 * 5, device=rank.device).to(dtype)
                     slot = full.view(6, 5)[rank.rank]
                     slot.copy_(torch.arange(5, device=rank.device).add(10 * rank.rank).to(dtype))
                     comm.gather(full, slot, group)
                     results.append(full.view(torch.uint8))
                 assert torch.equal(*results)
+    if rank.device == "cpu":
+        assert len(launched) == (3 if joins else 0), "both other nodes in one step, for each dtype"
 
 
 def _over(rank: Rank, ranks_per_node: int) -> LevelGroups:

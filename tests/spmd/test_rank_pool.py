@@ -1,6 +1,7 @@
 """The pool itself: every rank runs, a failing rank is named, and a broken pool is replaced."""
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,3 +56,16 @@ def test_a_warning_from_our_own_frames_is_an_error(tmp_path, category):
         warned(world_size=2, tmp_path=tmp_path, category=category, module="ragged_fsdp.dtensor.redistribute")
     _warns(None, category, "torch.distributed")
     warned(world_size=2, tmp_path=tmp_path, category=category, module="torch.distributed")
+
+
+@spmd(2)
+def test_gloo_groups_have_one_worker_thread(rank):
+    """Two of them corrupt the heap now and then, and some later test is aborted."""
+
+    def workers():
+        return sum(path.read_text() == "pt_gloo_runloop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+    before, group = workers(), dist.new_group(backend="gloo")
+    dist.barrier(group)  # by when its threads have their names
+    assert workers() == before + 1
+    dist.destroy_process_group(group)

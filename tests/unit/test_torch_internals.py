@@ -172,6 +172,15 @@ def test_a_group_without_a_backend_is_not_asked_to_join_gathers():
     assert not torch_internals.joins_gathers(group, torch.device("cpu"))
 
 
+def test_gathers_over_gloo_are_not_joined():
+    """Two threads of gloo that end such works at once corrupt the heap; some time later the process dies."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        assert not torch_internals.joins_gathers(dist.group.WORLD, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
 def test_ranks_that_are_threads_name_their_groups_apart():
     """Two groups under one name wait for ever, or receive each other's data."""
 

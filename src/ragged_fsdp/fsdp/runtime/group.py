@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ragged_fsdp.collectives import BytesComm, Comm, explain_failure
+from ragged_fsdp.collectives import Comm, explain_failure
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.gather.packed import Pieces
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, Transport
@@ -22,7 +22,6 @@ from ragged_fsdp.torch_internals import current_graph_task_id, joins_gathers, on
 
 __all__ = ["ALLOWED_MOVES", "ParamGroup", "Residence"]
 
-_BYTES = BytesComm()
 _EAGER_GRAD_BYTES = 1 << 20  # gradients from this size on move into the buffer one by one, as they come
 
 
@@ -221,8 +220,7 @@ class ParamGroup(Members):
             return
         beside = [g for g in others if g.mesh.shard_group is pg and type(g.transport) is InPlace]
         if self in beside and len(beside) > 1 and type(self.planned_comm) is Comm:
-            self.beside, self.planned_comm = beside, _BYTES
-            self.settings.gather_comm = _BYTES
+            self.beside = beside
 
     def _issue_together(self) -> bool:
         """Gather all of ``beside`` that are sharded with one launch; False if torch's functions do not."""
@@ -234,7 +232,7 @@ class ParamGroup(Members):
             group
             for group in self.beside
             if group.residence is Residence.SHARDED
-            and group.settings.gather_comm is _BYTES
+            and type(group.settings.gather_comm) is Comm
             and type(group.transport) is InPlace
         ]
         # a comparison of ranks between the two calls would become a part of the launch
