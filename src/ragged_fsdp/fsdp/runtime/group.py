@@ -14,11 +14,10 @@ from ragged_fsdp.collectives import BytesComm, Comm, explain_failure
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.gather.packed import Pieces
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, Transport
-from ragged_fsdp.fsdp.parts.left_out import Steps
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
-from ragged_fsdp.torch_internals import joins_gathers, one_launch
+from ragged_fsdp.torch_internals import joins_gathers, one_launch, version_of
 
 __all__ = ["ALLOWED_MOVES", "ParamGroup", "Residence"]
 
@@ -78,8 +77,10 @@ class ParamGroup(Members):
         self.residence = Residence.SHARDED
         self._gather_done: Any = None
         """An event behind the gather under way."""
-        self._gathered_at = 0
-        """Optimizer steps before the last gather."""
+        self._counted: list[nn.Parameter] = []
+        """The sharded parameters whose writes torch counts."""
+        self._gathered_versions: list[int] = []
+        """Their counters at the last gather."""
         self.stale = True
         """Whether users may have replaced or cast parameters: before the first use, or by a state dict."""
         self.beside: list[ParamGroup] = []
@@ -165,6 +166,7 @@ class ParamGroup(Members):
         """Take over parameters that were replaced, cast or moved."""
         for param in self.params:
             param.adopt_registered()
+        self._counted = [param.sharded for param in self.params if not param.sharded.is_inference()]
         self.transport.adopt_shards()
 
     # -- gather and reshard ----------------------------------------------------------------------
@@ -202,7 +204,7 @@ class ParamGroup(Members):
             )
         if self.stale:
             self.lazy_init()
-        self._gathered_at = Steps.made
+        self._gathered_versions = [*map(version_of, self._counted)]
         parked = self.parking if self.residence is Residence.PARKED else None
         self._gathers = gathers = parked or self.transport
         gathers.allocate()  # here, on the compute stream, which will also free it
@@ -248,7 +250,8 @@ class ParamGroup(Members):
                     group.transport.begin(False)
             done = context.record(begun)
         for group in groups:
-            group._gather_done, group._gathered_at = done, Steps.made
+            group._gather_done = done
+            group._gathered_versions = [*map(version_of, group._counted)]
             group._move(Residence.GATHERING)
         return True
 
@@ -313,8 +316,8 @@ class ParamGroup(Members):
 
     @property
     def is_old(self) -> bool:
-        """Whether an optimizer may have changed the parameters since they were gathered."""
-        return any(Steps.last_of(param.sharded) > self._gathered_at for param in self.params)
+        """Whether the parameters were written since they were gathered, by an optimizer or by hand."""
+        return self._gathered_versions != [*map(version_of, self._counted)]
 
     def settle(self) -> None:
         """Take for both forms what ``requires_grad_`` changed on the one that was registered, or held."""
