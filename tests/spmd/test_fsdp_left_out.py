@@ -169,6 +169,8 @@ def test_an_optimizer_made_before_sharding_is_named(rank, kind):
     model(tokens(rank, 0)).backward()
     with pytest.raises(RuntimeError, match=rf"{kind.__name__} holds .*'norm1.weight'.*after fully_shard"):
         early.step()
+    with pytest.raises(RuntimeError, match=rf"{kind.__name__} holds .*'norm1.weight'"):
+        torch.compile(early.step, backend="eager")()
     kind(model.parameters(), lr=1e-3).step()
     kind(reference.parameters(), lr=1e-3).step()
 

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
+    Addresses,
     ExactStateOptimizer,
-    ParamAddresses,
     StateForm,
     StepCounters,
     as_tuple,
@@ -101,7 +101,7 @@ class _GroupChains:
     def __init__(self, named: Sequence[tuple[str, Tensor]], started: Container[Tensor]) -> None:
         self.chains = list(_find_chains(named, started))
         self.counters = StepCounters([param for _, param in named])
-        self.addresses = ParamAddresses([member.param for chain in self.chains for member in chain.held])
+        self.addresses = Addresses([member.param for chain in self.chains for member in chain.held])
         """Of the weights; chains are right as long as they do not change."""
         self.started: dict[tuple[str, ...], set[int]] = defaultdict(set)
         """Positions of the parameters that have state under these keys."""

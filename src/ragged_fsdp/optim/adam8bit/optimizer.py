@@ -19,8 +19,8 @@ from ragged_fsdp.optim.adam8bit.codes import rounding_key, zero_code
 from ragged_fsdp.optim.adam8bit.reference import AdamScalars, BlockEntry, update_entry, update_exact
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
+    Addresses,
     ExactStateOptimizer,
-    ParamAddresses,
     StateForm,
     StepCounters,
     as_tuple,
@@ -103,14 +103,14 @@ class _Members:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.params = [param for _, param in named]
         self.counters = StepCounters(self.params)
-        self.addresses = ParamAddresses(self.params)
+        self.addresses = Addresses(self.params)
         self.slots: list[_Slot | None] = [None] * len(named)
         self.batches: dict[Any, _Batches] = {}
 
     def look_again(self) -> None:
         """Forget what was noted if the memory of a parameter is another now."""
         if self.addresses.have_changed():
-            self.addresses = ParamAddresses(self.params)
+            self.addresses = Addresses(self.params)
             self.slots = [None] * len(self.params)
             self.batches.clear()
 
