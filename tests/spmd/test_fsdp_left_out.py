@@ -244,6 +244,18 @@ def test_an_optimizer_made_while_the_root_is_gathered_is_refused(rank):
     optimizer.step()
 
 
+@spmd(4)
+def test_an_optimizer_made_of_larger_shards_is_refused(rank):
+    """They are registered from a forward on, also an evaluation, until they are gathered again."""
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model, reshard_after_forward=2)
+    with torch.no_grad():
+        model(tokens(rank, 0))
+    made_too_late = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"SGD holds the gathered form of 'layers\.0\.norm1\.weight'"):
+        made_too_late.step()
+
+
 @spmd(2)
 def test_parameters_that_an_optimizer_gets_later_are_looked_at(rank):
     """Those that are unfrozen in the course of a run, added while the root is gathered."""

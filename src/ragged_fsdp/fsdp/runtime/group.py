@@ -206,6 +206,8 @@ class ParamGroup(Members):
             self.lazy_init()
         self._gathered_versions = [*map(version_of, self._counted)]
         parked = self.parking if self.residence is Residence.PARKED else None
+        if parked is not None:
+            self.settle()
         self._gathers = gathers = parked or self.transport
         gathers.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
@@ -320,15 +322,15 @@ class ParamGroup(Members):
         return self._gathered_versions != [*map(version_of, self._counted)]
 
     def settle(self) -> None:
-        """Take for both forms what ``requires_grad_`` changed on the one that was registered, or held."""
+        """Take for all forms what ``requires_grad_`` changed on the one that was registered, or held."""
         for param in self.params:
-            unsharded, sharded = param.unsharded, param.sharded
-            if unsharded is None or unsharded.requires_grad == sharded.requires_grad:
-                param.trains = sharded.requires_grad
+            forms = [form for form in (param.sharded, param.unsharded, param.parked) if form is not None]
+            if len({form.requires_grad for form in forms}) == 1:
+                param.trains = param.sharded.requires_grad
                 continue
-            param.trains = not param.trains  # one of the two was changed, the other is as it was
-            unsharded.requires_grad_(param.trains)
-            sharded.requires_grad_(param.trains)
+            param.trains = not param.trains  # one of them was changed, the others are as they were
+            for form in forms:
+                form.requires_grad_(param.trains)
 
     @on_parameters
     def reshard(self) -> None:
@@ -344,7 +346,7 @@ class ParamGroup(Members):
             self._wait_gather()  # memory that a collective still writes must not go back
         self._register(unsharded=False)
         if self.parking is not None:
-            self.parking.kept = None
+            self.parking.forget()
         self.transport.release()
         self._move(Residence.SHARDED)
 
