@@ -190,6 +190,24 @@ def test_a_norm_that_all_experts_share(rank):
             got = _whole(layer.get_parameter(name).grad)
             assert torch.allclose(got, parameter.grad, rtol=1e-5, atol=1e-6), (split, name)
         assert "weight" not in vars(layer["experts"].post_expert_norm)
+    experts = expert_parallel(made(), mesh["ep"], plan)["experts"]
+    fully_shard([experts.post_expert_norm, experts], mesh=mesh["dp"])  # one call: gathered with the experts
+    divide_gradients([experts], 4)
+    loss({"experts": experts}, rank.rank).backward()
+    got = _whole(experts.post_expert_norm.weight.grad)
+    assert torch.allclose(got, plain["experts"].post_expert_norm.weight.grad, rtol=1e-5, atol=1e-6)
+    for over, sees_all in ((mesh["dp"], False), (rank.mesh(), True)):
+        experts = expert_parallel(made(), mesh["ep"], plan)["experts"]
+        fully_shard(experts.post_expert_norm, mesh=over)  # a call of its own
+        fully_shard(experts, mesh=mesh["dp"])
+        divide_gradients([experts], 4)
+        if not sees_all:
+            with pytest.raises(ValueError, match=r"post_expert_norm.weight is shared by .* is over ranks \["):
+                loss({"experts": experts}, rank.rank)
+            continue
+        loss({"experts": experts}, rank.rank).backward()
+        got = _whole(experts.post_expert_norm.weight.grad)
+        assert torch.allclose(got, plain["experts"].post_expert_norm.weight.grad, rtol=1e-5, atol=1e-6)
     above = _Above(expert_parallel(made(), mesh["ep"], plan)["experts"])
     fully_shard(above, mesh=rank.mesh(), ignored_params=set(expert_parameters(above.experts).values()))
     loss({"experts": above}, rank.rank).backward()  # reduced over all ranks: nothing is to be added up before

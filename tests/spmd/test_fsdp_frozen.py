@@ -385,12 +385,14 @@ def test_requires_grad_changes_within_an_accumulation(rank, reduction):
     assert_same(model, reference, tolerance=1e-6, grads=True)
 
 
+@pytest.mark.parametrize("reshard", [None, pytest.param(2, marks=ragged_only)])
 @pytest.mark.parametrize("held", [False, True])
-@spmd(2)
-def test_requires_grad_changes_while_the_root_is_unsharded(rank, held):
-    """An evaluation leaves the root gathered: ``requires_grad_`` then reaches one of its two forms only."""
+@spmd(4)
+def test_requires_grad_changes_while_the_root_is_unsharded(rank, held, reshard):
+    """An evaluation leaves the root gathered, and layers on larger shards if asked for: ``requires_grad_``
+    then reaches one of their forms only."""
     model, reference = build(Transformer, rank.device)
-    shard_blocks(model)
+    shard_blocks(model, reshard_after_forward=reshard)
     parameters = list(model.parameters())
     for trains in (False, True, False):
         with torch.no_grad():
@@ -404,9 +406,10 @@ def test_requires_grad_changes_while_the_root_is_unsharded(rank, held):
             loss.backward()
             expected.backward()
             average_gradients(reference)
-        model.reshard()
+        for module in (model, *model.layers):
+            module.reshard()
         assert [p.requires_grad for p in model.parameters()] == [trains] * len(parameters)
-        assert_same(model, reference, grads=True)
+        assert_same(model, reference, grads=True, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("blocks", [True, False])

@@ -169,6 +169,8 @@ def test_an_optimizer_made_before_sharding_is_named(rank, kind):
     model(tokens(rank, 0)).backward()
     with pytest.raises(RuntimeError, match=rf"{kind.__name__} holds .*'norm1.weight'.*after fully_shard"):
         early.step()
+    with pytest.raises(RuntimeError, match=rf"{kind.__name__} holds .*'norm1.weight'"):
+        torch.compile(early.step, backend="eager")()
     kind(model.parameters(), lr=1e-3).step()
     kind(reference.parameters(), lr=1e-3).step()
 
@@ -240,6 +242,18 @@ def test_an_optimizer_made_while_the_root_is_gathered_is_refused(rank):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(tokens(rank, 0)).backward()
     optimizer.step()
+
+
+@spmd(4)
+def test_an_optimizer_made_of_larger_shards_is_refused(rank):
+    """They are registered from a forward on, also an evaluation, until they are gathered again."""
+    model, _ = build(Transformer, rank.device)
+    shard_blocks(model, reshard_after_forward=2)
+    with torch.no_grad():
+        model(tokens(rank, 0))
+    made_too_late = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"SGD holds the gathered form of 'layers\.0\.norm1\.weight'"):
+        made_too_late.step()
 
 
 @spmd(2)

@@ -168,6 +168,18 @@ def test_one_run_has_a_place(url):
         store.move_aside()
 
 
+def test_a_refused_run_takes_back_its_own_claim_alone(url):
+    """Another node may have started the same run meanwhile, which claims the place under the same name."""
+    refused, restarted = open_store(url), open_store(url)
+    assert refused.claim("/runs/one")
+    assert not restarted.claim("/runs/one")
+    refused.disclaim()
+    assert (restarted.root / "owner.json").is_file()
+    restarted.disclaim()
+    refused.disclaim()
+    assert not (restarted.root / "owner.json").exists()
+
+
 def test_places_that_cannot_be_opened_say_what_is_missing(tmp_path, monkeypatch):
     assert place("runs/one") == type(tmp_path)("runs/one")
     assert isinstance(place("memory://one/"), ObjectPath) and str(place("memory://one/")) == "memory://one"

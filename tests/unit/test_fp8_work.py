@@ -64,6 +64,29 @@ def test_layers_that_share_an_input_quantise_it_once():
     assert counted.calls == {"quantize": 1 + 3, "product": 3, "weight_gradient": 3}
 
 
+def test_a_captured_graph_quantises_its_static_inputs_itself(experts, monkeypatch):
+    """A replay would read the codes of a step before the capture, or of another graph, for other values."""
+    torch.manual_seed(0)
+    layers = fp8.fp8_training(nn.ModuleDict({name: nn.Linear(128, 128, bias=False) for name in "ab"}))
+    x, rows, counts = torch.randn(40, 128), torch.randn(40, 128), torch.tensor([10, 20, 10])
+
+    def forward():
+        hidden = layers["a"](x)
+        grouped_linear(rows, experts.gate_up_proj, counts)
+        return layers["a"](hidden) + layers["b"](hidden)
+
+    with Counted() as before:  # a step before the capture
+        forward()
+    monkeypatch.setattr("ragged_fsdp.fp8.autograd._is_captured", lambda tensor: True)
+    for _ in range(2):  # as of two graphs with one static input
+        with Counted() as captured:
+            forward()
+        assert captured.calls == before.calls == {"quantize": 3, "groups": 1, "product": 4}
+    with Counted() as also_after:
+        layers["a"](x)
+    assert also_after.calls["quantize"] == 1
+
+
 def test_a_gradient_of_a_gradient_is_refused():
     """What is left of it without the codes is another number."""
     layer = fp8.fp8_training(nn.Sequential(nn.Linear(128, 128)))

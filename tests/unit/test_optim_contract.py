@@ -103,6 +103,48 @@ def test_state_that_is_cleared_or_exchanged_is_what_counts(kind):
     assert _are_equal(model, anew) and len(optimizer.state) == 4
 
 
+@pytest.mark.parametrize("offloaded", [False, True])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_state_that_gets_other_memory_is_what_counts(kind, offloaded):
+    """The tensors are the same objects: who moves ``value.data`` away and back exchanges none of them."""
+    model = _model()
+    optimizer = OPTIMIZERS[kind](model.named_parameters())
+    optimizer = offload_state(optimizer) if offloaded else optimizer
+    for step in range(2):
+        _step(model, optimizer, step)
+    unmoved = copy.deepcopy((model, optimizer))
+    for entries in optimizer.state.values():
+        for value in entries.values():
+            value.data = value.data.clone()
+    for run in (unmoved, (model, optimizer)):
+        for step in (2, 3):
+            _step(*run, step)
+    assert _are_equal(model, unmoved[0])
+    for ours, theirs in zip(optimizer.state.values(), unmoved[1].state.values()):
+        assert all(torch.equal(value, theirs[key]) for key, value in ours.items())
+    for entries in optimizer.state.values():
+        for value in entries.values():
+            value.data = value.data.zero_().clone()
+    for run in ((model, optimizer), (unmoved[0], OPTIMIZERS[kind](unmoved[0].named_parameters()))):
+        _step(*run, 4)
+    assert _are_equal(model, unmoved[0])
+
+
+@pytest.mark.parametrize("kind", EVERY)
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_comes_twice_is_refused(kind):
+    """It would be updated twice in a step, with a momentum each of which one is saved."""
+    one, two = nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(64, 64))
+    with pytest.raises(ValueError, match="b: the same parameter as a; an optimizer takes each of them once"):
+        EVERY[kind]([("a", one), ("b", one)])
+    optimizer = EVERY[kind]([("a", one)])
+    with pytest.raises(ValueError, match="c: the same parameter as b;"):
+        optimizer.add_param_group({"params": [("b", two), ("c", two)]})
+    assert len(optimizer.param_groups) == 1
+    one.grad = torch.ones_like(one)
+    optimizer.step()
+
+
 def test_state_of_torchs_optimizers_and_back():
     options = {"lr": 1e-2, "amsgrad": True}
     for theirs in (False, True):

@@ -24,6 +24,7 @@ import os
 import re
 import shutil
 import time
+import uuid
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -266,6 +267,9 @@ class CheckpointStore:
 class ObjectStore(CheckpointStore):
     """The checkpoints of one run in an object store: a manifest that is written last stands for a rename."""
 
+    _claimed = ""
+    """What this object has written to say who writes here."""
+
     def last_attempt(self) -> int:
         """The number with which the latest attempt begins, complete or not; 0 if there is none."""
         matches = (_OBJECT_NAME.fullmatch(path.name) for path in self.root.iterdir())
@@ -305,12 +309,15 @@ class ObjectStore(CheckpointStore):
                 f"it belongs to the run in {noted}; use another, or remove {self.root / _OWNER} if that run "
                 "has ended for good"
             )
-        self._put(_OWNER, json.dumps({"owner": owner, "time": time.time()}))
+        self._claimed = json.dumps({"owner": owner, "time": time.time(), "claim": uuid.uuid4().hex})
+        self._put(_OWNER, self._claimed)
         return noted is None
 
     def disclaim(self) -> None:
-        """Forget who writes here."""
-        (self.root / _OWNER).remove()
+        """Take :meth:`claim` back, unless another has claimed it since: the same run, started elsewhere."""
+        owner = self.root / _OWNER
+        if owner.exists() and owner.read_text() == self._claimed:
+            owner.remove()
 
     def move_aside(self, after: int = -1) -> None:
         """Refused: it would be a copy of everything."""

@@ -10,7 +10,7 @@ ranks (a call further up, DDP) adds the parts up too, so there it is left to the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.experts.layers import expert_parameters
 
@@ -51,9 +52,7 @@ class CommonParameters:
             found = [
                 (owner, name)
                 for owner, name, below in self._places
-                if getattr(owner, name).requires_grad
-                # what is sharded by itself is not gathered yet, and reduced over all ranks by its own call
-                and not any(isinstance(module, FSDPModule) for module in below)
+                if getattr(owner, name).requires_grad and self._is_gathered_here(owner, name, below)
             ]
         if not found:
             yield
@@ -66,6 +65,28 @@ class CommonParameters:
         finally:
             for owner, name in found:
                 owner.__dict__.pop(name, None)
+
+    def _is_gathered_here(self, owner: nn.Module, name: str, below: Sequence[nn.Module]) -> bool:
+        """Whether the call of the experts manages a parameter; raise if another leaves each rank a part.
+
+        What has a call of its own is not gathered yet: only that call can reduce it over all ranks.
+        """
+        calls = [module._get_fsdp_state() for module in below if isinstance(module, FSDPModule)]
+        if not calls or calls[-1] is self._module._get_fsdp_state():  # type: ignore[union-attr, operator]
+            return True
+        param = getattr(owner, name)
+        if isinstance(param, DTensor):
+            ranks = set(param.device_mesh.mesh.flatten().tolist())
+            spread = dist.get_process_group_ranks(self._group)
+            if not ranks.issuperset(spread):
+                path = next(path for path, module in self._module.named_modules() if module is owner)
+                raise ValueError(
+                    f"{type(self._module).__name__}: {path}.{name} is shared by the experts on ranks "
+                    f"{spread}, but its own call of fully_shard is over ranks {sorted(ranks)}: each would "
+                    "train with a part of its gradient. Shard it over a mesh of all these ranks, or by the "
+                    "call of the experts."
+                )
+        return False
 
 
 def _below(module: nn.Module, path: str) -> list[nn.Module]:

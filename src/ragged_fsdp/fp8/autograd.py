@@ -136,8 +136,17 @@ def _knows_its_version(tensor: Tensor) -> bool:
     """Whether what is made of a tensor may be kept beside it: it says when its values change.
 
     A compiled graph reuses memory without telling the tensor, and a tensor of inference mode does not count.
+    While a CUDA graph is captured a tensor may be its static input, of which each replay must make it anew;
+    what autograd has computed is no input.
     """
-    return not torch.compiler.is_compiling() and not tensor.is_inference()
+    if torch.compiler.is_compiling() or tensor.is_inference():
+        return False
+    return tensor.grad_fn is not None or not _is_captured(tensor)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether what is launched on the tensor goes into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _groups_of(counts: Tensor, rows: int, backend: str) -> tuple[Tensor, Tensor]:

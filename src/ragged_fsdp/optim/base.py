@@ -37,9 +37,10 @@ __all__ = [
     "CheckedStateOptimizer",
     "ExactStateOptimizer",
     "Gradients",
-    "ParamAddresses",
     "StateForm",
+    "StateNote",
     "StepCounters",
+    "TensorAddresses",
     "are_params_of",
     "are_same",
     "as_tuple",
@@ -53,6 +54,7 @@ __all__ = [
     "loss_of",
     "name_patterns",
     "number",
+    "require_distinct",
     "require_matching_grad",
     "require_optimisable",
     "require_option",
@@ -212,6 +214,15 @@ def require_optimisable(name: str, param: Tensor) -> None:
             raise ValueError(f"{name}: a parameter cannot be {placement}; redistribute it first.")
 
 
+def require_distinct(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if a parameter comes twice: it would be updated twice, with one state for both."""
+    seen: dict[int, str] = {}
+    for name, param in named:
+        if (first := seen.get(id(param))) is not None:
+            raise ValueError(f"{name}: the same parameter as {first}; an optimizer takes each of them once.")
+        seen[id(param)] = name
+
+
 def require_matching_grad(name: str, param: Tensor) -> None:
     """Raise unless the gradient lies where the parameter does: then it can be used part by part."""
     grad = param.grad
@@ -253,19 +264,19 @@ class Gradients:
         return grads
 
 
-class ParamAddresses:
-    """Where the memory of parameters is, to see that one has got other memory since.
+class TensorAddresses:
+    """Where the memory of tensors is, to see that one has got other memory since.
 
     Each step asks, so all of them are asked within C: a Python call for each would take as long as kernels.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self._plain = [param for param in params if not isinstance(param, DTensor)]
-        self._sharded = [param for param in params if isinstance(param, DTensor)]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._plain = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
+        self._sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         self._noted = self._current()
 
     def have_changed(self) -> bool:
-        """Whether a parameter is no longer where it was when this object was made."""
+        """Whether a tensor is no longer where it was when this object was made."""
         return self._noted != self._current()
 
     def _current(self) -> list[int]:
@@ -364,8 +375,8 @@ class ExactStateOptimizer(CheckedStateOptimizer):
     _places: Mapping[Tensor, int] = MappingProxyType({})
     """Where parameters stand in the optimizer that this one is a part of, if it is (see ``offload``)."""
 
-    _noted: list[Any] | None = None
-    """All state at the end of the last step; None if a step has begun some since, and before the first."""
+    _noted: StateNote | None = None
+    """The state at the end of the last step; None if a step has begun some since, and before the first."""
 
     def _plan_group(self, index: int) -> None:
         """Check the options and parameters of a group and prepare for them; may raise, changing nothing."""
@@ -388,13 +399,14 @@ class ExactStateOptimizer(CheckedStateOptimizer):
         every_grad = [gradients.read() for _, gradients in self._planned]  # raises before anything changes
         self._update_all(every_grad)
         if self._noted is None:
-            self._noted = state_values(self.state)
+            self._noted = StateNote(self.state)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; nothing is changed if one of its options or parameters is refused."""
         super().add_param_group(param_group)
         try:
+            self._require_distinct()
             self._plan_group(len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
@@ -406,11 +418,16 @@ class ExactStateOptimizer(CheckedStateOptimizer):
         self._plan_all()  # options may have come with the state
 
     def _plan_all(self) -> None:
+        self._require_distinct()
         self._forget_plans()
         self._noted = None
         for index in range(len(self.param_groups)):
             self._plan_group(index)
         self._planned = [self._planned_group(index) for index in range(len(self.param_groups))]
+
+    def _require_distinct(self) -> None:
+        groups = range(len(self.param_groups))
+        require_distinct(chain.from_iterable(map(self.named_group_params, groups)))
 
     def _planned_group(self, index: int) -> tuple[list[Tensor], Gradients]:
         gradients = Gradients(self.named_group_params(index), self._same_dtype)
@@ -423,7 +440,7 @@ class ExactStateOptimizer(CheckedStateOptimizer):
         """
         if not are_params_of([params for params, _ in self._planned], self.param_groups):
             self._plan_all()
-        elif self._noted is not None and not are_same(self._noted, state_values(self.state)):
+        elif self._noted is not None and not self._noted.is_of(self.state):
             self._require_states()
             self._plan_all()
 
@@ -510,3 +527,18 @@ def are_params_of(params: Sequence[list[Tensor]], groups: Sequence[dict[str, Any
 def state_values(state: Mapping[Tensor, dict[str, Any]]) -> list[Any]:
     """All that an optimizer's state holds; compared with :func:`are_same`, it tells what was exchanged."""
     return list(chain.from_iterable(map(dict.values, state.values())))
+
+
+class StateNote:
+    """All that an optimizer's state held, and where: it tells what users exchanged, cleared or moved.
+
+    Who writes ``value.data = value.data.to(device)`` moves a tensor that stays the same object.
+    """
+
+    def __init__(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        self._values = state_values(state)
+        self._addresses = TensorAddresses([value for value in self._values if isinstance(value, Tensor)])
+
+    def is_of(self, state: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether the state still holds that, there."""
+        return are_same(self._values, state_values(state)) and not self._addresses.have_changed()

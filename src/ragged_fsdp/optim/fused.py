@@ -26,9 +26,9 @@ from torch import Tensor
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
     ExactStateOptimizer,
-    ParamAddresses,
     StateForm,
     StepCounters,
+    TensorAddresses,
     as_tuple,
     check_options,
     form_like,
@@ -101,8 +101,8 @@ class _GroupChains:
     def __init__(self, named: Sequence[tuple[str, Tensor]], started: Container[Tensor]) -> None:
         self.chains = list(_find_chains(named, started))
         self.counters = StepCounters([param for _, param in named])
-        self.addresses = ParamAddresses([member.param for chain in self.chains for member in chain.held])
-        """Addresses of the weights; chains are right as long as these do not change."""
+        self.addresses = TensorAddresses([member.param for chain in self.chains for member in chain.held])
+        """Where the weights are; chains are right as long as that does not change."""
         self.started: dict[tuple[str, ...], set[int]] = defaultdict(set)
         """Positions of the parameters that have state under these keys."""
         self.places = {member.position: (chain, member) for chain in self.chains for member in chain.members}

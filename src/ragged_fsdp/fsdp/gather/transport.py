@@ -35,6 +35,7 @@ from torch.distributed.tensor import Replicate
 from ragged_fsdp.collectives import explain_failure, wait_all
 from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.autograd import on_parameters
+from ragged_fsdp.fsdp.parts.left_out import note_gathered
 from ragged_fsdp.fsdp.parts.members import MainShard, Members
 from ragged_fsdp.layout import GroupLayout
 from ragged_fsdp.topology import subgroup
@@ -286,9 +287,16 @@ class Parking(InPlace):
                 raise NotImplementedError(
                     f"Resharding to smaller mesh is not supported for DTensor parameters yet: {param.fqn}"
                 )
-            trains = param.sharded.requires_grad
-            param.register(nn.Parameter(self.kept.dtensor(index), requires_grad=trains))
+            param.parked = nn.Parameter(self.kept.dtensor(index), requires_grad=param.sharded.requires_grad)
+            note_gathered(param.parked, param.fqn)
+            param.register(param.parked)
         self._transport.release()
+
+    def forget(self) -> None:
+        """Let go of what was kept, and of the parameters over it."""
+        self.kept = None
+        for param in self.members.params:
+            param.parked = None
 
     def begin(self, async_op: bool) -> None:
         """Gather the slices of the smaller group, on the stream of gathers."""
@@ -303,7 +311,7 @@ class Parking(InPlace):
         if self._staged is not None:
             self._seen = None  # else what it is in would stay allocated until the next forward
         super().finish()
-        self.kept = None
+        self.forget()
 
     def _seen_over(self, weight: DBuffer) -> DBuffer:
         """The memory of ``weight`` as a buffer over the smaller groups, whose borders may cut blocks."""

@@ -4,8 +4,8 @@ A parameter that is attached after ``fully_shard``, such as an adapter, is in no
 gradient, and each rank trains a copy of its own. An optimizer that was made before ``fully_shard`` holds the
 parameters that it replaced: it steps tensors that no module uses any more. One that was made while a module
 was gathered, as the root is after a forward, holds what is freed at the next reshard. By themselves none of
-these would raise. Nor would a forward with weights that were gathered before an optimizer step, so steps are
-counted, and such weights are gathered again.
+these would raise. Nor would a forward with weights that were gathered before an optimizer step: a step is
+counted as a write of its parameters, as torch counts other writes, and such weights are gathered again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from ragged_fsdp.torch_internals import get_registry
+from ragged_fsdp.torch_internals import disable_dynamo, get_registry
 
 __all__ = [
     "MANAGED_ATTRIBUTE",
-    "Steps",
     "check_managed",
     "note_current",
     "note_gathered",
@@ -40,7 +40,6 @@ logger = logging.getLogger("ragged_fsdp")
 MANAGED_ATTRIBUTE = "_ragged_fsdp_managed"
 _REPLACED_ATTRIBUTE = "_ragged_fsdp_replaced"
 _GATHERED_ATTRIBUTE = "_ragged_fsdp_gathered"
-_STEP_ATTRIBUTE = "_ragged_fsdp_step"
 _MISTAKES = {
     _REPLACED_ATTRIBUTE: "parameters that the model does not use any more: {}. Make the optimizer after "
     "fully_shard, and again after replacing parameters.",
@@ -92,7 +91,7 @@ def note_replaced(param: nn.Parameter, name: str) -> None:
     """Remember that the model uses another tensor than ``param``: an optimizer that steps it is refused."""
     if not _WATCHES:
         _WATCHES.append(register_optimizer_step_pre_hook(_check_optimizer))
-        _WATCHES.append(register_optimizer_step_post_hook(Steps.note))
+        _WATCHES.append(register_optimizer_step_post_hook(_count_step))
     setattr(param, _REPLACED_ATTRIBUTE, name)
     _CHECKED.clear()
 
@@ -108,10 +107,9 @@ def note_gathered(param: torch.Tensor, name: str) -> None:
     setattr(param, _GATHERED_ATTRIBUTE, name)
 
 
+@disable_dynamo
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Before a step: raise if the optimizer holds parameters that were replaced, or their gathered form."""
-    if torch.compiler.is_compiling():
-        return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _CHECKED.get(optimizer) == count:
         return
@@ -123,26 +121,15 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _CHECKED[optimizer] = count
 
 
-class Steps:
-    """The optimizer steps of this process: weights that were gathered before one are old after it."""
+@disable_dynamo
+def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """After a step: count a write to each parameter, also where torch does not.
 
-    made = 0
-
-    @staticmethod
-    def last_of(param: torch.Tensor) -> int:
-        """The last that may have changed ``param``; 0 if none has."""
-        return getattr(param, _STEP_ATTRIBUTE, 0)
-
-    @staticmethod
-    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """After a step."""
-        if torch.compiler.is_compiling():
-            return
-        Steps.made += 1
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if hasattr(param, MANAGED_ATTRIBUTE):
-                    setattr(param, _STEP_ATTRIBUTE, Steps.made)
+    Torch counts neither ops on lists of DTensors nor kernels on their local tensors, and a rank writes only
+    what it holds; but all ranks must find the same weights old.
+    """
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    increment_version([param for param in params if hasattr(param, MANAGED_ATTRIBUTE)])
 
 
 def warn_half_precision(params: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -114,13 +114,15 @@ class ManagedParam:
         self._original: nn.Parameter | None = original
         """The parameter as it came, until it is replaced, which a call that fails does not do."""
         self.unsharded: nn.Parameter | None = None
+        self.parked: nn.Parameter | None = None
+        """What is registered while the group is parked: the piece of a smaller mesh's rank."""
         self.shard_dim = 0
         """The dim that the shard group cuts; not 0 only where the user asked for such a ``Shard``."""
         self.grad_as_is = self.inner_spec is None
         """Whether autograd's gradient is what is reduced: no DTensor, and cut along dim 0."""
         self.product: Any = getattr(original, PRODUCT_ATTRIBUTE, None)
         self.trains = original.requires_grad
-        """``requires_grad`` of both forms when they last agreed."""
+        """``requires_grad`` of its forms when they last agreed."""
         self.grad_hook: Any = None
         """Handle of the hook that takes a large gradient as soon as it is accumulated."""
 

@@ -14,11 +14,10 @@ from ragged_fsdp.collectives import Comm, explain_failure
 from ragged_fsdp.fsdp.autograd import on_parameters
 from ragged_fsdp.fsdp.gather.packed import Pieces
 from ragged_fsdp.fsdp.gather.transport import InPlace, Parking, Transport
-from ragged_fsdp.fsdp.parts.left_out import Steps
 from ragged_fsdp.fsdp.parts.members import ManagedParam, Members
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
-from ragged_fsdp.torch_internals import current_graph_task_id, joins_gathers, one_launch
+from ragged_fsdp.torch_internals import current_graph_task_id, joins_gathers, one_launch, version_of
 
 __all__ = ["ALLOWED_MOVES", "ParamGroup", "Residence"]
 
@@ -77,8 +76,10 @@ class ParamGroup(Members):
         self.residence = Residence.SHARDED
         self._gather_done: Any = None
         """An event behind the gather under way."""
-        self._gathered_at = 0
-        """Optimizer steps before the last gather."""
+        self._counted: list[nn.Parameter] = []
+        """The sharded parameters whose writes torch counts."""
+        self._gathered_versions: list[int] = []
+        """Counters of these writes at the last gather."""
         self.stale = True
         """Whether users may have replaced or cast parameters: before the first use, or by a state dict."""
         self.backward = -1
@@ -166,6 +167,7 @@ class ParamGroup(Members):
         """Take over parameters that were replaced, cast or moved."""
         for param in self.params:
             param.adopt_registered()
+        self._counted = [param.sharded for param in self.params if not param.sharded.is_inference()]
         self.transport.adopt_shards()
 
     # -- gather and reshard ----------------------------------------------------------------------
@@ -203,8 +205,10 @@ class ParamGroup(Members):
             )
         if self.stale:
             self.lazy_init()
-        self._gathered_at = Steps.made
+        self._gathered_versions = [*map(version_of, self._counted)]
         parked = self.parking if self.residence is Residence.PARKED else None
+        if parked is not None:
+            self.settle()
         self._gathers = gathers = parked or self.transport
         gathers.allocate()  # here, on the compute stream, which will also free it
         with context.on_stream("gather"):
@@ -248,7 +252,8 @@ class ParamGroup(Members):
                     group.transport.begin(False)
             done = context.record(begun)
         for group in groups:
-            group._gather_done, group._gathered_at = done, Steps.made
+            group._gather_done = done
+            group._gathered_versions = [*map(version_of, group._counted)]
             group._move(Residence.GATHERING)
         return True
 
@@ -316,19 +321,19 @@ class ParamGroup(Members):
 
     @property
     def is_old(self) -> bool:
-        """Whether an optimizer may have changed the parameters since they were gathered."""
-        return any(Steps.last_of(param.sharded) > self._gathered_at for param in self.params)
+        """Whether the parameters were written since they were gathered, by an optimizer or by hand."""
+        return self._gathered_versions != [*map(version_of, self._counted)]
 
     def settle(self) -> None:
-        """Take for both forms what ``requires_grad_`` changed on the one that was registered, or held."""
+        """Take for all forms what ``requires_grad_`` changed on the one that was registered, or held."""
         for param in self.params:
-            unsharded, sharded = param.unsharded, param.sharded
-            if unsharded is None or unsharded.requires_grad == sharded.requires_grad:
-                param.trains = sharded.requires_grad
+            forms = [form for form in (param.sharded, param.unsharded, param.parked) if form is not None]
+            if len({form.requires_grad for form in forms}) == 1:
+                param.trains = param.sharded.requires_grad
                 continue
-            param.trains = not param.trains  # one of the two was changed, the other is as it was
-            unsharded.requires_grad_(param.trains)
-            sharded.requires_grad_(param.trains)
+            param.trains = not param.trains  # one of them was changed, the others are as they were
+            for form in forms:
+                form.requires_grad_(param.trains)
 
     @on_parameters
     def reshard(self) -> None:
@@ -344,7 +349,7 @@ class ParamGroup(Members):
             self._wait_gather()  # memory that a collective still writes must not go back
         self._register(unsharded=False)
         if self.parking is not None:
-            self.parking.kept = None
+            self.parking.forget()
         self.transport.release()
         self._move(Residence.SHARDED)
 

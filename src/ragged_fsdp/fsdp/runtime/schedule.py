@@ -246,7 +246,7 @@ class Schedule:
                 if group.residence is Residence.KEPT:  # no backward came: parameters may have changed since
                     group.reshard()
                 elif group.residence is not Residence.SHARDED and turn.under is None and group.is_old:
-                    group.to_sharded()  # gathered by an evaluation or by hand, before an optimizer step
+                    group.to_sharded()  # gathered by an evaluation or by hand, and written since
         if fills_arena and torch.is_grad_enabled():
             self.comm.arena.fill(self.comm.max_grad_buffers)
         event, self.post_optim_event = self.post_optim_event, None

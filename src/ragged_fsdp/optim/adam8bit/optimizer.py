@@ -20,9 +20,9 @@ from ragged_fsdp.optim.adam8bit.reference import AdamScalars, BlockEntry, update
 from ragged_fsdp.optim.base import (
     ADAM_RANGES,
     ExactStateOptimizer,
-    ParamAddresses,
     StateForm,
     StepCounters,
+    TensorAddresses,
     as_tuple,
     check_options,
     form_like,
@@ -103,14 +103,14 @@ class _GroupSlots:
     def __init__(self, named: Sequence[tuple[str, Tensor]]) -> None:
         self.params = [param for _, param in named]
         self.counters = StepCounters(self.params)
-        self.addresses = ParamAddresses(self.params)
+        self.addresses = TensorAddresses(self.params)
         self.slots: list[_Slot | None] = [None] * len(named)
         self.batches: dict[Any, _Batches] = {}
 
     def look_again(self) -> None:
         """Forget what was noted if the memory of a parameter is another now."""
         if self.addresses.have_changed():
-            self.addresses = ParamAddresses(self.params)
+            self.addresses = TensorAddresses(self.params)
             self.slots = [None] * len(self.params)
             self.batches.clear()
 

@@ -34,6 +34,7 @@ from ragged_fsdp.optim.base import (
     local_part,
     loss_of,
     number,
+    require_distinct,
     require_matching_grad,
     require_option,
     require_state,
@@ -179,6 +180,7 @@ class Muon(CheckedStateOptimizer):
             _ADAMW: {**self._options.adamw_defaults, **rest, **_given(own)},
         }
         groups_before = len(self.param_groups)
+        require_distinct([(Member(name, p).label, p) for name, p in named])
         try:
             for algorithm in (_MUON, _ADAMW):
                 members = [pair for pair, kind in zip(named, kinds) if kind == algorithm]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ragged_fsdp.dbuffer import FlatStorage
-from ragged_fsdp.optim.base import ExactStateOptimizer, are_params_of, are_same, local_part, state_values
+from ragged_fsdp.optim.base import ExactStateOptimizer, StateNote, are_params_of, local_part
 from ragged_fsdp.optim.offload.part import HOST, Slot, State, StatePart, steps_whole
 
 __all__ = ["Lane", "Parts", "devices_of"]
@@ -115,7 +115,7 @@ class Parts:
         for device, members in _cut(whole, kind, part_numel):
             self._lanes.setdefault(device, Lane(device)).add(whole, kind, members)
         self._seen: State | None = None
-        self._noted: list[Any] = []
+        self._noted: StateNote | None = None
         self._pending: list[Any] = []
 
     @property
@@ -134,7 +134,7 @@ class Parts:
         if not are_params_of(self._params, self._whole.param_groups):
             return True
         state: State = self._whole.__dict__["state"]
-        return state is not self._seen or not are_same(self._noted, state_values(state))
+        return state is not self._seen or self._noted is None or not self._noted.is_of(state)
 
     def take(self) -> None:
         """Move what state the optimizer has to the parts."""
@@ -163,7 +163,7 @@ class Parts:
                 order = [param for params in self._params for param in params if param in state]
                 entries = {param: state.pop(param) for param in order}
                 state.update(entries)
-            self._seen, self._noted = state, state_values(state)
+            self._seen, self._noted = state, StateNote(state)
         self._pending = [event for lane in self._lanes.values() if (event := lane.record()) is not None]
 
 
