@@ -45,7 +45,8 @@ from ragged_fsdp.dtensor.geometry import (
     regions_of,
     shard_box,
 )
-from ragged_fsdp.optim.base import StateForm, name_patterns, wrap_state
+from ragged_fsdp.optim.checks import name_patterns
+from ragged_fsdp.optim.state import StateForm, wrap_state
 from ragged_fsdp.placement import RaggedShard
 from ragged_fsdp.policy import Elements, Granularity, Rows, Tiles, Whole
 from ragged_fsdp.routes import region_numel

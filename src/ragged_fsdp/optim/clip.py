@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from ragged_fsdp.dtensor.geometry import settled_placements
-from ragged_fsdp.optim.base import local_part, number
+from ragged_fsdp.optim.checks import number
+from ragged_fsdp.optim.state import local_part
 
 __all__ = ["clip_grad_norm_"]
 

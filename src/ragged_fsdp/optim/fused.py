@@ -23,18 +23,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ragged_fsdp.optim.base import (
-    ADAM_RANGES,
-    ExactStateOptimizer,
+from ragged_fsdp.optim.base import ExactStateOptimizer
+from ragged_fsdp.optim.checks import ADAM_RANGES, as_tuple, check_options, require_optimisable, require_option
+from ragged_fsdp.optim.state import (
     StateForm,
     StepCounters,
     TensorAddresses,
-    as_tuple,
-    check_options,
     form_like,
     local_part,
-    require_optimisable,
-    require_option,
     state_like,
 )
 
@@ -224,7 +220,7 @@ class _FlatOptimizer(ExactStateOptimizer):
     """What the fused optimizers share: chains, their state, and the spans of a step."""
 
     _expected: ClassVar[dict[str, str]]
-    """Options and their ranges; see :func:`~ragged_fsdp.optim.base.check_options`."""
+    """Options and their ranges; see :func:`~ragged_fsdp.optim.checks.check_options`."""
 
     _same_dtype: ClassVar[bool] = True  # torch's fused kernels want it
 

@@ -20,19 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.dtensor.geometry import outer_mesh_dims
 from ragged_fsdp.optim.adam8bit.reference import AdamScalars, adam_direction, prepared_grad, widened
-from ragged_fsdp.optim.base import (
-    ADAM_RANGES,
-    ExactStateOptimizer,
-    StateForm,
-    as_tuple,
-    check_options,
-    form_like,
-    fresh_moments,
-    is_excluded,
-    local_part,
-    name_patterns,
-    require_optimisable,
-)
+from ragged_fsdp.optim.base import ExactStateOptimizer
 from ragged_fsdp.optim.blocks import (
     LocalBlocks,
     form_over_blocks,
@@ -42,6 +30,15 @@ from ragged_fsdp.optim.blocks import (
     state_over_blocks,
     to_blocks,
 )
+from ragged_fsdp.optim.checks import (
+    ADAM_RANGES,
+    as_tuple,
+    check_options,
+    is_excluded,
+    name_patterns,
+    require_optimisable,
+)
+from ragged_fsdp.optim.state import StateForm, form_like, fresh_moments, local_part
 
 __all__ = ["Shampoo", "inverse_root"]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ragged_fsdp.fsdp.runtime.module import reshard_all
 from ragged_fsdp.fsdp.runtime.state import states_below
-from ragged_fsdp.optim.base import local_part, state_like
+from ragged_fsdp.optim.state import local_part, state_like
 
 __all__ = ["ReplicaGradients"]
 

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ragged_fsdp.fsdp.runtime.module import reshard_all
-from ragged_fsdp.optim.base import local_part, state_like, wrap_state
 from ragged_fsdp.optim.offload import OffloadedState
+from ragged_fsdp.optim.state import local_part, state_like, wrap_state
 
 __all__ = ["Offer", "Piece", "ReplicaState"]
 

@@ -18,7 +18,7 @@ from torchft.manager import Manager
 from ragged_fsdp.integrations.torchft.first import FirstState
 from ragged_fsdp.integrations.torchft.groups import Gloo, Nccl
 from ragged_fsdp.integrations.torchft.transport import StateTransport
-from ragged_fsdp.optim.base import local_part
+from ragged_fsdp.optim.state import local_part
 from ragged_fsdp.replicas.attempts import Attempts, open_store
 from ragged_fsdp.replicas.copies import Copies
 from ragged_fsdp.replicas.gradients import ReplicaGradients

@@ -17,22 +17,7 @@ from torch import Tensor
 
 from ragged_fsdp.optim.adam8bit.codes import rounding_key, zero_code
 from ragged_fsdp.optim.adam8bit.reference import AdamScalars, BlockEntry, update_entry, update_exact
-from ragged_fsdp.optim.base import (
-    ADAM_RANGES,
-    ExactStateOptimizer,
-    StateForm,
-    StepCounters,
-    TensorAddresses,
-    as_tuple,
-    check_options,
-    form_like,
-    fresh_moments,
-    is_excluded,
-    local_part,
-    name_patterns,
-    require_optimisable,
-    state_like,
-)
+from ragged_fsdp.optim.base import ExactStateOptimizer
 from ragged_fsdp.optim.blocks import (
     LocalBlocks,
     block_grid,
@@ -40,6 +25,23 @@ from ragged_fsdp.optim.blocks import (
     grid_of,
     require_whole_blocks,
     state_over_blocks,
+)
+from ragged_fsdp.optim.checks import (
+    ADAM_RANGES,
+    as_tuple,
+    check_options,
+    is_excluded,
+    name_patterns,
+    require_optimisable,
+)
+from ragged_fsdp.optim.state import (
+    StateForm,
+    StepCounters,
+    TensorAddresses,
+    form_like,
+    fresh_moments,
+    local_part,
+    state_like,
 )
 
 if TYPE_CHECKING:

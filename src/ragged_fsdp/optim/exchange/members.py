@@ -40,7 +40,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from ragged_fsdp.agreement import Disagreement, compare
 from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.dtensor.geometry import regions_of, shard_box
-from ragged_fsdp.optim.base import number
+from ragged_fsdp.optim.checks import number
 from ragged_fsdp.optim.exchange.matrices import Flattened, MatrixLayout, MatrixRule, matrix_shape
 from ragged_fsdp.optim.exchange.plan import Cost, ExchangePlan, PlannedParameter, plan_exchange
 from ragged_fsdp.optim.exchange.run import Exchange, Team

@@ -26,19 +26,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ragged_fsdp.optim.base import (
-    CheckedStateOptimizer,
-    StateForm,
+from ragged_fsdp.optim.base import CheckedStateOptimizer, loss_of, unchanged_by_errors
+from ragged_fsdp.optim.checks import (
     check_options,
-    form_like,
-    local_part,
-    loss_of,
     number,
     require_distinct,
     require_matching_grad,
     require_option,
-    require_state,
-    unchanged_by_errors,
 )
 from ragged_fsdp.optim.exchange import Exchange, Exchanges, MatrixRule, Member
 from ragged_fsdp.optim.exchange.matrices import slabs_of
@@ -53,6 +47,7 @@ from ragged_fsdp.optim.muon.newton_schulz import (
 )
 from ragged_fsdp.optim.muon.passes import FamilyStep, LocalState, MuonWork
 from ragged_fsdp.optim.muon.rules import adamw_step, is_hidden_matrix, scale_function
+from ragged_fsdp.optim.state import StateForm, form_like, local_part, require_state
 from ragged_fsdp.torch_internals import disable_dynamo
 
 __all__ = ["Muon"]

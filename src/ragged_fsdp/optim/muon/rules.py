@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from ragged_fsdp.optim.base import local_part
+from ragged_fsdp.optim.state import local_part
 
 __all__ = [
     "ADJUST_LR",

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ragged_fsdp.dbuffer import FlatStorage
-from ragged_fsdp.optim.base import ExactStateOptimizer, StateNote, are_params_of, local_part
+from ragged_fsdp.optim.base import ExactStateOptimizer, are_params_of
 from ragged_fsdp.optim.offload.part import HOST, Slot, State, StatePart, steps_whole
+from ragged_fsdp.optim.state import StateNote, local_part
 
 __all__ = ["Lane", "Parts", "devices_of"]
 

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from ragged_fsdp.dbuffer import FlatStorage
 from ragged_fsdp.dtensor import wrap_local
-from ragged_fsdp.optim.base import ExactStateOptimizer, are_same, group_names, local_part, state_values
+from ragged_fsdp.optim.base import ExactStateOptimizer, group_names
+from ragged_fsdp.optim.state import are_same, local_part, state_values
 from ragged_fsdp.torch_internals import DTensorSpec, spec_of
 
 __all__ = ["HOST", "Slot", "State", "StatePart", "steps_whole"]
