@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.tensor import Shard
+
 from ragged_fsdp.integrations.substitute import ragged_fully_shard
 from ragged_fsdp.policy import Granularity, parse_granularity
 
@@ -28,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the script that ``arguments`` name, as ``__main__``."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    options = {} if given.reduction is None else {"reduction": given.reduction}
+    options: dict[str, Any] = {} if given.reduction is None else {"reduction": given.reduction}
+    if given.placement == "shard0":
+        options["shard_placement_fn"] = _rows_of_fsdp2
     rules = [_rule(parser, text) for text in given.granularity]
     if not given.module and not Path(given.script).is_file():
         parser.error(f"{given.script}: no such script")
@@ -67,10 +71,22 @@ def _parser() -> argparse.ArgumentParser:
         help="parameters whose name matches keep so much on one rank: 32rows, tiles:128x128, 256elements, "
         "whole; the first that matches counts; may be repeated",
     )
+    parser.add_argument(
+        "--placement",
+        choices=("ragged", "shard0"),
+        default="ragged",
+        help="shard0: FSDP2's own chunks of rows, with its copies, where the script does not say; for "
+        "projects that ask placements for their dim (default: ragged)",
+    )
     parser.add_argument("--reduction", help="how gradients are reduced, where the script does not say")
     parser.add_argument("script", help="the script, or the module with -m")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser
+
+
+def _rows_of_fsdp2(parameter: Any) -> Shard:
+    """How FSDP2 cuts every parameter."""
+    return Shard(0)
 
 
 def _rule(parser: argparse.ArgumentParser, text: str) -> tuple[str, Granularity]:

@@ -127,6 +127,18 @@ def test_the_stock_script_runs_with_ours_in_its_place(tmp_path):
     assert "['--granularity', \"is the script's\"] __main__" in said and "never called" in said
 
 
+def test_projects_that_ask_placements_for_their_dim_get_fsdp2_s_chunks(tmp_path):
+    """Where the script does not say: None, as libraries write it, says nothing."""
+    script = tmp_path / "shards.py"
+    script.write_text(
+        "import torch.distributed.fsdp as f, torch.nn as n\nfrom torch.distributed.tensor import Shard\n"
+        "for wish in (None, lambda p: Shard(p.ndim - 1)):\n"
+        "    made = f.fully_shard(n.Linear(4, 4), shard_placement_fn=wish)\n"
+        "    print([p.placements[0].dim for p in made.parameters()])\n"
+    )
+    assert "[0, 0]\n[1, 0]\n" in _substituted("--placement", "shard0", str(script))
+
+
 def test_run_names_rules_that_nothing_took(tmp_path):
     script = tmp_path / "shards.py"
     script.write_text(

@@ -15,7 +15,7 @@ from ragged_fsdp.torch_internals import rebind
 
 __all__ = ["ragged_fully_shard"]
 
-_ADDITIONS = ("reduction", "gathered_budget_bytes", "reshard_after_forward")
+_DEFAULTS = ("reduction", "gathered_budget_bytes", "reshard_after_forward", "shard_placement_fn")
 
 
 @contextmanager
@@ -31,8 +31,9 @@ def ragged_fully_shard(
 
     Args:
         orig_param_policy: ``policy(name, parameter)``, the granularity of each parameter.
-        options: ``reduction``, ``gathered_budget_bytes`` and ``reshard_after_forward`` of
-            :func:`ragged_fsdp.fully_shard`, for calls that do not say otherwise.
+        options: of ``reduction``, ``gathered_budget_bytes``, ``reshard_after_forward`` and
+            ``shard_placement_fn`` those for calls of :func:`ragged_fsdp.fully_shard` that do not say
+            otherwise; None says nothing.
 
     Raises:
         TypeError: for any other option; those are the library's to pass.
@@ -43,8 +44,8 @@ def ragged_fully_shard(
             trainer.train()
     """
     for name in options:
-        if name not in _ADDITIONS:
-            raise TypeError(f"ragged_fully_shard: {name!r} is not one of {', '.join(_ADDITIONS)}.")
+        if name not in _DEFAULTS:
+            raise TypeError(f"ragged_fully_shard: {name!r} is not one of {', '.join(_DEFAULTS)}.")
     sharded: list[str] = []
     original, substitute = torch_fsdp.fully_shard, _substitute(orig_param_policy, options, sharded)
     rebind(original, substitute, skip="ragged_fsdp")
@@ -59,7 +60,8 @@ def _substitute(policy: Any, defaults: dict[str, Any], sharded: list[str]) -> Ca
     def substitute(module: Any, **options: Any) -> Any:
         if options.get("ignored_params"):  # 4-bit weights are among them, since torch's cannot shard them
             options["ignored_params"] = {p for p in options["ignored_params"] if packing_of(p) is None}
-        result = fully_shard(module, **{"orig_param_policy": policy, **defaults, **options})
+        said = {name: value for name, value in options.items() if value is not None or name not in defaults}
+        result = fully_shard(module, **{"orig_param_policy": policy, **defaults, **said})
         sharded.append(type(module).__name__)
         return result
 
