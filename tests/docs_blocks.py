@@ -155,12 +155,13 @@ def flags_of(name: str) -> set[str]:
 
 
 def known_flags() -> set[str]:
-    """Every option of every subcommand."""
+    """Every option of every subcommand, and of ``python -m ragged_fsdp.run``."""
     import click
 
+    from ragged_fsdp import run
     from ragged_fsdp.cli.main import main
 
-    flags, found = {"--help"}, [main]
+    flags, found = set(re.findall(r"--\w+", run._parser().format_help())), [main]
     for command in found:
         if isinstance(command, click.Group):
             context = click.Context(command)

@@ -31,6 +31,7 @@ from ragged_fsdp.fsdp.gather.codes import Codes
 from ragged_fsdp.fsdp.parts import left_out
 from ragged_fsdp.fsdp.reduce import exchange, sends
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
+from ragged_fsdp.fsdp.runtime import group as groups
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
 from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
 from ragged_fsdp.fsdp.streams import CommContext, PendingReduction
@@ -434,6 +435,24 @@ class Watch:
     def report(self, now_s: float) -> None:
         """Look, as the thread does, and log what is late."""
         self._watch.report(now_s)
+
+
+# -- gathers that are joined ------------------------------------------------------------------------
+
+
+def join_gathers(patch: pytest.MonkeyPatch) -> list[Any]:
+    """Let gathers be joined over gloo, which must not: all is done but for the launch; notes each launch."""
+    launched: list[Any] = []
+
+    @contextmanager
+    def launch(pg: Any, *args: Any, **options: Any) -> Iterator[None]:
+        launched.append(pg)
+        yield
+
+    for module in (collectives, groups):
+        patch.setattr(module, "joins_gathers", lambda pg, device: True)
+        patch.setattr(module, "one_launch", launch)
+    return launched
 
 
 # -- the exchange of gradients ----------------------------------------------------------------------

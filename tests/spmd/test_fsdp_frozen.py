@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+import fsdp_inside
 from collective_calls import count, noted
 from fsdp_cases import (
     DIM,
@@ -120,23 +121,9 @@ def _adapted_rows(rank, step):
 
 @contextmanager
 def _launched(how: str) -> Iterator[list]:
-    """The two buffers of a layer are gathered so; gives a list of the launches that were one for both.
-
-    Gloo must not join gathers. ``together`` on CPU is all that is done where they are joined, but for the
-    launch: in its place each buffer is gathered when that is asked for.
-    """
-    launches = []
-
-    @contextmanager
-    def launch(pg):
-        launches.append(pg)
-        yield
-
+    """The two buffers of a layer are gathered so; gives a list of the launches that were one for both."""
     with pytest.MonkeyPatch.context() as patch:
-        if how == "together" and DEVICE == "cpu":
-            patch.setattr("ragged_fsdp.fsdp.runtime.group.joins_gathers", lambda pg, device: True)
-            patch.setattr("ragged_fsdp.fsdp.runtime.group.one_launch", launch)
-        yield launches
+        yield fsdp_inside.join_gathers(patch) if how == "together" and DEVICE == "cpu" else []
 
 
 def _trainable_here(model):

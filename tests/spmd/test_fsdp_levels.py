@@ -338,21 +338,10 @@ def test_a_gather_in_two_levels_brings_the_same_bits(rank: Rank, case: str, asyn
 @pytest.mark.parametrize("joins", [False, True] if DEVICE == "cpu" else [True])
 @spmd(6, timeout=170)
 def test_a_gather_over_three_nodes(rank: Rank, joins: bool) -> None:
-    """Slots that come from nodes before and behind, also in steps of more than one node.
-
-    Gloo must not join gathers: on CPU the launch that joins them is nothing, and they run as they are called.
-    """
-    group, launched = rank.mesh().get_group(), []
-
-    @contextmanager
-    def launch(*args: Any, **options: Any) -> Iterator[None]:
-        launched.append(args)
-        yield
-
+    """Slots that come from nodes before and behind, also in steps of more than one node."""
+    group = rank.mesh().get_group()
     with pytest.MonkeyPatch.context() as patch:
-        if joins and rank.device == "cpu":
-            patch.setattr(collectives, "joins_gathers", lambda pg, device: True)
-            patch.setattr(collectives, "one_launch", launch)
+        launched = fsdp_inside.join_gathers(patch) if joins and rank.device == "cpu" else []
         levels = LevelComm(_over(rank, ranks_per_node=2), torch.device(rank.device))
         for dtype in (torch.float32, torch.uint8, torch.float8_e4m3fn):
             for steps in (1, 2, 8):
