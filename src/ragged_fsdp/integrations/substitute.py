@@ -31,9 +31,9 @@ def ragged_fully_shard(
 
     Args:
         orig_param_policy: ``policy(name, parameter)``, the granularity of each parameter.
-        options: of ``reduction``, ``gathered_budget_bytes``, ``reshard_after_forward`` and
-            ``shard_placement_fn`` those for calls of :func:`ragged_fsdp.fully_shard` that do not say
-            otherwise; None says nothing.
+        options: ``reduction``, ``gathered_budget_bytes``, ``reshard_after_forward`` or
+            ``shard_placement_fn`` of :func:`ragged_fsdp.fully_shard`, for calls that do not say otherwise; a
+            None that a library passes says nothing.
 
     Raises:
         TypeError: for any other option; those are the library's to pass.
