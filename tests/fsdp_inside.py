@@ -33,7 +33,8 @@ from ragged_fsdp.fsdp.reduce import exchange, sends
 from ragged_fsdp.fsdp.reduce.reducer import GradReducer
 from ragged_fsdp.fsdp.runtime import group as groups
 from ragged_fsdp.fsdp.runtime.group import ALLOWED_MOVES, ParamGroup, Residence
-from ragged_fsdp.fsdp.runtime.schedule import ALLOWED_PHASES, Phase, Schedule, Turn
+from ragged_fsdp.fsdp.runtime.schedule import Schedule
+from ragged_fsdp.fsdp.runtime.turns import ALLOWED_PHASES, Phase, Turn
 from ragged_fsdp.fsdp.streams import CommContext, PendingReduction
 
 __all__ = [

@@ -38,7 +38,7 @@ from ragged_fsdp.fsdp.runtime.module import (
     share_comm_ctx,
     swap_class,
 )
-from ragged_fsdp.fsdp.runtime.schedule import outside
+from ragged_fsdp.fsdp.runtime.roots import outside
 from ragged_fsdp.fsdp.runtime.state import ModuleState, state_of, states_below
 from ragged_fsdp.policy import BlockCodes, Granularity
 from ragged_fsdp.torch_internals import REGISTRY_KEY, get_root_modules

@@ -16,7 +16,7 @@ from itertools import pairwise
 from typing import Any
 
 from ragged_fsdp.fsdp.runtime.group import Residence
-from ragged_fsdp.fsdp.runtime.schedule import Turn
+from ragged_fsdp.fsdp.runtime.turns import Turn
 from ragged_fsdp.predict.books import BOUND_BY_MEMORY, BookContext, BookGroup
 from ragged_fsdp.predict.simulate import NO_LAUNCHES, Launches
 from ragged_fsdp.torch_internals import queue_callback

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ragged_fsdp.fsdp.runtime.schedule import Schedule, Turn
+from ragged_fsdp.fsdp.runtime.schedule import Schedule
+from ragged_fsdp.fsdp.runtime.turns import Turn
 from ragged_fsdp.predict.books import (
     OWN_KEPT,
     BookContext,

@@ -6,7 +6,8 @@ through its :class:`CommContext`, streams and pending reductions. Hooks tell it 
 groups what to do. A group knows only where its parameters are
 (:class:`~ragged_fsdp.fsdp.runtime.group.Residence`).
 
-A :class:`Turn` is what it knows of one ``fully_shard`` call. ``ALLOWED_PHASES`` is the table of its phases.
+What it knows of one ``fully_shard`` call is a :class:`~ragged_fsdp.fsdp.runtime.turns.Turn`, in whose module
+is the table of phases too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Sequence
-from enum import IntEnum, auto
 from typing import Any
 
 import torch
@@ -23,73 +23,17 @@ from torch import nn
 
 from ragged_fsdp.fsdp.autograd import in_backward, on_parameters, outside_compile
 from ragged_fsdp.fsdp.parts.left_out import check_managed
-from ragged_fsdp.fsdp.runtime.conditional import Conditional, Conditionals
+from ragged_fsdp.fsdp.runtime.conditional import Conditionals
 from ragged_fsdp.fsdp.runtime.group import ParamGroup, Residence
+from ragged_fsdp.fsdp.runtime.roots import check_dense, check_shared, find_companions, name_groups, outside
+from ragged_fsdp.fsdp.runtime.turns import ALLOWED_PHASES, Phase, Turn
 from ragged_fsdp.fsdp.streams import CommContext, arena_bytes, pooled_bytes
 from ragged_fsdp.torch_internals import current_graph_task_id, queue_callback
 
-__all__ = ["ALLOWED_PHASES", "IN_BACKWARD", "ForwardOrder", "Phase", "Schedule", "Turn", "outside"]
+__all__ = ["ForwardOrder", "Schedule"]
 
 logger = logging.getLogger("ragged_fsdp")
-_COMPANION_SHARE = 4  # of the gradients of a module's largest group a companion has at most one in so many
 _KEPT_MODULES = 2  # backward starts with one of them gathered and the next one prefetched
-
-
-class Phase(IntEnum):
-    """What the modules of a call are doing in the current iteration."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    BACKWARD = auto()
-    DONE = auto()
-
-
-ALLOWED_PHASES = {
-    (Phase.IDLE, Phase.FORWARD): "the forward starts",
-    (Phase.FORWARD, Phase.IDLE): "the forward ends or raises",
-    (Phase.IDLE, Phase.BACKWARD): "the first gradient of an output arrives",
-    (Phase.DONE, Phase.BACKWARD): "the module ran twice, and this is the backward of its first run",
-    (Phase.FORWARD, Phase.BACKWARD): "a gradient is taken inside the forward",
-    (Phase.BACKWARD, Phase.DONE): "the gradients of the inputs are there",
-    (Phase.IDLE, Phase.DONE): "the loss came from inside it, past the hooks of its outputs",
-    (Phase.FORWARD, Phase.DONE): "a gradient taken inside the forward passes the hooks of its outputs by",
-    (Phase.BACKWARD, Phase.IDLE): "the backward ends or is given up",
-    (Phase.DONE, Phase.IDLE): "the backward ends or is given up",
-}
-"""From phase to phase, and when; anything else raises. To stay in a phase is no move."""
-
-
-IN_BACKWARD = (Phase.BACKWARD, Phase.DONE)
-"""Phases in which a forward that starts is one that the backward computes again."""
-
-
-class Turn:
-    """One ``fully_shard`` call in the iteration: its groups, and its phase, which the schedule changes."""
-
-    def __init__(self) -> None:
-        self.groups: list[ParamGroup] = []
-        self.phase = Phase.IDLE
-        self.is_root: bool | None = None
-        self.auto_reshard = True
-        """Whether the library chose ``reshard_after_forward``: the root then stays gathered."""
-        self.gathered_budget_bytes = 0
-        """Bytes of gathered parameters that may stay between forward and backward."""
-        self.gathers_first = False
-        """Whether its backward issues the next gather before its reduction; the same on all its ranks."""
-        self.forward_prefetch: Sequence[Turn] | None = None
-        self.backward_prefetch: Sequence[Turn] | None = None
-        self.still_to_run: set[nn.Module] = set()
-        """Modules of a list whose forward has not run in this pass."""
-        self.ignored: set[nn.Parameter] = set()
-        """Parameters that the call was told to leave alone."""
-        self.positions: list[int] = []
-        """Places in the order of ended forwards, one for each of its own since the last backward."""
-        self.under: Conditional | None = None
-        """The outermost module that not every rank runs and that it belongs to."""
-        self.behind_conditional = False
-        """Whether such a module runs before it: its inputs then need gradients on every rank."""
-        self.following: Turn | None = None
-        """The turn whose backward comes after its own, while that runs."""
 
 
 class ForwardOrder:
@@ -186,16 +130,16 @@ class Schedule:
     def adopt(self, root: Turn, turns: Sequence[Turn], module: nn.Module, device: torch.device) -> None:
         """Run all ``turns`` from now on and prepare their groups; if that raises nothing was adopted."""
         groups = [group for turn in turns for group in turn.groups]
-        _name(groups, module)
-        _check_shared(groups)
-        _check_dense(groups)
+        name_groups(groups, module)
+        check_shared(groups)
+        check_dense(groups)
         for group in groups:  # may raise, on parameters on the meta device: the next forward tries again
             group.lazy_init()
         check_managed(module, *outside(turns))
         self.turns = list(turns)
         for turn in turns:
             turn.is_root = turn is root
-            _find_companions(turn.groups)
+            find_companions(turn.groups)
         if root.auto_reshard:
             for group in root.groups:
                 group.settings.reshard_after_forward = False
@@ -589,56 +533,3 @@ class Schedule:
             conditional.forget()
         self.forward_root = None
         self._backward = None
-
-
-def outside(turns: Sequence[Turn]) -> tuple[set[tuple[nn.Module, str]], set[nn.Parameter]]:
-    """Where the parameters of all groups are registered, and those that calls were told to leave alone."""
-    params = (param for turn in turns for group in turn.groups for param in group.params)
-    places = {(place.module, place.attribute) for param in params for place in param.places}
-    return places, {param for turn in turns for param in turn.ignored}
-
-
-def _name(groups: Sequence[ParamGroup], module: nn.Module) -> None:
-    by_param = {param.sharded: param for group in groups for param in group.params}
-    for name, registered in module.named_parameters():
-        if registered in by_param:
-            by_param[registered].fqn = name
-    names = {owner: name for name, owner in module.named_modules()}
-    for group in groups:
-        group.name_after(", ".join(names[owner] for owner in group.modules if owner in names))
-
-
-def _check_shared(groups: Sequence[ParamGroup]) -> None:
-    seen: set[object] = set()
-    for group in groups:
-        for param in group.params:
-            if param.identity in seen:
-                raise ValueError(
-                    f"Parameter '{param.fqn}' is shared with a parameter already managed "
-                    "by another FSDP group. For shared/tied parameters, use "
-                    "fully_shard([module_a, module_b]) to place them in the same FSDP group."
-                )
-            seen.add(param.identity)
-
-
-def _find_companions(groups: Sequence[ParamGroup]) -> None:
-    """Mark the small groups of a module, by the bytes of their gradients: what a reduction needs beside them
-    may differ between ranks, and with it what a reduction waits for."""
-    most = max((group.reducer.grad_bytes for group in groups), default=0)
-    for group in groups:
-        group.reducer.transport.companion = 0 < group.reducer.grad_bytes * _COMPANION_SHARE <= most
-
-
-def _check_dense(groups: Sequence[ParamGroup]) -> None:
-    """Raise on embeddings that will make sparse gradients: a buffer has no place for them."""
-    if not torch.is_grad_enabled():
-        return
-    for param in (param for group in groups for param in group.params):
-        owner = param.places[0].module
-        if not isinstance(owner, nn.Embedding | nn.EmbeddingBag):
-            continue
-        if owner.sparse and param.sharded.requires_grad:
-            raise NotImplementedError(
-                f"{param.fqn}: its embedding has sparse=True, and sparse gradients cannot be "
-                "reduced into shards; make it with sparse=False, or freeze it."
-            )

@@ -25,7 +25,8 @@ from ragged_fsdp.fsdp.autograd import (
 from ragged_fsdp.fsdp.parts.mesh import ParallelMesh
 from ragged_fsdp.fsdp.runtime.conditional import Conditional, Conditionals
 from ragged_fsdp.fsdp.runtime.group import ParamGroup
-from ragged_fsdp.fsdp.runtime.schedule import IN_BACKWARD, Schedule, Turn
+from ragged_fsdp.fsdp.runtime.schedule import Schedule
+from ragged_fsdp.fsdp.runtime.turns import IN_BACKWARD, Turn
 from ragged_fsdp.torch_internals import REGISTRY_KEY, are_functorch_transforms_active, base_of, to_kwargs
 
 __all__ = ["ModuleState", "state_of", "states_below"]
