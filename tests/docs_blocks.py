@@ -161,7 +161,7 @@ def known_flags() -> set[str]:
     from ragged_fsdp import run
     from ragged_fsdp.cli.main import main
 
-    flags, found = set(re.findall(r"--\w+", run._parser().format_help())), [main]
+    flags, found = set(re.findall(r"--[a-z][a-z0-9-]*", run._parser().format_help())), [main]
     for command in found:
         if isinstance(command, click.Group):
             context = click.Context(command)

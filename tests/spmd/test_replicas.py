@@ -9,7 +9,7 @@ from fsdp_cases import Stack, build, fully_shard, ragged_only, rows, shard_block
 from late_streams import make_streams_late
 from ragged_fsdp.optim import AdamW8bit, FusedAdamW, Muon, Shampoo, block_policy, offload_state
 from ragged_fsdp.replicas import ReplicaGradients, ReplicaState, StateServer, receive
-from ragged_fsdp.replicas.attempts import open_store
+from ragged_fsdp.replicas.attempts import replica_store
 from rank_pool import DEVICE, Rank, spmd
 
 pytestmark = ragged_only
@@ -150,7 +150,7 @@ def _copy(rank: Rank, mesh, name, make) -> None:
 @spmd(2)
 def test_a_store_is_of_one_replica_alone(rank: Rank) -> None:
     """Another one in these processes, or the life before this, may have the same keys."""
-    one, other = (open_store("127.0.0.1", 30.0) for _ in "ab")
+    one, other = (replica_store("127.0.0.1", 30.0) for _ in "ab")
     one.set(f"from {rank.rank}", "one")
     one.wait(["from 0", "from 1"])
     assert (one.host, one.port) != (other.host, other.port)
@@ -159,4 +159,4 @@ def test_a_store_is_of_one_replica_alone(rank: Rank) -> None:
     with pytest.raises(
         ValueError, match="host: expected a name under which others reach this rank, got 'no "
     ):
-        open_store("no such host", 0.5)
+        replica_store("no such host", 0.5)

@@ -1,6 +1,7 @@
 """What an installed package offers: metadata, the command line, and one clear line where something lacks."""
 
 import ast
+import functools
 import inspect
 import os
 import re
@@ -227,13 +228,20 @@ def test_imports_and_models_bring_no_compiler():
     assert result.stdout.strip() == "False", result.stdout + result.stderr
 
 
+@functools.cache
+def _sources() -> dict[str, ast.Module]:
+    """Every file of the source tree, parsed, by its path in the checkout."""
+    paths = sorted((ROOT / "src").rglob("*.py"))
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+
+
 def _types_by_name() -> dict[str, set[str]]:
     """What each name of a type, a class or an alias of the whole source tree stands for."""
     found: dict[str, set[str]] = {}
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.parse(path.read_text()).body:
+    for path, tree in _sources().items():
+        for node in tree.body:
             if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, set()).add(f"the class of {path.relative_to(ROOT)}")
+                found.setdefault(node.name, set()).add(f"the class of {path}")
             elif isinstance(node, ast.Assign):
                 names = [target.id for target in node.targets if isinstance(target, ast.Name)]
                 for name in filter(re.compile("_?[A-Z][a-z]").match, names):
@@ -251,10 +259,10 @@ _FRAGMENT = re.compile(r"(Of|As (``|many|long)|The same|Those|That of|Its|It|The
 
 def _docstrings() -> Iterator[tuple[str, str]]:
     """Every docstring of the source tree, those of attributes too, with its place."""
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, tree in _sources().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", str(node.value.value)
+                yield f"{path}:{node.lineno}", str(node.value.value)
 
 
 def test_docstrings_stand_alone():

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-__all__ = ["ASK_S", "Attempts", "Told", "open_store", "tell"]
+__all__ = ["ASK_S", "Attempts", "Told", "replica_store", "tell"]
 
 ASK_S = 0.05
 _GIVEN_UP = "given up"
 
 
-def open_store(host: str, timeout_s: float) -> Any:
+def replica_store(host: str, timeout_s: float) -> Any:
     """A store of this replica alone, kept by its first rank, which others reach under the name ``host``.
 
     Not that of the launcher: its address may be one that only this machine understands (``127.0.0.1``), and
@@ -33,7 +33,7 @@ def open_store(host: str, timeout_s: float) -> Any:
         try:
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
             place = [(host, store.port)]
-        except (dist.DistError, RuntimeError) as error:
+        except RuntimeError as error:
             place = [(str(error), 0)]
     dist.broadcast_object_list(place)
     ((name, port),) = place

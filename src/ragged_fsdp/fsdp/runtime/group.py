@@ -82,7 +82,7 @@ class ParamGroup(Members):
         """Counters of these writes at the last gather."""
         self.stale = True
         """Whether users may have replaced or cast parameters: before the first use, or by a state dict."""
-        self.backward = -1
+        self.backward_id = -1
         """The number autograd gave the backward in which that of its modules began last."""
         self.beside: list[ParamGroup] = []
         """Groups of its call that are gathered with it in one launch, itself included, in the order of all
@@ -313,7 +313,7 @@ class ParamGroup(Members):
         layer's backward runs, which may read, replace or drop them: MLPs that are computed in tiles do.
         """
         grad = unsharded.grad
-        if grad is None or current_graph_task_id() != self.backward:
+        if grad is None or current_graph_task_id() != self.backward_id:
             return
         if self.context.max_grad_buffers > 1 or self.reducer.written:
             unsharded.grad = None

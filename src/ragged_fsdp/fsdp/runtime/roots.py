@@ -23,6 +23,7 @@ def outside(turns: Sequence[Turn]) -> tuple[set[tuple[nn.Module, str]], set[nn.P
 
 
 def name_groups(groups: Sequence[ParamGroup], module: nn.Module) -> None:
+    """Name groups and their parameters as they are found below ``module``, the root's."""
     by_param = {param.sharded: param for group in groups for param in group.params}
     for name, registered in module.named_parameters():
         if registered in by_param:
@@ -33,6 +34,7 @@ def name_groups(groups: Sequence[ParamGroup], module: nn.Module) -> None:
 
 
 def check_shared(groups: Sequence[ParamGroup]) -> None:
+    """Raise if two groups have the same parameter: each would reduce a part of its gradient."""
     seen: set[object] = set()
     for group in groups:
         for param in group.params:

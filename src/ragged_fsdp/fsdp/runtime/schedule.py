@@ -30,7 +30,7 @@ from ragged_fsdp.fsdp.runtime.turns import ALLOWED_PHASES, Phase, Turn
 from ragged_fsdp.fsdp.streams import CommContext, arena_bytes, pooled_bytes
 from ragged_fsdp.torch_internals import current_graph_task_id, queue_callback
 
-__all__ = ["ForwardOrder", "Schedule"]
+__all__ = ["Schedule"]
 
 logger = logging.getLogger("ragged_fsdp")
 _KEPT_MODULES = 2  # backward starts with one of them gathered and the next one prefetched
@@ -373,7 +373,7 @@ class Schedule:
         self._enter(turn, Phase.BACKWARD)
         if begins:
             for group in turn.groups:
-                group.backward = current_graph_task_id()
+                group.backward_id = current_graph_task_id()
         if turn.under is not None and turn.under.by_vote:
             self._use_gathered(turn)
             return

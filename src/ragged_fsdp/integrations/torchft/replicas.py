@@ -19,7 +19,7 @@ from ragged_fsdp.integrations.torchft.first import FirstState
 from ragged_fsdp.integrations.torchft.groups import Gloo, Nccl
 from ragged_fsdp.integrations.torchft.transport import StateTransport
 from ragged_fsdp.optim.state import local_part
-from ragged_fsdp.replicas.attempts import Attempts, open_store
+from ragged_fsdp.replicas.attempts import Attempts, replica_store
 from ragged_fsdp.replicas.copies import Copies
 from ragged_fsdp.replicas.gradients import ReplicaGradients
 from ragged_fsdp.replicas.roll import MOST_REPLICAS, Roll, Says, SplitError, as_number, column
@@ -106,7 +106,7 @@ class Replicas:
         self._device = local_part(next(iter(model.parameters()))).device
         self._group = (Nccl if self._device.type == "cuda" else Gloo)(connect_s, timeout_s)
         self._transport = StateTransport(self._copies, secret, host, timeout_s, self._device)
-        store = open_store(host, timeout_s)
+        store = replica_store(host, timeout_s)
         self._attempts = Attempts(store, self._group)
         self._first_state = FirstState(
             replica, self._group, self._transport, self._attempts, self._copies, timeout_s
