@@ -78,7 +78,7 @@ test-kernels:  ## run the GPU kernels without a GPU: in Triton's interpreter und
 	.venv-kernels/bin/pip install --quiet "$(PINNED)" -e . pytest pytest-timeout pytest-xdist hypothesis
 	.venv-kernels/bin/pip install --quiet --no-deps triton==3.6.0  # whichever this torch asks for
 	TRITON_INTERPRET=1 .venv-kernels/bin/python -m pytest -q -n 2 --timeout 600 tests/gpu/test_interpreted.py \
-	  $(addprefix tests/gpu/test_,$(addsuffix .py,code_kernels experts_kernels fp8_kernels muon_kernels optim_kernel))
+	  $(addprefix tests/gpu/test_,$(addsuffix .py,code_kernels experts_kernels fp8_kernels muon_kernels sums_kernels optim_kernel))
 	.venv-kernels/bin/python -m pytest -q -n 2 --timeout 600 tests/gpu/test_kernel_compilation.py
 
 test-gpu: $(STAMP)  ## run all tests that a GPU can run (2 and 4 NCCL ranks may share one); keeps the results

@@ -527,10 +527,10 @@ def say_again(patch: pytest.MonkeyPatch) -> None:
 
 def on_sum_of_exchange(patch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
     """Call ``then`` whenever the gradients that arrived were added, on the stream that adds them."""
-    add = exchange._sum_rows
+    add = exchange.sum_rows
 
     def add_and_tell(*args: Any) -> None:
         add(*args)
         then()
 
-    patch.setattr(exchange, "_sum_rows", add_and_tell)
+    patch.setattr(exchange, "sum_rows", add_and_tell)

@@ -57,7 +57,7 @@ LEVELS = Seconds._fields
 _POOL_BYTES = 1 << 30
 _INIT_STD = 0.02
 _INT8_STD = 40.0  # codes of int8 fill their range
-_SMALL_BYTES = 256 << 20  # copied within 0.2 ms
+_SMALL_BYTES = 16 << 20  # copied within 10 us
 _FREE, _NO_TIME, _NO_TRAFFIC = network_of(None), Seconds(0.0, 0.0), Traffic()
 
 

@@ -340,6 +340,8 @@ def _rates(device: torch.device, say: Say) -> dict[str, float]:
 
 def _copy_rates(device: torch.device) -> dict[str, float]:
     """GB/s, read and written, of what FSDP2 and ours do to weights and gradients beside the layers."""
+    from ragged_fsdp.fsdp.reduce.sums import sum_rows
+
     numel, ranks = 1 << 29, 64
     half = numel // 2
     norm = 45 * ranks  # comes first in a layer, and leaves what follows unaligned
@@ -362,7 +364,7 @@ def _copy_rates(device: torch.device) -> dict[str, float]:
         "collect_gb_s": (6 * half, lambda: torch._foreach_copy_(slots, matrices)),
         "sum_rows_gb_s": (
             2 * numel + 4 * mean.numel(),
-            partial(torch.sum, source.view(8, -1), 0, dtype=torch.float32, out=mean),
+            partial(sum_rows, source.view(8, -1), mean),
         ),
     }
     return {name: nbytes / _seconds(work) / 1e9 for name, (nbytes, work) in works.items()}

@@ -48,6 +48,7 @@ from ragged_fsdp.dbuffer import DBuffer, FlatStorage
 from ragged_fsdp.fsdp.parts.members import Members
 from ragged_fsdp.fsdp.reduce.layout import GradLayout, Scaling
 from ragged_fsdp.fsdp.reduce.sends import GradExchangePlan, SendPlan, Step, plan_grad_exchange, rounds_of
+from ragged_fsdp.fsdp.reduce.sums import sum_rows
 from ragged_fsdp.fsdp.reduce.transport import GradTransport
 from ragged_fsdp.tiling import tiled
 from ragged_fsdp.topology import LevelGroups, Levels
@@ -265,11 +266,11 @@ class GradExchange(GradTransport):
         else:
             collectives.all_to_all(rows.view(-1), sent, self._local)
         if rail is None:
-            _sum_rows(rows, reduced, divisor)
+            sum_rows(rows, reduced, divisor)
             return
-        _sum_rows(rows, memory.sums.view(-1))
+        sum_rows(rows, memory.sums.view(-1))
         collectives.all_to_all(memory.arrivals, memory.sums, rail)
-        _sum_rows(memory.arrivals, reduced, divisor)
+        sum_rows(memory.arrivals, reduced, divisor)
 
     def _exchange_pieces(self, memory: _Memory, reduced: torch.Tensor, divisor: float) -> None:
         """Exchange and add, step by step: while a step is added the next one is on the wire."""
@@ -288,7 +289,7 @@ class GradExchange(GradTransport):
             self._add_step(memory, *running.popleft(), mine, divisor, rail)
         if rail is not None:
             rail.finish()
-            _sum_rows(memory.arrivals, mine, divisor)
+            sum_rows(memory.arrivals, mine, divisor)
 
     def _send_step(self, step: Step, rows: torch.Tensor) -> tuple[Any, torch.Tensor]:
         """Start one step inside the node; the rows it brings."""
@@ -312,14 +313,14 @@ class GradExchange(GradTransport):
         """Add what a step brought, and send the sum along the rail."""
         collectives.wait_all(work)
         if rail is None:
-            _sum_rows(rows, mine[step.start : step.start + step.numel], divisor)
+            sum_rows(rows, mine[step.start : step.start + step.numel], divisor)
             return
         start, numel = step.part
         if step.position == rail.own:  # its own node's share stays here
-            _sum_rows(rows, memory.arrivals[step.position, start : start + numel])
+            sum_rows(rows, memory.arrivals[step.position, start : start + numel])
             return
         total = memory.sums[step.position, step.start : step.start + step.numel]
-        _sum_rows(rows, total)
+        sum_rows(rows, total)
         rail.post(step.position, total, step.source, memory.arrivals[step.source, start : start + numel])
 
     def hand_over(self) -> Callable[[], None]:
@@ -378,21 +379,3 @@ class _Rail:
             self._launch()
         collectives.wait_all(self._works)
         self._works.clear()
-
-
-def _sum_rows(rows: torch.Tensor, out: torch.Tensor, divisor: float = 1.0) -> None:
-    """``out = rows.sum(0) / divisor``; sums and the division are at least fp32 and are rounded once."""
-    if not out.numel():
-        return
-    if out.dtype.itemsize >= torch.float32.itemsize:
-        if divisor == rows.shape[0]:  # one kernel instead of two
-            torch.mean(rows, 0, dtype=out.dtype, out=out)
-            return
-        torch.sum(rows, 0, dtype=out.dtype, out=out)
-        if divisor != 1:
-            out.div_(divisor)
-        return
-    if divisor == 1 and rows.dtype == out.dtype and rows.is_cuda:
-        torch.sum(rows, 0, out=out)  # adds in fp32 and rounds once: no second kernel, no memory
-        return
-    out.copy_(rows.sum(0, dtype=torch.float32).div_(divisor))
