@@ -3,13 +3,14 @@
     PYTHONPATH=. python -m benchmarks.experts.layer --out benchmarks/experts/layer.json
 
 One process stands for rank 0 of EP ranks. Every other rank sends it what it would send itself, so rows are as
-many as with balanced routers. What an exchange would deliver is copied from memory, and the stream is then
-held for the time of the wire; both are timed alone and taken off. Each is called too, of a group that does
-nothing, for the time that this takes the host. Exchanges that are launched as one start when the last has
-been called. ``moves_ms`` is then all that is neither products nor wire: orders, permutations, sums, counts,
-and the gaps that waits for the device leave; ``kernels_ms`` is the part of it in which the device computes.
-``floor_ms`` is what the bytes of the four passes over rows that no way can do without would take at the rate
-of a plain copy: tokens to rows, rows to tokens, and their gradients.
+many as with balanced routers. Exchanges run on a stream of their own, as NCCL's do, and hold it for the time
+of the wire; what one would deliver is copied from memory within that time. All of them are timed alone, one
+after the other, and taken off. Each is called too, of a group that does nothing, for the time that this takes
+the host. ``moves_ms`` is then all that a layer takes beside products and wire: orders, permutations, sums,
+counts, as far as they do not run while rows travel, and the gaps that waits for the device leave.
+``kernels_ms`` is how long the device computes for it, beside the wire or not. ``floor_ms`` is what the bytes
+of the four passes over rows that no way can do without would take at the rate of a copy: tokens to rows, rows
+to tokens, and their gradients.
 
 The wire is priced, not run: 64 ranks in nodes of eight, 400 GB/s inside, a 45 GB/s card each
 (``ragged_fsdp/predict/network.py``), rows in bf16; each exchange pays for its own step, also where NCCL would
@@ -27,9 +28,13 @@ All else runs beside them, but each link carries one thing at a time. So ``layer
 computation with its exchanges, the busy time of the links inside, and that of the card. That of a row is the
 better one of its placements.
 
-    ours            ``AllToAll``, exact: an exchange for each expert of a rank, so rows arrive grouped
-    grouped here    ``AllToAll``, exact, in one exchange; rows are grouped on arrival
-    capacity        ``AllToAll`` with room for 1.25 of an even share
+    ours            ``AllToAll``, exact: in as many parts as a rank has experts, up to four, so that rows
+                    arrive grouped; else in one part, grouped on arrival
+    in four parts   the same, grouped on arrival while the next part travels
+    capacity        ``AllToAll`` with the room that ``fit_capacity`` leaves, 1.1 times what is needed, in four
+                    parts
+    in a graph      the same, captured in a CUDA graph: the host launches nothing
+    capacity, at once    the same in one part
     two levels      ``TwoLevel``, where there are several nodes; exact and with a capacity
     torchtitan      its standard dispatch, written with the operators it uses: gather, exchange, index,
                     grouped products, index_put, exchange, scatter_add
@@ -74,7 +79,6 @@ from ragged_fsdp.experts import (
     ExpertSplit,
     Here,
     TwoLevel,
-    exchange,
     grouped_linear,
     mix,
 )
@@ -85,7 +89,7 @@ from ragged_fsdp.predict.network import Place, Seconds, network_of, price
 from ragged_fsdp.topology import Levels
 
 NODES, NODE = "h200-400g", 8
-CAPACITY = 1.25
+CAPACITY, MARGIN = 1.25, 1.1
 RUNS = 5
 AHEAD_NS = 2_000_000
 ALL_RANKS = 64
@@ -170,59 +174,72 @@ def total(parts: Iterable[Seconds]) -> Seconds:
 
 
 class Mirror:
-    """Stands for the exchanges: counts as if all ranks routed alike, rows from memory; launches are noted."""
+    """Stands for the exchanges: counts as if all ranks routed alike, rows from memory; launches are noted.
+
+    They run on a stream of their own, one after the other, each behind what the caller has launched before.
+    """
 
     def __init__(self, device: str, spread: Spread) -> None:
         self._device, self._spread, self._call = device, spread, dist.all_to_all_single
+        self._stream = torch.cuda.Stream(priority=-1) if device == "cuda" else None
         self._memory: dict[torch.dtype, Tensor] = {}
-        self._joined: list[tuple[Tensor, Exchanged]] | None = None
-        self.noted: list[list[Exchanged]] = []
+        self._ranks: dict[Any, list[int]] = {}
+        self._held_ns: dict[tuple[int, int], int] = {}
+        self.noted: list[Exchanged] = []
 
-    def __call__(self, out: Tensor, given: Tensor, *_: Any, group: Any = None, **__: Any) -> None:
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        nothing = given[:0], given[:0], [0] * len(ranks), [0] * len(ranks)
-        self._call(*nothing, group=group)  # for the host's time
+    def __call__(
+        self, out: Tensor, given: Tensor, *sizes: Any, group: Any = None, async_op: bool = False
+    ) -> Arrived | None:
+        if group not in self._ranks:
+            self._ranks[group] = dist.get_process_group_ranks(group or dist.group.WORLD)
+        ranks = self._ranks[group]
+        nothing = [0] * len(ranks) if sizes else None
+        self._call(out[:0], given[:0], nothing, nothing, group=group)  # for the host's time
         if not out.is_floating_point():
             part = given.reshape(-1)[: out.numel() // len(ranks)]
-            out.view(len(ranks), -1).copy_(part.expand(len(ranks), -1))
-            return
-        exchanged = (out, (out.dtype, out.numel(), given.numel() * given.element_size(), ranks))
-        if self._joined is None:
-            self._launch([exchanged])
-        else:
-            self._joined.append(exchanged)
-
-    @contextlib.contextmanager
-    def joined(self, *_: Any) -> Iterator[list[Any]]:
-        self._joined = []
-        yield []
-        launched, self._joined = self._joined, None
-        self._launch(launched)
+            into = out.view(len(ranks), -1)
+            return self._done(lambda: into.copy_(part.expand(len(ranks), -1)), async_op)
+        exchanged = out.dtype, out.numel(), given.numel() * given.element_size(), ranks
+        self.noted.append(exchanged)
+        return self._done(partial(self._carry, exchanged, out.view(-1)), async_op)
 
     def take(self) -> tuple[Callable[[], object], list[Exchanged]]:
-        """The launches since the last call, to be done alone, and all their exchanges."""
+        """The exchanges since the last call, and all of them alone."""
         noted, self.noted = self.noted, []
         into = {dtype: torch.empty_like(memory) for dtype, memory in self._memory.items()}
 
-        def again() -> None:
-            for launch in noted:
-                for dtype, numel, _, _ in launch:
-                    into[dtype][:numel].copy_(self._of(dtype, numel))
-                self._hold(launch)
+        def carry() -> None:
+            for exchanged in noted:
+                self._carry(exchanged, into[exchanged[0]][: exchanged[1]])
 
-        return again, [exchanged for launch in noted for exchanged in launch]
+        return lambda: self._done(carry, False), noted
 
-    def _launch(self, launch: list[tuple[Tensor, Exchanged]]) -> None:
-        for out, (dtype, numel, _, _) in launch:
-            out.view(-1).copy_(self._of(dtype, numel))
-        self.noted.append([exchanged for _, exchanged in launch])
-        self._hold(self.noted[-1])
+    def _carry(self, exchanged: Exchanged, out: Tensor) -> None:
+        if self._device != "cuda":
+            out.copy_(self._of(*exchanged[:2]))
+            return
+        from benchmarks.step.spin import hold_since, stamp
 
-    def _hold(self, launch: list[Exchanged]) -> None:
-        if self._device == "cuda":
-            from benchmarks.step.spin import spin_ns
+        key = exchanged[2], len(exchanged[3])
+        if key not in self._held_ns:
+            self._held_ns[key] = int(max(exchanges([exchanged], self._spread)[0]) * 1e9)
+        stamp(0)
+        out.copy_(self._of(*exchanged[:2]))
+        hold_since(0, self._held_ns[key])
 
-            spin_ns(int(sum(max(held) for held in exchanges(launch, self._spread)) * 1e9))
+    def _done(self, carry: Callable[[], object], async_op: bool) -> Arrived | None:
+        """Carry it out on the stream of the wire."""
+        if self._stream is None:
+            carry()
+            return Arrived(None) if async_op else None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            carry()
+        work = Arrived(self._stream.record_event())
+        if async_op:
+            return work
+        work.wait()
+        return None
 
     def _of(self, dtype: torch.dtype, numel: int) -> Tensor:
         if dtype not in self._memory or numel > self._memory[dtype].numel():
@@ -230,12 +247,20 @@ class Mirror:
         return self._memory[dtype][:numel]
 
 
+@dataclass
+class Arrived:
+    """What a caller waits for."""
+
+    event: Any
+
+    def wait(self) -> None:
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
 @contextlib.contextmanager
 def mirrored(mirror: Mirror) -> Iterator[None]:
-    with (
-        mock.patch.object(dist, "all_to_all_single", mirror),
-        mock.patch.object(exchange, "joined_launch", mirror.joined),
-    ):
+    with mock.patch.object(dist, "all_to_all_single", mirror):
         yield
 
 
@@ -321,6 +346,16 @@ class Bench:
                 call()
                 times.append((time.perf_counter() - began) * 1e3)
         return statistics.median(times)
+
+    def captured(self, call: Callable[[], None]) -> Callable[[], None]:
+        """What replays it; the call itself where there is no device."""
+        if self.device != "cuda":
+            return call
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        replay: Callable[[], None] = graph.replay
+        return replay
 
     def busy(self, call: Callable[[], object]) -> float:
         """Milliseconds in which the device computes; 0 where there is none."""
@@ -409,9 +444,9 @@ def floor_ms(bench: Bench, shape: Shape) -> float:
 
 
 def measure(
-    bench: Bench, name: str, shape: Shape, ranks: int, kernels: Path | None = None
+    bench: Bench, name: str, shape: Shape, ranks: int, only: Sequence[str] = (), kernels: Path | None = None
 ) -> list[dict[str, Any]]:
-    """Every way for one layer and group size; our exact one's kernels go to a file."""
+    """Every way for one layer and group size, or some; our exact one's kernels go to a file."""
     held = Held(shape, shape.experts // ranks, bench.device, bench.dtype)
     tokens, chosen, weights = bench.inputs(shape, bench.tokens)
     mirror = Mirror(bench.device, Spread.all_of(ranks)[0])
@@ -428,31 +463,44 @@ def measure(
         arrived, counts, _ = AllToAll(mesh, split).dispatch(tokens, chosen)
         products = products_of(bench, held, arrived.detach(), counts)
         del arrived
-        ways: dict[str, Callable[[], Tensor]] = {
-            "ours": layer(AllToAll(mesh, split)),
-            "grouped here": layer(AllToAll(mesh, split, most_exchanges=0)),
-            "capacity": layer(AllToAll(mesh, split, capacity=CAPACITY)),
+        one = partial(AllToAll, mesh, split)
+        dispatchers: dict[str, Any] = {
+            "ours": one(),
+            "in four parts": one(parts=4),
+            "capacity": one(capacity=CAPACITY),
+            "in a graph": one(capacity=CAPACITY),
+            "capacity, at once": one(capacity=CAPACITY, parts=1),
         }
         if ranks > NODE:
             nodes = tuple(tuple(range(first, first + NODE)) for first in range(0, ranks, NODE))
             levels = Levels(nodes, NODE)
-            ways["two levels"] = layer(TwoLevel(mesh, split, levels))
-            ways["two levels, capacity"] = layer(TwoLevel(mesh, split, levels, capacity=CAPACITY))
+            dispatchers["two levels"] = TwoLevel(mesh, split, levels)
+            dispatchers["two levels, capacity"] = TwoLevel(mesh, split, levels, capacity=CAPACITY)
+        ways = {name: layer(dispatcher) for name, dispatcher in dispatchers.items()}
         ways["torchtitan"] = lambda: torchtitan_style(held, tokens, chosen, weights, ranks)
         floor = floor_ms(bench, shape)
         for way, forward in ways.items():
+            if only and way not in only:
+                continue
             once = stepping(forward, grad, leaves)
+            once()
+            if way in dispatchers and dispatchers[way].capacity is not None:
+                dispatchers[way].capacity = MARGIN * dispatchers[way].needed.item()  # as fit_capacity does
+                once()  # compares the numbers of tokens
             mirror.noted.clear()
             once()
             alone, exchanged = mirror.take()
+            if way == "in a graph":
+                once = bench.captured(once)
             times = bench.timed(once) - bench.timed(alone), bench.busy(once) - bench.busy(alone)
-            once()
             layers = placed(shape, ranks, times[0], partial(exchanges, exchanged))
             if kernels is not None and way == "ours":
                 text = "\n".join(bench.kernels(once))
                 kernels.write_text(f"{name}, EP {ranks}: us at rest, us of the kernel\n{text}\n")
             rows.append(_row(name, ranks, way, times, products, layers, bench.waits(once), floor))
             print(json.dumps(rows[-1]), flush=True)
+    if only and "transformers" not in only:
+        return rows
     times, waits = _all_reduce(bench, shape, ranks, held)
     nbytes = bench.tokens * ranks * shape.hidden * 2
     layers = placed(
@@ -560,6 +608,7 @@ def main() -> None:
     parser.add_argument("--kernels", type=Path, help="a file of kernels of the first layer and group size")
     parser.add_argument("--layers", nargs="+", choices=SHAPES, default=list(SHAPES), help="which layers")
     parser.add_argument("--ep", type=int, nargs="+", default=[8, 64], help="group sizes")
+    parser.add_argument("--ways", nargs="+", default=(), help="some of the ways, by name; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="a tiny layer, to see that it runs")
     options = parser.parse_args()
@@ -577,7 +626,7 @@ def main() -> None:
                 if ranks == 1:
                     rows.append(fsdp_alone(bench, name, shape))
                 else:
-                    rows += measure(bench, name, shape, ranks, kernels)
+                    rows += measure(bench, name, shape, ranks, options.ways, kernels)
                     kernels = None
             finally:
                 dist.destroy_process_group()

@@ -84,7 +84,7 @@ def draw() -> str:
     steps = [
         ("tokens, two slots each", slots),
         ("take: in order", ordered),
-        ("an all-to-all per place", arrived),
+        ("an all-to-all per part", arrived),
     ]
     body = []
     for rank in range(SPLIT.ranks):

@@ -11,7 +11,9 @@ import torch
 
 from interpreted import DEVICE, INTERPRETED
 from ragged_fsdp.experts.permute import (
+    back_reference,
     count_reference,
+    pick_reference,
     place,
     rows_reference,
     take_reference,
@@ -51,32 +53,71 @@ def _case(tokens, per_token, channels, experts, dtype, weight_dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("dtype", "weight_dtype", "bound"), DTYPES)
 def test_kernels_are_the_plain_functions(shape, dtype, weight_dtype, bound):
+    """All rows, or two parts of them between which lie some that nobody asks for; no other is written."""
     from ragged_fsdp.experts import permute_triton
 
     tokens, per_token, channels, _ = shape
     slot_of, row_of, x, y, w, grad = _case(*shape, dtype, weight_dtype)
-    there = slot_of >= 0
+    rows, there = len(slot_of), slot_of >= 0
     x, y, grad = (t.t().contiguous().t() for t in (x, y, grad))  # strided
-    want_taken = take_reference(x, row_of, len(slot_of))
-    assert torch.equal(permute_triton.take(x, row_of, len(slot_of), None)[there], want_taken[there])
+    inverted = torch.full_like(slot_of, -1)
+    permute_triton.invert(row_of, inverted)
+    assert torch.equal(inverted, slot_of)
+    chosen, labels = torch.randint(5, (tokens, per_token), device=DEVICE), torch.empty_like(slot_of)
+    label_of = torch.randperm(6, device=DEVICE)
+    permute_triton.label(slot_of, chosen, label_of, labels)
+    assert torch.equal(labels, torch.cat((label_of[chosen.flatten()], label_of[-1:]))[slot_of])
+    got, want = (torch.full((rows, channels), 7.0, dtype=dtype, device=DEVICE) for _ in range(2))
+    permute_triton.take(x, row_of, got)
+    take_reference(x, row_of, want)
+    assert torch.equal(got, want)
+    for parts in ([slice(None)], [slice(0, rows // 3), slice(rows // 2, rows)]):
+        got, want = (torch.full((rows, channels), 7.0, dtype=dtype, device=DEVICE) for _ in range(2))
+        found = [
+            [t.double() for t in (want, torch.full_like(w, 7.0))],
+            [want.clone(), torch.full_like(w, 7.0)],
+        ]
+        for own in parts:
+            permute_triton.pick(x, slot_of[own], got[own], per_token)
+            pick_reference(x, slot_of[own], want[own], per_token)
+            exact = grad.double(), y[own].double(), w.double()
+            back_reference(*exact, slot_of[own], (found[0][0][own], found[0][1]))
+            permute_triton.combine_backward(grad, y[own], w, slot_of[own], (found[1][0][own], found[1][1]))
+        assert torch.equal(got, want)
+        (want_rows, want_weights), (got_rows, got_weights) = found
+        assert torch.allclose(got_rows.double(), want_rows, atol=bound, rtol=bound)
+        assert torch.allclose(got_weights.double(), want_weights, atol=bound * channels**0.5, rtol=bound)
+        assert (got_rows[~there] == 7).all()
     for weights in (None, w):
-        got = permute_triton.weighted_sum(y, weights, row_of, tokens, grad.dtype, True)
+        got = torch.empty_like(grad, memory_format=torch.contiguous_format)
+        permute_triton.weighted_sum(y, weights, row_of, got)
         want = weighted_reference(y.double(), None if weights is None else weights.double(), row_of, tokens)
-        assert got.dtype == grad.dtype
         assert torch.allclose(got.double(), want, atol=bound * max(1, per_token), rtol=bound)
-    grad_rows, grad_weights = permute_triton.combine_backward(grad, y, w, row_of)
-    of_slots = (grad.double().unsqueeze(1) * w.double().unsqueeze(-1)).view(-1, channels)
-    want_rows = place(of_slots, row_of, len(slot_of), 0)
-    assert torch.allclose(grad_rows.double()[there], want_rows[there], atol=bound, rtol=bound)
-    slots = place(y.double()[there], slot_of[there], len(row_of), 0).view(tokens, per_token, channels)
-    want_weights = (slots * grad.double().unsqueeze(1)).sum(-1)
-    assert torch.allclose(grad_weights.double(), want_weights, atol=bound * channels**0.5, rtol=bound)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_where_rows_that_come_part_by_part_are_grouped(ranks, parts):
+    """With many rows of a kind, one, and none."""
+    from ragged_fsdp.experts import permute_triton
+    from ragged_fsdp.experts.all_to_all import _Order
+    from ragged_fsdp.experts.permute import find_arrival
+    from ragged_fsdp.experts.split import ExpertSplit
+
+    ways = _Order.of(ExpertSplit((5, *(3,) * (ranks - 1))), parts, torch.device("cpu"))
+    counts = torch.randint(4, (ranks, ways.places + 1), generator=torch.Generator().manual_seed(ranks))
+    counts[0, 0] = 1100
+    given, rows = counts.flatten(), int(counts[:, :-1].sum())
+    want = find_arrival(given, ways.by_row, ways.to_group, rows)
+    got = torch.empty(rows, dtype=torch.int64, device=DEVICE)
+    permute_triton.find_arrival(given.to(DEVICE), ways.by_row.to(DEVICE), ways.to_group.to(DEVICE), got)
+    assert torch.equal(got.cpu(), want) and torch.equal(want.sort()[0], torch.arange(rows))
 
 
 @pytest.mark.parametrize("slots", [0, 1, 130, 1000])
 @pytest.mark.parametrize("groups", [1, 6, 128, 1000])
 def test_the_order_of_rows_is_that_of_a_stable_sort(slots, groups):
-    """Also where slots are numbered anew, some are of no group or do not fit; counts that lie turned."""
+    """Also where slots are numbered anew, some are of no group or do not fit; and in parts."""
     from ragged_fsdp.experts import permute_triton
 
     generator = torch.Generator().manual_seed(slots + groups)
@@ -84,12 +125,14 @@ def test_the_order_of_rows_is_that_of_a_stable_sort(slots, groups):
     for number_of in (None, torch.randperm(groups + 1, generator=generator)):
         given = chosen.to(DEVICE), groups, None if number_of is None else number_of.to(DEVICE)
         counts = count_reference(chosen, groups, number_of)
-        for shape in ((groups,), (groups // 2, 2)) if groups % 2 == 0 else ((groups,),):
-            into = torch.zeros(shape, dtype=torch.int64, device=DEVICE)
-            find = permute_triton.count(*given, into)
-            assert torch.equal(into.cpu(), counts.view(*reversed(shape)).t())
-        for room in (None, 1, 3):
-            assert torch.equal(find(room).cpu(), rows_reference(chosen, groups, number_of, room))
+        into = torch.zeros(groups, dtype=torch.int64, device=DEVICE)
+        find = permute_triton.count(*given, into)
+        assert torch.equal(into.cpu(), counts)
+        assert torch.equal(find().cpu(), rows_reference(chosen, groups, number_of))
+        for edges in ((0, 0), (0, 1), (0, 3), (0, 1, 3), (0, 2, 3, 7), (0, 1, 1, 2)):
+            cuts = torch.tensor(edges)
+            want = rows_reference(chosen, groups, number_of, cuts)
+            assert torch.equal(find(cuts.to(DEVICE)).cpu(), want)
 
 
 @pytest.mark.parametrize(
@@ -106,12 +149,14 @@ def test_rows_behind_those_that_are_filled_are_zeros(rows, channels, groups):
     came[(place_of == groups).to(DEVICE)] = float("nan")
     there, filled = (arrival >= 0).to(DEVICE), counts if groups else torch.zeros(1, dtype=torch.int64)
     arrival = arrival.to(DEVICE)
-    grouped = permute_triton.take(came, arrival, rows, filled.to(DEVICE))
-    assert (
-        torch.equal(grouped, take_reference(came, arrival, rows)) and not grouped[int(counts.sum()) :].any()
-    )
-    back = permute_triton.weighted_sum(grouped, None, arrival, rows, torch.bfloat16, False)
-    assert torch.equal(back[there], came[there])
+    grouped, want = torch.full_like(came, 7.0), torch.zeros_like(came)
+    permute_triton.fill_rest(grouped, filled.to(DEVICE))
+    permute_triton.take(came, arrival, grouped)
+    take_reference(came, arrival, want)
+    assert torch.equal(grouped, want) and not grouped[int(counts.sum()) :].any()
+    back = torch.full_like(came, 7.0)
+    permute_triton.weighted_sum(grouped, None, arrival, back, every=False)
+    assert torch.equal(back[there], came[there]) and torch.equal(back[~there] == 7, came[~there].isnan())
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a GPU")

@@ -158,23 +158,42 @@ def test_experts(compiler):
     chosen = torch.zeros(tokens, per_token, dtype=torch.int64)
     for number_of in (None, torch.zeros(groups + 1, dtype=torch.int64)):
         find = permute_triton.count(chosen, groups, number_of, torch.zeros(groups, dtype=torch.int64))
-        find(8)
-        row_of = find(None)
+        for parts in (1, 4, 8):
+            find(torch.zeros(parts + 1, dtype=torch.int64))
+        row_of = find()
+    slot_of, kinds = torch.zeros_like(row_of), torch.zeros(groups, dtype=torch.int64)
+    permute_triton.invert(row_of, slot_of)
+    permute_triton.label(slot_of, chosen, kinds, slot_of)
+    permute_triton.find_arrival(kinds, kinds, kinds, slot_of)
     for channels in (7168, 2880, 100):
         for dtype in FLOATS[:2]:
             x, weights = (
                 torch.zeros(tokens, channels, dtype=dtype),
                 torch.zeros(tokens, per_token, dtype=dtype),
             )
-            rows = permute_triton.take(x, row_of, len(row_of), None)
+            rows = torch.zeros(len(row_of), channels, dtype=dtype)
+            permute_triton.combine_backward(x, rows, weights, slot_of, (rows, weights))
+            permute_triton.pick(x, slot_of, rows, per_token)
+            permute_triton.take(x, row_of, rows)
             for given in (None, weights):
-                permute_triton.weighted_sum(rows, given, row_of, tokens, dtype, True)
-            permute_triton.combine_backward(x, rows, weights, row_of)
-            filled = torch.zeros(16, dtype=torch.int64)
-            grouped = permute_triton.take(rows, row_of, len(row_of), filled)
-            permute_triton.weighted_sum(grouped, None, row_of, len(row_of), dtype, False)
-    kernels = ("_count_groups", "_find_rows", "_take_rows", "_fill_rest", "_sum_rows", "_back_to_rows")
+                permute_triton.weighted_sum(rows, given, row_of, x)
+            permute_triton.fill_rest(rows, torch.zeros(16, dtype=torch.int64))
+            permute_triton.take(rows, row_of, rows)
+            permute_triton.weighted_sum(rows, None, row_of, rows, every=False)
+    kernels = ("_count_groups", "_find_rows", "_invert", "_label", "_find_arrival", "_take_rows")
+    kernels += ("_pick_rows", "_fill_rest", "_sum_rows", "_back_to_rows")
     assert_lean(compiler, *kernels)
+
+
+def test_sums(compiler):
+    from ragged_fsdp.fsdp.reduce import sums_triton
+
+    for ranks, numel in ((8, 4096), (64, 4095)):
+        for dtype in FLOATS:
+            for out in FLOATS:
+                rows = torch.zeros(ranks, numel, dtype=dtype)
+                sums_triton.sum_rows(rows, torch.zeros(numel, dtype=out), ranks)
+    assert_lean(compiler, "_sum_rows_kernel")
 
 
 def test_codes(compiler):

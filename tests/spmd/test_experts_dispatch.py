@@ -104,7 +104,7 @@ def test_slots_of_no_expert_add_nothing(rank):
     expected = [t.clone() for t in _run(Squares().to(DEVICE), plain)]
     for make in (
         AllToAll,
-        functools.partial(AllToAll, most_exchanges=0),
+        functools.partial(AllToAll, parts=1),
         functools.partial(AllToAll, capacity=4.0),
         AllGather,
         functools.partial(TwoLevel, levels=levels),
@@ -152,14 +152,14 @@ def test_a_token_leaves_its_node_once_for_each_other_node(rank):
     made = TwoLevel(mesh, ExpertSplit((1, 1, 1, 1)), levels)
     crossed = []
     with pytest.MonkeyPatch.context() as patch:
-        send = levels_module.exchange
+        go = levels_module.Trip.go
 
-        def counting(rows, sent, received, to, *more):
-            if rows.shape[-1] == CHANNELS and to.size() == 2:
+        def counting(trip, tokens, sent, *more):
+            if trip._group is made._rail:
                 crossed.append(sent[0][1 - (rank.rank // 2)])
-            return send(rows, sent, received, to, *more)
+            return go(trip, tokens, sent, *more)
 
-        patch.setattr(levels_module, "exchange", counting)
+        patch.setattr(levels_module.Trip, "go", counting)
         x, _, _ = _inputs(8, seed=rank.rank)
         away = torch.tensor([2, 3] if rank.rank < 2 else [0, 1], device=DEVICE)
         made.dispatch(x, away.expand(8, 2))
@@ -330,7 +330,7 @@ def test_a_shared_expert_is_computed_while_rows_travel(rank):
     ways = ((False, False), (True, False), (True, True), (OfTheUser, False), ("each expert's", False))
     for overlap, shared_first in ways:
         layer = Layer(shared_first).to(DEVICE)
-        one_exchange = functools.partial(AllToAll, most_exchanges=0)
+        one_exchange = functools.partial(AllToAll, parts=1)
         own = {} if overlap == "each expert's" else {"dispatcher": one_exchange, "overlap": overlap}
         expert_parallel(layer, rank.mesh(), **({"dispatcher": OfTheUser} if overlap is OfTheUser else own))
         inner = layer.shared_experts

@@ -74,7 +74,7 @@ class Case:
         if self.alike:
             self.counts = [self.counts[0]] * world
         self.route = pick.choice(["any", "any", "one", "twice", "few"])
-        self.seed = seed
+        self.seed, self.parts = seed, pick.choice([2, 3, 8])
 
     def module(self, dtype=torch.float64):
         generator = torch.Generator().manual_seed(self.seed)
@@ -98,11 +98,14 @@ class Case:
         """Each way that this layer can go, by name."""
         split, world = self.split, self.split.ranks
         yield "all_to_all", lambda: AllToAll(mesh, split)
-        yield "one exchange", lambda: AllToAll(mesh, split, most_exchanges=0)
+        yield "in parts", lambda: AllToAll(mesh, split, parts=self.parts)
+        yield "at once", lambda: AllToAll(mesh, split, parts=1)
         yield "all_gather", lambda: AllGather(mesh, split)
         if self.alike:
             capacity = self.pick.choice([0.1, 0.6, 1.0, float(world)])
             yield f"capacity {capacity}", lambda: AllToAll(mesh, split, capacity=capacity)
+            parts = {"capacity": capacity, "parts": self.parts}
+            yield f"capacity {capacity} in parts", lambda: AllToAll(mesh, split, **parts)
             yield "shared", lambda: SharedTokens(mesh, split)
             yield "sliced", lambda: SlicedTokens(AllToAll(mesh, split), mesh)
         for levels in (Levels(((0, 1), (2, 3)), 2), Levels(((0, 2), (1, 3)), 2)) if world == 4 else ():
@@ -136,34 +139,53 @@ def test_random_layers_are_those_of_one_process(rank):
             check(rank, case, name, make)
 
 
-def _loose_take(tokens, row_of, rows, filled):
-    taken = permute.take_reference(tokens, row_of, rows)
-    taken[(torch.bincount(row_of[row_of >= 0], minlength=rows) == 0).to(taken.device)] = torch.nan
-    if filled is not None:
-        taken[int(filled.sum()) :] = 0
-    return taken
+def _loose_sum(rows, weights, row_of, into, *, every=True):
+    summed = permute.weighted_reference(rows, weights, row_of, len(into)).to(into.dtype)
+    written = torch.ones(len(into), 1, dtype=torch.bool, device=into.device)
+    if len(rows) and len(row_of) == len(into) and not every:
+        written = (row_of >= 0).unsqueeze(-1)
+    into.copy_(torch.where(written, summed, into))
 
 
-def _loose_sum(rows, weights, row_of, tokens, dtype, every):
-    summed = permute.weighted_reference(rows, weights, row_of, tokens).to(dtype)
-    if len(rows) and len(row_of) == tokens and not every:
-        summed[row_of < 0] = torch.nan
-    return summed
+def _invert(row_of, slot_of):
+    slot_of.copy_(permute.place(torch.arange(len(row_of), device=DEVICE), row_of, len(slot_of), -1))
 
 
-def _loose_combine_backward(grad, rows, weights, row_of):
-    of_slots = (grad.unsqueeze(1) * weights.unsqueeze(-1)).view(-1, rows.shape[-1])
-    products = permute._slots(rows, row_of, *weights.shape) * grad.unsqueeze(1)
-    return permute.place(of_slots, row_of, len(rows), torch.nan), products.sum(-1)
+def _label(slot_of, chosen, label_of, labels):
+    of_slots = torch.cat((label_of[chosen.flatten()], label_of[-1:]))
+    labels.copy_(of_slots[slot_of])
+
+
+def _find_arrival(counts, by_row, to_group, arrival):
+    kinds = to_group.repeat_interleave(counts[by_row])
+    arrival.copy_(permute.order(kinds, len(to_group))[0])
+
+
+def _fill_rest(rows, filled):
+    rows[int(filled.sum()) :] = 0
 
 
 @spmd(1, 2, 3, 4)
 def test_memory_that_nobody_wrote_reaches_no_result(rank, monkeypatch):
     """Kernels leave what they may leave unwritten: here that is NaN, in rows, sums and gradients."""
     loose = SimpleNamespace(
-        take=_loose_take, weighted_sum=_loose_sum, combine_backward=_loose_combine_backward
+        take=permute.take_reference,
+        pick=permute.pick_reference,
+        invert=_invert,
+        label=_label,
+        find_arrival=_find_arrival,
+        fill_rest=_fill_rest,
+        weighted_sum=_loose_sum,
+        combine_backward=permute.back_reference,
     )
+    new_empty = torch.Tensor.new_empty
+
+    def new_nan(*args, **options):
+        made = new_empty(*args, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
     monkeypatch.setattr(permute, "_kernels", lambda tensor: loose)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_nan)
     for seed in range(SEEDS, 2 * SEEDS):
         case = Case(seed, rank.world_size)
         for name, make in case.dispatchers(rank.mesh()):

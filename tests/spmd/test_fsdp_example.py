@@ -100,7 +100,8 @@ def test_the_notebook_runs(tmp_path):
     sources = ["".join(cell["source"]) for cell in code]
     program = f"if __name__ == '__main__':\n    for source in {sources!r}:\n        exec(source, globals())\n"
     (tmp_path / "notebook.py").write_text(program)
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src")}
+    paths = [str(EXAMPLES.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, "notebook.py"],
         capture_output=True,

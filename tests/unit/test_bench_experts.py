@@ -71,7 +71,8 @@ def test_it_runs_and_writes_every_way(tmp_path):
     rows = json.loads(out.read_text())["rows"]
     ways = [r["way"] for r in rows if r["ep"] == 16]
     two = ["two levels", "two levels, capacity"]
-    assert ways == ["ours", "grouped here", "capacity", *two, "torchtitan", "transformers"]
+    one = ["ours", "in four parts", "capacity", "in a graph", "capacity, at once"]
+    assert ways == [*one, *two, "torchtitan", "transformers"]
     assert rows[0]["way"] == "FSDP alone"
     assert all(r["layer_ms"] >= r["placements"][r["best_placement"]]["weights_ms"] for r in rows[1:])
 

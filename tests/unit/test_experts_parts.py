@@ -1,5 +1,7 @@
 """Who holds which experts, the order of rows, and products in groups: no ranks needed."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 from ragged_fsdp.experts import ExpertSplit, Here, expert_modules
 from ragged_fsdp.experts.layers import _one_by_one, grouped_linear, in_one_kernel
 from ragged_fsdp.experts.permute import combine, count, order, place, take
+from ragged_fsdp.experts.trips import cut
 from ragged_fsdp.models import MoEConfig, MoETransformer
 
 
@@ -69,16 +72,15 @@ def test_rows_and_their_gradients_are_those_of_indexing():
     numbers = number_of[chosen.flatten()]
     assert counts.tolist() == [int((numbers == n).sum()) for n in range(3)]
     assert ((placed < 0) == (numbers == 3)).all()
-    counted = count(chosen, 3, number_of)  # each group has room for two
+    counted, two = count(chosen, 3, number_of), torch.tensor([0, 2])  # each group has room for two
     for group in range(3):
         slots = (numbers == group).nonzero().flatten()
         assert (
-            counted.rows(2)[slots].tolist() == [2 * group, 2 * group + 1, *(-1,) * len(slots)][: len(slots)]
+            counted.rows(two)[slots].tolist() == [2 * group, 2 * group + 1, *(-1,) * len(slots)][: len(slots)]
         )
-    assert ((counted.rows(2) < 0) >= (numbers == 3)).all()
-    turned = torch.zeros(3, 2, dtype=torch.int64)  # group 3 p + r at (r, p)
-    count(torch.tensor([[5, 0, 4, 5, 6]]), 6, into=turned)
-    assert turned.tolist() == [[1, 0], [0, 1], [0, 2]]
+    assert ((counted.rows(two) < 0) >= (numbers == 3)).all()
+    in_parts = count(torch.tensor([[1, 0, 1, 1, 0, 2]]), 2)  # three rows of each, cut after the second
+    assert in_parts.rows(torch.tensor([0, 2, 3])).tolist() == [2, 0, 3, 5, 1, -1]
     kept = placed[placed >= 0].argsort()
     assert placed.max() + 1 == len(kept) and (numbers[placed >= 0][kept].diff() >= 0).all()
     x = torch.randn(tokens, 6, dtype=torch.float64, requires_grad=True)
@@ -126,8 +128,18 @@ def test_numbers_of_32_bits_and_tensors_that_are_not_contiguous():
         assert torch.equal(counts, order(chosen, 4)[1]) and row_of.dtype == torch.int64
         out = combine(take(x, row_of, 10).sin(), w.requires_grad_(), row_of, 5)
         results.append((out, *torch.autograd.grad(out, (x, w), f)))
-        assert torch.equal(count(given, 4).rows(1), count(chosen, 4).rows(1))
+        one = torch.tensor([0, 1])
+        assert torch.equal(count(given, 4).rows(one), count(chosen, 4).rows(one))
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_parts_cover_everything_and_none_is_empty():
+    for units in range(1, 40):
+        for parts in range(1, 12):
+            found = cut(units, parts)
+            assert len(found) == min(parts, units) and found[0][0] == 0 and found[-1][1] == units
+            assert all(a < b for a, b in found) and all(x[1] == y[0] for x, y in itertools.pairwise(found))
+    assert cut(0, 4) == [(0, 0)] and cut(160, 4) == [(0, 10), (10, 50), (50, 130), (130, 160)]
 
 
 def test_products_in_one_kernel_are_those_one_by_one():

@@ -7,37 +7,45 @@ does not: each rank sends each other one a fixed number of rows, and what does n
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from ragged_fsdp.agreement import compare
+from ragged_fsdp.collectives import wait_all
 from ragged_fsdp.experts.dispatch import Dispatched, Dispatcher, Here, Route, check_group
-from ragged_fsdp.experts.exchange import Asked, Meanwhile, exchange
-from ragged_fsdp.experts.permute import combine, count, order, place, take
+from ragged_fsdp.experts.exchange import Asked, Meanwhile
+from ragged_fsdp.experts.permute import count, find_arrival, invert, label, order
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import keep_largest
+from ragged_fsdp.experts.trips import Trip, cut
 
 __all__ = ["AllToAll", "agree_on_tokens", "all_to_all"]
 
+_PARTS = 4
+_PARTS_FROM_BYTES = 32 << 20  # 80 us inside a node: about what four more launches cost the host
+
 
 class AllToAll:
-    """Rows are sent to their experts, and outputs back.
+    """Rows are sent to their experts, and outputs back, in parts (:mod:`ragged_fsdp.experts.trips`).
 
-    An exchange for each place in a rank's list of experts lets rows arrive grouped. The sender orders its
-    rows by that place, and by rank within it, so each of these exchanges sends and receives what lies
-    together, and nobody moves a row a second time::
+    A part has the rows of some places in the ranks' lists of experts. The sender orders its rows by part, by
+    rank within it, and then by place, so each part sends what lies together::
 
-        rank 0   a0 a1 c0 c1 | b0 d0       experts a, b are on rank 0, c, d on rank 1
-        rank 1   a2          | b1 b2 d1
+                 part 0              part 1
+        rank 0   a0 a1 | c0 c1       b0 | d0       experts a, b are on rank 0, c, d on rank 1
+        rank 1   a2    |             b1 b2 | d1
 
-        rank 0 receives   a0 a1 a2 | b0 b1 b2        rank 1   c0 c1 | d0 d1
+        rank 0 receives   a0 a1 | a2   and   b0 | b1 b2        rank 1   c0 c1   and   d0 | d1
 
-    NCCL launches them as one. Where a rank holds many experts, or with a capacity, all rows come in one
-    exchange, ordered by sender, and are grouped here: one more pass over them.
+    With a part for each place, as here, rows arrive grouped. Otherwise the rows of a part are grouped on
+    arrival, while the next one is on its way. With a capacity a part has the first rows of every rank, the
+    next part the next ones.
 
     Args:
         mesh: the ranks that experts are spread over, a 1-D mesh or a process group.
@@ -47,7 +55,9 @@ class AllToAll:
             It fixes every shape, so nothing waits for the device; what does not fit is dropped. All ranks
             must then have as many tokens; the first call with a number of them compares. In evaluation mode
             everything is sent.
-        most_exchanges: rows come in an exchange per expert if no rank holds more experts than this.
+        parts: into how many parts rows are cut at most, the same on all ranks. Each costs the host a few
+            launches, forward and backward. So None is one, but on a GPU where many bytes travel: up to four
+            there with a capacity, or where no rank has more than four experts.
         partial: many slots are of no expert, so room for rows is made once it is known how many are sent.
     """
 
@@ -57,69 +67,68 @@ class AllToAll:
         split: ExpertSplit,
         *,
         capacity: float | None = None,
-        most_exchanges: int = 32,
+        parts: int | None = None,
         partial: bool = False,
     ) -> None:
         if isinstance(mesh, DeviceMesh):
             check_group(type(self).__name__, mesh, split)
         if capacity is not None and not capacity > 0:
             raise ValueError(f"AllToAll: capacity must be None or positive, got {capacity!r}.")
+        if parts is not None and parts < 1:
+            raise ValueError(f"AllToAll: parts must be None or positive, got {parts!r}.")
         self._group = mesh.get_group() if isinstance(mesh, DeviceMesh) else mesh
-        self._ranks, self._most = self._group.size(), max(split.held)
-        self._split, self._held = split, split.held[self._group.rank()]
-        self._partial, self._by_expert = partial, capacity is None and self._most <= most_exchanges
+        self._ranks, self._split, self._held = self._group.size(), split, split.held[self._group.rank()]
+        self._parts, self._partial = parts, partial
         self.capacity = capacity
         self.for_evaluation = self
         if capacity is not None:
-            self.for_evaluation = AllToAll(mesh, split, most_exchanges=most_exchanges, partial=partial)
+            self.for_evaluation = AllToAll(mesh, split, parts=parts, partial=partial)
         self.needed: Tensor | None = None
         """The capacity that would have dropped nothing since :meth:`forget_needed`; None without one."""
         self._agreed: set[int] = set()
-        self._constants: dict[torch.device, tuple[Tensor, ...]] = {}
+        self._orders: dict[tuple[torch.device, int], _Order] = {}
+        self._edges: dict[tuple[torch.device, tuple[tuple[int, int], ...]], Tensor] = {}
+        self._most_slots = 0
+        """The most that any rank had in the last exact call: all ranks know it, so all cut alike."""
 
     def dispatch(self, tokens: Tensor, chosen: Tensor, meanwhile: Meanwhile = None) -> Dispatched:
         """Rows of all ranks' tokens for the experts of this rank."""
         if self.capacity is not None:
             return self.dispatch_fixed(tokens, chosen, chosen.numel(), meanwhile)
-        by_rank, by_place, _, _ = self._on(chosen.device)
-        numbers = chosen.new_zeros(2, self._ranks, self._most, dtype=torch.int64)
-        counts, received = numbers
-        if self._by_expert:
-            counted = count(chosen, counts.numel(), by_place, into=counts)
-        else:
-            counted = count(chosen, counts.numel(), by_rank, into=counts.view(-1))
+        parts, places = self._parts_for(tokens, self._most_slots), max(self._split.held)
+        if self._parts is None and places > parts:
+            parts = (
+                1  # grouping pays for itself only if the host is ahead, which it is not after it has waited
+            )
+        ways = self._order(tokens, parts)
+        counted = count(chosen, len(ways.by_row), ways.number_of)
+        numbers = chosen.new_empty(2, self._ranks, ways.places + 1, dtype=torch.int64)
+        counts, received = numbers  # by rank and place in its list; and how many slots the sender has
+        with_slots = pad(counted.counts, (0, 1), value=chosen.numel())
+        torch.index_select(with_slots, 0, ways.by_rank, out=counts.view(-1))
         dist.all_to_all_single(received, counts, group=self._group)
         asked = Asked(numbers)
         # launched while the answer is on its way: the device must not wait for the host after it
-        row_of, held = counted.rows(None), received.sum(0)[: self._held]
-        load = counts.view(-1) if self._split.is_even else counts.view(-1)[by_rank[:-1]]
-        rows = None if self._partial else take(tokens, row_of, len(row_of))
-        sent_to, received_from = asked.answer()  # the one wait for the device; both (rank, place in its list)
-        if self._by_expert:
-            there, here = ([list(column) for column in zip(*each)] for each in (sent_to, received_from))
-        else:
-            there, here = ([[sum(row) for row in each]] for each in (sent_to, received_from))
-        sent = sum(map(sum, there))
-        if rows is None:
-            rows = take(tokens, row_of, sent)
-        elif sent < len(rows):  # slots of no expert have no row
-            rows = rows[:sent]
-        arrived = exchange(rows, there, here, self._group, meanwhile)
-        route = Route(row_of, load, extra={"dtype": tokens.dtype, "there": there, "here": here})
-        if self._by_expert:
-            return arrived, held, route
-        places = torch.arange(self._most, device=tokens.device).repeat(self._ranks)
-        places = places.repeat_interleave(received.flatten(), output_size=len(arrived))
-        return self._grouped(arrived, places, route)
+        row_of, held = counted.rows(), received.sum(0)[: self._held]
+        trip = Trip(self._group, row_of)
+        if not self._partial and len(ways.parts) == 1:
+            trip.begin(tokens)
+        load = counted.counts[ways.number_of[:-1]]
+
+        def arrange() -> tuple[Tensor, None]:
+            rows = sum(map(sum, here))
+            return find_arrival(received.view(-1), ways.by_row, ways.to_group, rows), None
+
+        sent_to, received_from = asked.answer()  # the one wait for the device
+        self._most_slots = max(each[-1] for each in received_from)
+        there, here = (ways.by_part(each) for each in (sent_to, received_from))
+        rows = trip.go(tokens, there, here, meanwhile, arrange if ways.mixes else None)
+        return rows, held, Route(row_of, load, extra={"trip": trip})
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The weighted sums of outputs that came back."""
-        way = route.extra
-        if "arrival" in way:
-            arrival = way["arrival"]
-            outputs = combine(outputs, None, arrival, len(arrival), filled=way["filled"])
-        back = exchange(outputs, way["here"], way["there"], self._group)
-        return combine(back, weights, route.row_of, len(weights), dtype=way["dtype"])
+        trip: Trip = route.extra["trip"]
+        return trip.come_back(outputs, weights)
 
     def forget_needed(self) -> None:
         """Count the capacity that is needed anew."""
@@ -130,41 +139,109 @@ class AllToAll:
         """Send every rank as many rows, from the capacity for ``slots``; no shape depends on the routes."""
         assert self.capacity is not None
         agree_on_tokens(len(tokens), self.capacity, self._agreed, self._group, tokens.device)
-        _, _, rank_of, place_of = self._on(tokens.device)
+        ranks = self._ranks
+        room = min(chosen.numel(), math.ceil(self.capacity * slots / ranks))
+        parts = cut(room, self._parts_for(tokens, room * ranks))
+        ways = self._order(tokens, 1)
         # by rank alone: ordered by expert too, the last one of a rank would lose all that does not fit
-        counted = count(chosen, self._ranks, rank_of)
-        room = min(chosen.numel(), math.ceil(self.capacity * slots / self._ranks))
-        self.needed = keep_largest(self.needed, counted.counts.max() * (self._ranks / max(1, slots)))
-        row_of, sent = counted.rows(room), room * self._ranks
-        equal = [[room] * self._ranks]
-        numbers = place(place_of[chosen.flatten()], row_of, sent, self._most)  # one past the last: padding
-        numbers = exchange(numbers, equal, equal, self._group)
-        rows = exchange(take(tokens, row_of, sent), equal, equal, self._group, meanwhile)
-        dropped = (counted.counts - room).clamp(min=0).sum()
-        route = Route(row_of, count(chosen, self._split.experts).counts, dropped)
-        route.extra.update(dtype=tokens.dtype, there=equal, here=equal)
-        return self._grouped(rows, numbers, route)
+        counted = count(chosen, ranks, ways.rank_of)
+        row_of, sent = counted.rows(self._edges_of(parts, tokens.device)), room * ranks
+        slot_of = invert(row_of, sent)
+        numbers = label(slot_of, chosen, ways.place_of)  # of padding the last
+        by_rank = torch.cat([numbers[ranks * a : ranks * b].view(ranks, -1) for a, b in parts], 1)
+        arriving = torch.empty_like(numbers)
+        came = dist.all_to_all_single(arriving, by_rank.view(-1), group=self._group, async_op=True)
+        trip = Trip(self._group, row_of, slot_of)
+        found: dict[str, Tensor] = {}
 
-    def _grouped(self, rows: Tensor, places: Tensor, route: Route) -> Dispatched:
-        """Rows that came ordered by sender, in the order of their experts, whose places are given."""
-        arrival, counts = order(places, self._most)
-        # padding is last, and zeros: what experts make of it must not spoil gradients of what they share
-        filled = None if self.capacity is None else counts
-        route.extra.update(arrival=arrival, filled=filled)
-        grouped = take(rows, arrival, len(arrival), filled=filled)
-        return grouped, counts[: self._held], route
+        def arrange() -> tuple[Tensor, Tensor]:
+            found.update(self._counted(chosen, counted.counts, room, slots))
+            wait_all(came)
+            # in the order of senders, so that sums have the same bits in any number of parts; padding is
+            # last, and zeros: what experts make of it must not spoil gradients of what they share
+            arrival, found["held"] = order(arriving, ways.places)
+            by_part = [arrival.view(ranks, -1)[:, a:b].flatten() for a, b in parts]
+            return torch.cat(by_part), found["held"]
 
-    def _on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Each expert's number, by rank and then place there, and the other way round; its rank, and its
-        place. Copied once; there is an entry for no expert too, one past the last number of each.
-        """
-        if device not in self._constants:
-            ranks, most = self._ranks, self._most
-            places = [(rank, i) for rank, held in enumerate(self._split.held) for i in range(held)]
-            numbers = [(rank * most + place, place * ranks + rank, rank, place) for rank, place in places]
-            numbers.append((ranks * most, ranks * most, ranks, most))
-            self._constants[device] = tuple(torch.tensor(each, device=device) for each in zip(*numbers))
-        return self._constants[device]
+        equal = [[last - first] * ranks for first, last in parts]
+        rows = trip.go(tokens, equal, equal, meanwhile, arrange)
+        route = Route(row_of, found["load"], found["dropped"], {"trip": trip})
+        return rows, found["held"][: self._held], route
+
+    def _counted(self, chosen: Tensor, counts: Tensor, room: int, slots: int) -> dict[str, Tensor]:
+        """What is told of a call with a capacity; computed while rows travel."""
+        self.needed = keep_largest(self.needed, counts.max() * (self._ranks / max(1, slots)))
+        load = count(chosen, self._split.experts).counts
+        return {"load": load, "dropped": (counts - room).clamp(min=0).sum()}
+
+    def _parts_for(self, tokens: Tensor, rows: int) -> int:
+        """Into how many parts so many rows are cut at most."""
+        if self._parts is not None:
+            return self._parts
+        nbytes = rows * tokens.shape[1] * tokens.element_size()
+        return _PARTS if tokens.is_cuda and nbytes >= _PARTS_FROM_BYTES else 1
+
+    def _order(self, tokens: Tensor, parts: int) -> _Order:
+        """Copied to the device once."""
+        key = tokens.device, parts
+        if key not in self._orders:
+            self._orders[key] = _Order.of(self._split, parts, tokens.device)
+        return self._orders[key]
+
+    def _edges_of(self, parts: list[tuple[int, int]], device: torch.device) -> Tensor:
+        """Where parts of the rows for a rank begin and end; copied once."""
+        key = device, tuple(parts)
+        if key not in self._edges:
+            self._edges[key] = torch.tensor([0, *(last for _, last in parts)], device=device)
+        return self._edges[key]
+
+
+@dataclass(frozen=True)
+class _Order:
+    """How rows lie that leave, and that arrive: by part, by rank within it, and by place in its list.
+
+    Numbers of experts have an entry for no expert too, one past the last.
+    """
+
+    places: int
+    """In the longest list."""
+    parts: list[tuple[int, int]]
+    """The places of each part, from the first to before the last."""
+    mixes: bool
+    """Whether a part has several places, so that its rows do not arrive grouped."""
+    number_of: Tensor
+    """The kind of each expert's rows: a kind is of one rank and place, numbered as rows lie."""
+    rank_of: Tensor
+    place_of: Tensor
+    by_rank: Tensor
+    """The kinds by rank and place, and behind those of each rank the number of kinds."""
+    by_row: Tensor
+    """The other way round: where each kind is found by rank and place."""
+    to_group: Tensor
+    """Which of all kinds it is where rows are grouped: by place, and by rank within it."""
+
+    @staticmethod
+    def of(split: ExpertSplit, most_parts: int, device: torch.device) -> _Order:
+        """The order of rows that are sent in at most so many parts."""
+        ranks, places = split.ranks, max(split.held)
+        parts = cut(places, most_parts)
+        kinds = [(rank, at) for first, last in parts for rank in range(ranks) for at in range(first, last)]
+        number = {kind: i for i, kind in enumerate(kinds)} | {(r, places): len(kinds) for r in range(ranks)}
+        experts = [(rank, at) for rank, held in enumerate(split.held) for at in range(held)]
+        lists: dict[str, list[int]] = {
+            "number_of": [*map(number.__getitem__, experts), len(kinds)],
+            "rank_of": [*(rank for rank, _ in experts), ranks],
+            "place_of": [*(at for _, at in experts), places],
+            "by_rank": [number[rank, at] for rank in range(ranks) for at in range(places + 1)],
+            "by_row": [rank * (places + 1) + at for rank, at in kinds],
+            "to_group": [at * ranks + rank for rank, at in kinds],
+        }
+        on_device = {name: torch.tensor(each, device=device) for name, each in lists.items()}
+        return _Order(places, parts, len(parts) < places, **on_device)
+
+    def by_part(self, counts: list[list[int]]) -> list[list[int]]:
+        """Counts by rank and place as those of each part, by rank."""
+        return [[sum(each[first:last]) for each in counts] for first, last in self.parts]
 
 
 def all_to_all(mesh: DeviceMesh, split: ExpertSplit, *, capacity: float | None = None) -> Dispatcher:

@@ -26,9 +26,10 @@ from ragged_fsdp.dbuffer.checks import device_of
 from ragged_fsdp.experts.all_to_all import AllToAll, agree_on_tokens, all_to_all
 from ragged_fsdp.experts.dispatch import Dispatched, Dispatcher, Route
 from ragged_fsdp.experts.exchange import Asked, Meanwhile, exchange
-from ragged_fsdp.experts.permute import combine, count, place, take
+from ragged_fsdp.experts.permute import count, place, take
 from ragged_fsdp.experts.split import ExpertSplit
 from ragged_fsdp.experts.tally import keep_largest
+from ragged_fsdp.experts.trips import Trip
 from ragged_fsdp.topology import Levels, find_levels, given_ranks_per_node, level_groups
 
 __all__ = ["TwoLevel", "two_level"]
@@ -75,6 +76,7 @@ class TwoLevel:
             experts = [split.first[rank] + i for rank in ranks for i in range(split.held[rank])]
             self._places.update((expert, (node, number)) for number, expert in enumerate(experts))
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._edges: dict[tuple[torch.device, int], Tensor] = {}
 
     @property
     def capacity(self) -> float | None:
@@ -111,16 +113,17 @@ class TwoLevel:
         if self.capacity is None:
             dist.all_to_all_single(numbers[1], numbers[0], group=self._rail)
             asked = Asked(numbers)
-            route = Route(counted.rows(None), load)
-            there, here = ([sizes] for sizes in asked.answer())
+            route = Route(counted.rows(), load)
+            there, here = asked.answer()
         else:
             room = self._room(chosen, counted.counts)
-            route = Route(counted.rows(room), load)
+            route = Route(counted.rows(self._edges_of(room, tokens.device)), load)
             lost = (wanted.flatten() < self._nodes) & (route.row_of < 0)
             route.dropped = (theirs.sum(-1).flatten() * lost).sum()
-            there = here = [[room] * self._nodes]
-        sent = sum(there[0])
-        arrived = exchange(take(tokens, route.row_of, sent), there, here, self._rail, meanwhile)
+            there = here = [room] * self._nodes
+        sent = sum(there)
+        trip = Trip(self._rail, route.row_of)
+        arrived = trip.go(tokens, [there], [here], meanwhile)
         # of each row's experts those of the node it goes to, by their number there; none of padding
         numbered = torch.where(theirs, local_of[chosen].unsqueeze(1), self._none).flatten(0, 1)
         wanted = exchange(place(numbered, route.row_of, sent, self._none), there, here, self._rail)
@@ -131,17 +134,24 @@ class TwoLevel:
             rows, held, inside = self._inside.dispatch_fixed(arrived, wanted, chosen.numel(), None)
             assert route.dropped is not None and inside.dropped is not None
             route.dropped = route.dropped + inside.dropped
-        route.extra.update(inside=inside, there=there, here=here)
+        route.extra.update(inside=inside, trip=trip, there=there, here=here)
         return rows, held, route
 
     def combine(self, outputs: Tensor, weights: Tensor, route: Route) -> Tensor:
         """The sums of what the nodes made of each token."""
         way: dict[str, Any] = route.extra
-        sent = take(weights, route.row_of, sum(way["there"][0]))
+        sent = take(weights, route.row_of, sum(way["there"]))
         theirs = exchange(sent, way["there"], way["here"], self._rail)
         sums = self._inside.combine(outputs, theirs, way["inside"]).to(outputs.dtype)
-        back = exchange(sums, way["here"], way["there"], self._rail)
-        return combine(back, None, route.row_of, len(weights))
+        back: Tensor = way["trip"].come_back(sums, None)
+        return back
+
+    def _edges_of(self, room: int, device: torch.device) -> Tensor:
+        """Copied once."""
+        key = device, room
+        if key not in self._edges:
+            self._edges[key] = torch.tensor([0, room], device=device)
+        return self._edges[key]
 
     def _room(self, chosen: Tensor, counts: Tensor) -> int:
         """Rows that each node gets under the capacity; what these ``counts`` would have needed is kept."""

@@ -26,13 +26,23 @@ from ragged_fsdp.torch_internals import disable_dynamo
 
 __all__ = [
     "Counted",
+    "add_up",
+    "back_into",
+    "back_reference",
     "combine",
     "count",
     "count_reference",
+    "find_arrival",
+    "invert",
+    "label",
     "order",
+    "pick_into",
+    "pick_reference",
     "place",
     "rows_reference",
+    "rows_to_fill",
     "take",
+    "take_into",
     "take_reference",
     "weighted_reference",
 ]
@@ -44,9 +54,13 @@ class Counted:
 
     counts: Tensor
     """How many each group has."""
-    rows: Callable[[int | None], Tensor]
-    """Called with None: the rows (N*K,) of slots that are ordered by group, stable. With a number each group
-    has so many rows, and slots that do not fit are in none, the last ones first."""
+    rows: Callable[..., Tensor]
+    """Called without arguments: the rows (N*K,) of slots that are ordered by group, stable.
+
+    With a tensor of edges, from 0 to some number, each group has so many rows, and slots that do not fit are
+    in none, the last ones first. Each group's are cut at the edges: all groups' first parts come first, in
+    the order of groups, then all second ones.
+    """
 
 
 def count(
@@ -55,22 +69,21 @@ def count(
     """Count slots by group.
 
     What was chosen is the number of a group, or ``number_of`` it; slots numbered ``groups`` are in no row.
-    ``into`` is where counts are to be, zeros of int64. With two dims (R, P) group ``p * R + r`` is at (r, p).
-    Asks the device nothing.
+    ``into`` is where counts are to be, zeros of int64. Asks the device nothing.
     """
     into = chosen.new_zeros(groups, dtype=torch.int64) if into is None else into
     if chosen.is_cuda:
         from ragged_fsdp.experts import permute_triton
 
         return Counted(into, permute_triton.count(chosen, groups, number_of, into))
-    into += count_reference(chosen, groups, number_of).view(*reversed(into.shape)).t()
+    into += count_reference(chosen, groups, number_of)
     return Counted(into, partial(rows_reference, chosen, groups, number_of))
 
 
 def order(chosen: Tensor, groups: int, number_of: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The rows (N*K,) of slots that are ordered by group, as :class:`Counted` gives them; and the counts."""
     counted = count(chosen, groups, number_of)
-    return counted.rows(None), counted.counts
+    return counted.rows(), counted.counts
 
 
 def count_reference(chosen: Tensor, groups: int, number_of: Tensor | None = None) -> Tensor:
@@ -80,16 +93,18 @@ def count_reference(chosen: Tensor, groups: int, number_of: Tensor | None = None
 
 
 def rows_reference(
-    chosen: Tensor, groups: int, number_of: Tensor | None = None, room: int | None = None
+    chosen: Tensor, groups: int, number_of: Tensor | None = None, edges: Tensor | None = None
 ) -> Tensor:
     """What :class:`Counted` finds, by sorting."""
     slots = _numbers(chosen, number_of)
     row_of = torch.empty_like(slots, dtype=torch.int64)
     row_of[slots.argsort(stable=True)] = torch.arange(len(slots), device=slots.device)
-    if room is not None:
+    if edges is not None:
         counts = count_reference(chosen, groups, number_of)
         place_of = row_of - (counts.cumsum(0) - counts)[slots.clamp(max=groups - 1)]
-        row_of = torch.where(place_of < room, slots * room + place_of, -1)
+        part = torch.searchsorted(edges, place_of, right=True).clamp(max=len(edges) - 1)
+        first, length = edges[part - 1], edges[part] - edges[part - 1]
+        row_of = torch.where(place_of < edges[-1], groups * first + slots * length + place_of - first, -1)
     return torch.where(slots == groups, -1, row_of)
 
 
@@ -135,10 +150,121 @@ def combine(
     return _apply(_Combine, rows, weights, row_of, dtype)
 
 
-def take_reference(source: Tensor, row_of: Tensor, rows: int) -> Tensor:
-    """Each of ``source`` in the rows of its slots; zeros where there is none."""
-    per_token = len(row_of) // max(1, len(source))
-    return place(source.repeat_interleave(per_token, 0), row_of, rows, 0)
+def invert(row_of: Tensor, rows: int) -> Tensor:
+    """The slot of each row (R,), -1 where it has none."""
+    kernels = _kernels(row_of)
+    if kernels is None:
+        return place(torch.arange(len(row_of), device=row_of.device), row_of, rows, -1)
+    slot_of = row_of.new_full((rows,), -1)
+    kernels.invert(row_of, slot_of)
+    return slot_of
+
+
+def label(slot_of: Tensor, chosen: Tensor, label_of: Tensor) -> Tensor:
+    """The label of what was chosen in the slot of each row (R,); the last label where it has none."""
+    kernels = _kernels(slot_of)
+    if kernels is None:
+        of_slots = label_of[chosen.flatten()[slot_of.clamp(min=0)]] if chosen.numel() else label_of[-1]
+        return torch.where(slot_of >= 0, of_slots, label_of[-1])
+    labels = torch.empty_like(slot_of)
+    kernels.label(slot_of, chosen, label_of, labels)
+    return labels
+
+
+def find_arrival(counts: Tensor, by_row: Tensor, to_group: Tensor, rows: int) -> Tensor:
+    """Where each of so many rows that come goes, so that they are grouped.
+
+    They come kind by kind, ``counts[by_row[i]]`` of kind i; kinds are to lie by ``to_group``, which has each
+    number once.
+    """
+    kernels = _kernels(counts)
+    if kernels is None:
+        return order(to_group.repeat_interleave(counts[by_row], output_size=rows), len(to_group))[0]
+    arrival = counts.new_empty(rows)
+    kernels.find_arrival(counts, by_row, to_group, arrival)
+    return arrival
+
+
+def take_into(into: Tensor, tokens: Tensor, row_of: Tensor) -> None:
+    """Each token (N, D) to its rows (R, D); no other is written."""
+    kernels = _kernels(tokens)
+    (take_reference if kernels is None else kernels.take)(tokens, row_of, into)
+
+
+def pick_into(into: Tensor, source: Tensor, index: Tensor, shared: int = 1) -> None:
+    """Rows (R, D) of a source, the one at ``index // shared`` each; where that is -1 nothing is written."""
+    kernels = _kernels(source)
+    (pick_reference if kernels is None else kernels.pick)(source, index, into, shared)
+
+
+def rows_to_fill(like: Tensor, rows: int, filled: Tensor | None) -> Tensor:
+    """Memory for rows (R, D); zeros behind the sum of ``filled``, anything or zeros where that is None."""
+    kernels = _kernels(like)
+    if kernels is None:
+        return torch.zeros(rows, like.shape[1], dtype=like.dtype, device=like.device)
+    made = like.new_empty(rows, like.shape[1])
+    if filled is not None:
+        kernels.fill_rest(made, filled)
+    return made
+
+
+def add_up(
+    rows: Tensor,
+    weights: Tensor | None,
+    row_of: Tensor,
+    tokens: int,
+    dtype: torch.dtype,
+    filled: Tensor | None = None,
+) -> Tensor:
+    """What :func:`combine` returns, without a graph."""
+    kernels = _kernels(rows)
+    if kernels is None:
+        return weighted_reference(rows, weights, row_of, tokens).to(dtype)
+    into = rows.new_empty(tokens, rows.shape[1], dtype=dtype)
+    kernels.weighted_sum(rows, weights, row_of, into, every=filled is None)
+    return into
+
+
+def back_into(
+    into: tuple[Tensor, Tensor], grad: Tensor, rows: Tensor, weights: Tensor, slot_of: Tensor
+) -> None:
+    """The backward of a weighted sum: gradients of rows (R, D), and of the weights (N, K) of their slots.
+
+    Nothing else is written: neither rows without a slot, nor weights whose row is not among these.
+    """
+    kernels = _kernels(rows)
+    (back_reference if kernels is None else kernels.combine_backward)(grad, rows, weights, slot_of, into)
+
+
+def take_reference(tokens: Tensor, row_of: Tensor, into: Tensor) -> None:
+    """What ``permute_triton.take`` does."""
+    slots = tokens.repeat_interleave(len(row_of) // max(1, len(tokens)), 0)
+    longer = torch.cat((into, into.new_empty(1, *into.shape[1:])))  # missing ones go where it is cut off
+    longer[torch.where(row_of < 0, len(into), row_of)] = slots
+    into.copy_(longer[: len(into)])
+
+
+def pick_reference(source: Tensor, index: Tensor, into: Tensor, shared: int) -> None:
+    """What ``permute_triton.pick`` does."""
+    if len(source):
+        found = source[index.clamp(min=0) // shared]
+        into.copy_(torch.where((index >= 0).unsqueeze(-1), found, into))
+
+
+def back_reference(
+    grad: Tensor, rows: Tensor, weights: Tensor, slot_of: Tensor, into: tuple[Tensor, Tensor]
+) -> None:
+    """What ``permute_triton.combine_backward`` does."""
+    if not weights.numel():
+        return
+    there, slot = slot_of >= 0, slot_of.clamp(min=0)
+    of_token = grad[slot // weights.shape[1]]
+    of_rows = (of_token * weights.flatten()[slot].unsqueeze(-1)).to(rows.dtype)
+    into[0].copy_(torch.where(there.unsqueeze(-1), of_rows, into[0]))
+    products = (rows * of_token).sum(-1).to(weights.dtype)
+    longer = torch.cat((into[1].flatten(), products.new_empty(1)))
+    longer[torch.where(there, slot_of, weights.numel())] = products
+    into[1].copy_(longer[:-1].view(weights.shape))
 
 
 def weighted_reference(rows: Tensor, weights: Tensor | None, row_of: Tensor, tokens: int) -> Tensor:
@@ -186,10 +312,9 @@ class _Take(torch.autograd.Function):
     def forward(ctx: Any, tokens: Tensor, row_of: Tensor, rows: int, filled: Tensor | None) -> Tensor:
         ctx.save_for_backward(row_of, filled)
         ctx.tokens = len(tokens)
-        kernels = _kernels(tokens)
-        if kernels is not None:
-            return kernels.take(tokens, row_of, rows, filled)
-        return take_reference(tokens, row_of, rows)
+        taken = rows_to_fill(tokens, rows, filled)
+        take_into(taken, tokens, row_of)
+        return taken
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -204,10 +329,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, row_of: Tensor, tokens: int, filled: Tensor | None) -> Tensor:
         ctx.save_for_backward(row_of, filled)
         ctx.rows = len(rows)
-        kernels = _kernels(rows)
-        if kernels is not None:
-            return kernels.weighted_sum(rows, None, row_of, tokens, rows.dtype, filled is None)
-        return weighted_reference(rows, None, row_of, tokens)
+        return add_up(rows, None, row_of, tokens, rows.dtype, filled)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -221,17 +343,15 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, row_of: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(rows, weights, row_of)
-        kernels = _kernels(rows)
-        if kernels is not None:
-            return kernels.weighted_sum(rows, weights, row_of, len(weights), dtype, True)
-        return weighted_reference(rows, weights, row_of, len(weights)).to(dtype)
+        return add_up(rows, weights, row_of, len(weights), dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         rows, weights, row_of = ctx.saved_tensors
-        kernels = None if torch.is_grad_enabled() else _kernels(rows)
-        if kernels is not None:
-            return *kernels.combine_backward(grads[0], rows, weights, row_of), None, None
+        if not torch.is_grad_enabled():
+            made = rows_to_fill(rows, len(rows), None), torch.zeros_like(weights)
+            back_into(made, grads[0], rows, weights, invert(row_of, len(rows)))
+            return *made, None, None
         of_slots = grads[0].unsqueeze(1) * weights.unsqueeze(-1)
         grad_rows = place(of_slots.flatten(0, 1), row_of, len(rows), 0)
         grad_weights = (_slots(rows, row_of, *weights.shape) * grads[0].unsqueeze(1)).sum(-1)
