@@ -128,7 +128,7 @@ def run_slow_rank(setting: Any, lighthouse: str, replica: int, *more: Any) -> No
     _run_rank(setting, lighthouse, replica, *more)
 
 
-def run_half_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: int, port: int) -> None:
+def run_half_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: int) -> None:
     """Of a replica that comes back one rank cannot connect at first, when the other one can copy."""
     connect, failures = groups.ReplicaMembers.configure, [ConnectionError("on purpose")]
 
@@ -139,10 +139,10 @@ def run_half_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: 
 
     if life and rank:
         groups.ReplicaMembers.configure = fail_once  # type: ignore[method-assign]
-    _run_rank(setting, lighthouse, replica, life, rank, port)
+    _run_rank(setting, lighthouse, replica, life, rank)
 
 
-def run_uncopied_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: int, port: int) -> None:
+def run_uncopied_rank(setting: Any, lighthouse: str, replica: int, life: int, rank: int) -> None:
     """Of a replica that comes back one rank can connect, but its first copy breaks off."""
     receive, failures = transport.receive, [ConnectionError("on purpose")]
 
@@ -153,7 +153,7 @@ def run_uncopied_rank(setting: Any, lighthouse: str, replica: int, life: int, ra
 
     if life and rank:
         transport.receive = break_off_once
-    _run_rank(setting, lighthouse, replica, life, rank, port)
+    _run_rank(setting, lighthouse, replica, life, rank)
 
 
 def run_choosy_rank(*arguments: Any) -> None:

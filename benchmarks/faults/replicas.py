@@ -130,14 +130,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def join(setting: Setting, port: int, rank: int, ranks: int, host: str) -> None:
-    """A process group of this replica alone."""
+def join(setting: Setting, where: str, rank: int, ranks: int, host: str) -> None:
+    """A process group of this replica alone, whose ranks meet in a file: a port may be taken meanwhile."""
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(ranks))
     os.environ["NCCL_HOSTID"] = host  # NCCL lets only "hosts" share a device
     if setting.device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(setting.backend)
+    place = f"file://{Path(setting.folder).resolve()}/meeting-{where}"
+    dist.init_process_group(setting.backend, init_method=place, rank=rank, world_size=ranks)
 
 
 def timed(owner: Any, name: str, book: dict[str, float]) -> None:
@@ -154,7 +154,7 @@ def timed(owner: Any, name: str, book: dict[str, float]) -> None:
     setattr(owner, name, call)
 
 
-def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: int, port: int) -> None:
+def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: int) -> None:
     """One rank of a replica: steps until the folder has a file ``stop``, which holds the last step."""
     from ragged_fsdp.integrations.torchft import Replicas
 
@@ -162,7 +162,7 @@ def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: i
     with open(folder / f"said-{replica}-{life}-{rank}", "wb") as said:  # torchft says a lot
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
-    join(setting, port, rank, RANKS, f"{replica}-{rank}")
+    join(setting, f"{replica}-{life}", rank, RANKS, f"{replica}-{rank}")
     model, optimizer = build(setting, seed=100 * life + replica)
     log = open(folder / f"log-{replica}-{life}-{rank}", "a", buffering=1)  # noqa: SIM115
     replicas = Replicas(
@@ -205,13 +205,13 @@ def run_rank(setting: Setting, lighthouse: str, replica: int, life: int, rank: i
     os._exit(0)  # the manager's threads would keep the process
 
 
-def rerun_rank(setting: Setting, schedule: list[list[int]], rank: int, port: int) -> None:
+def rerun_rank(setting: Setting, schedule: list[list[int]], rank: int) -> None:
     """One rank of all replicas in one quiet job: the same steps with plain collectives of torch."""
     from torch.distributed.device_mesh import DeviceMesh
 
     from ragged_fsdp.replicas import ReplicaGradients
 
-    join(setting, port, rank, setting.replicas * RANKS, str(rank))
+    join(setting, "again", rank, setting.replicas * RANKS, str(rank))
     replica, inner = divmod(rank, RANKS)
     mesh = DeviceMesh(
         setting.device, torch.arange(setting.replicas * RANKS).view(-1, RANKS), mesh_dim_names=("r", "s")
@@ -286,9 +286,8 @@ class Job:
     def start(self, replica: int) -> None:
         """Start a replica, for the first time or again."""
         life = self.lives[replica] = self.lives.get(replica, -1) + 1
-        port = free_port()
         self.processes[replica] = [
-            _CONTEXT.Process(target=run_rank, args=(self.setting, self.lighthouse, replica, life, rank, port))
+            _CONTEXT.Process(target=run_rank, args=(self.setting, self.lighthouse, replica, life, rank))
             for rank in range(RANKS)
         ]
         for process in self.processes[replica]:
@@ -481,9 +480,8 @@ def schedule_of(job: Job) -> tuple[list[list[int]], dict[tuple[int, int, int], s
 def compare_with_quiet_run(job: Job) -> dict[str, Any]:
     """The same schedule without torchft and without a kill; raises if a bit differs."""
     schedule, losses = schedule_of(job)
-    port = free_port()
     ranks = [
-        _CONTEXT.Process(target=rerun_rank, args=(job.setting, schedule, rank, port))
+        _CONTEXT.Process(target=rerun_rank, args=(job.setting, schedule, rank))
         for rank in range(job.setting.replicas * RANKS)
     ]
     for process in ranks:

@@ -5,6 +5,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +51,9 @@ class _Others:
     def wait(self) -> None: ...
 
     def settle(self, given_up: object) -> None: ...
+
+    def watched(self, given_up: object) -> nullcontext:
+        return nullcontext()
 
     def errored(self) -> Exception | None:
         return self.error
@@ -190,6 +194,17 @@ def test_what_a_peer_needs_and_cannot_have_is_its_error_alone() -> None:
     assert ours._offer() == "KeyError: 'missing'"
 
 
+class _Aborts(groups.Nccl):
+    """A group that was never made, and notes that it is aborted."""
+
+    def __init__(self, aborted: list[bool]) -> None:
+        self._pg, self._aborted = "a group", aborted
+
+    def abort(self, errored: bool = True) -> None:
+        self._pg = None
+        self._aborted.append(True)
+
+
 @pytest.mark.parametrize("answers", [["SUCCESS", "SUCCESS"], ["SUCCESS", "COMM_ERROR"]])
 def test_over_nccl_a_broken_connection_ends_the_wait(
     monkeypatch: pytest.MonkeyPatch, answers: list[str]
@@ -200,8 +215,7 @@ def test_over_nccl_a_broken_connection_ends_the_wait(
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=left.pop(0)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
     monkeypatch.setattr(groups, "backend_of", lambda pg, device: backend)
-    group = SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True))
-    groups.Nccl.settle(group, lambda: False)
+    _Aborts(aborted).settle(lambda: False)
     assert bool(aborted) == (answers[-1] != "SUCCESS")
 
 
@@ -212,8 +226,24 @@ def test_over_nccl_the_wait_ends_when_others_gave_up(monkeypatch: pytest.MonkeyP
     backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name="SUCCESS"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
     monkeypatch.setattr(groups, "backend_of", lambda pg, device: backend)
-    groups.Nccl.settle(SimpleNamespace(_pg="a group", abort=lambda: aborted.append(True)), lambda: True)
+    _Aborts(aborted).settle(lambda: True)
     assert aborted
+
+
+@pytest.mark.parametrize("why", ["the connection to a peer is broken", "another rank gave it up", ""])
+def test_over_nccl_a_call_that_waits_on_the_host_ends_too(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """NCCL may connect, or launch, and wait for a peer there, where nobody looks at the device."""
+    aborted: list[bool] = []
+    answer = SimpleNamespace(name="COMM_ERROR" if "broken" in why else "SUCCESS")
+    monkeypatch.setattr(groups, "backend_of", lambda *_: SimpleNamespace(get_error=lambda: answer))
+    monkeypatch.setattr(groups, "_LOOK_S", 0.02)
+    group, until = _Aborts(aborted), time.monotonic() + 0.5
+    with group.watched(lambda: "gave" in why):
+        while not aborted and time.monotonic() < until:
+            time.sleep(0.01)
+    assert bool(aborted) == bool(why) and (not why or str(group._errored) == why)
+    time.sleep(0.1)
+    assert len(aborted) <= 1, "nobody looks any more"
 
 
 def test_first_weights_are_not_waited_for_without_end() -> None:
@@ -235,7 +265,9 @@ def test_over_nccl_an_aborted_group_is_not_asked(monkeypatch: pytest.MonkeyPatch
     waited = []
     event = SimpleNamespace(query=lambda: False, synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
-    groups.Nccl.settle(SimpleNamespace(_pg=None), lambda: False)
+    group = _Aborts([])
+    group._pg = None
+    group.settle(lambda: False)
     assert waited
 
 

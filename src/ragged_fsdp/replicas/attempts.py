@@ -101,6 +101,8 @@ class Attempts:
         self._number = 0
         self._told: list[Told] = []
         """By those of this replica, and of the others; empty while nobody wants to know."""
+        self._asking = threading.Lock()
+        """Several threads may want to know."""
 
     def begin(self) -> None:
         """The next one begins."""
@@ -115,17 +117,19 @@ class Attempts:
 
     def given_up(self) -> bool:
         """Whether anyone has given it up, as far as was heard since the first call; it does not wait."""
-        if not self._told:
-            self._told = [Told(self._store, self._own_key)]
-            if self._group.store is not None:
-                self._told.append(Told(self._group.store, _GIVEN_UP))
-        return any(told.gone or told.value is not None for told in self._told)
+        with self._asking:
+            if not self._told:
+                self._told = [Told(self._store, self._own_key)]
+                if self._group.store is not None:
+                    self._told.append(Told(self._group.store, _GIVEN_UP))
+            return any(told.gone or told.value is not None for told in self._told)
 
     def rest(self) -> None:
         """Ask no more."""
-        for told in self._told:
-            told.rest()
-        self._told = []
+        with self._asking:
+            for told in self._told:
+                told.rest()
+            self._told = []
 
     @property
     def _own_key(self) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +22,7 @@ _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_WAIT_TIMEOUT_DU
 """For groups between replicas: torch's watchdog would end this process when a peer's connection breaks, and
 sleep four times the second before, while the next group waits for it to go."""
 _POLL_S = 0.0005
+_LOOK_S = 0.2  # by then nearly every average is over
 
 
 class ReplicaMembers:
@@ -56,6 +59,11 @@ class Gloo(ReplicaMembers, ProcessGroupGloo):
     def settle(self, given_up: Callable[[], bool]) -> None:
         """Nothing: a collective that failed has raised."""
 
+    @contextmanager
+    def watched(self, given_up: Callable[[], bool]) -> Iterator[None]:
+        """Nothing: a connection that breaks ends whatever waits for it."""
+        yield
+
 
 class Nccl(ReplicaMembers, ProcessGroupNCCL):
     """Over NCCL, where nothing raises: a kernel that waits for a dead peer is ended by an abort alone."""
@@ -90,14 +98,42 @@ class Nccl(ReplicaMembers, ProcessGroupNCCL):
         done = torch.cuda.current_stream().record_event()
         ask_at = time.monotonic() + ASK_S
         while not done.query():
-            group = self._pg  # torchft aborts it too, on a thread, when the time is over
-            if group is None:
+            if self._pg is None:  # torchft aborts it too, on a thread, when the time is over
                 done.synchronize()  # nothing before it waits for a peer any more
                 return
-            if backend_of(group, torch.device("cuda")).get_error().name != "SUCCESS":
-                self.abort()
-                return
-            if time.monotonic() > ask_at and given_up():
-                self.abort()
+            if self._end_if_hopeless(given_up if time.monotonic() > ask_at else lambda: False):
                 return
             time.sleep(_POLL_S)
+
+    @contextmanager
+    def watched(self, given_up: Callable[[], bool]) -> Iterator[None]:
+        """While it is entered, a call that waits for a peer on the host comes to an end in the same way.
+
+        NCCL connects there where it must, and launches there; who waits in such a call cannot look.
+        """
+        over = threading.Event()
+        look = threading.Thread(target=self._look, args=(over, given_up), name="replica watch", daemon=True)
+        look.start()
+        try:
+            yield
+        finally:
+            over.set()
+
+    def _look(self, over: threading.Event, given_up: Callable[[], bool]) -> None:
+        wait_s = _LOOK_S
+        while not over.wait(wait_s) and not self._end_if_hopeless(given_up):
+            wait_s = ASK_S
+
+    def _end_if_hopeless(self, given_up: Callable[[], bool]) -> bool:
+        """Abort the group if it can come to nothing, and say why; whether that is so."""
+        group, why = self._pg, None
+        if group is None:
+            return True
+        if backend_of(group, torch.device("cuda")).get_error().name != "SUCCESS":
+            why = "the connection to a peer is broken"
+        elif given_up():
+            why = "another rank gave it up"
+        if why is not None:
+            self.abort()
+            self._errored = RuntimeError(why)  # for the log; torchft's own says that it was aborted
+        return why is not None

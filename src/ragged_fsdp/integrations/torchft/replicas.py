@@ -223,10 +223,13 @@ class Replicas:
             except HealingError as error:  # it died, say
                 manager.report_error(error)
         present, flats = self._gradients.collect()
-        contributors = self._agree()
-        if contributors is not None:
-            self._reduce(present, flats, len(contributors))
-        if self._failed():
+        with self._group.watched(self._attempts.given_up):
+            contributors = self._agree()
+            if contributors is not None:
+                self._reduce(present, flats, len(contributors))
+            failed = self._failed()
+        self._attempts.rest()
+        if failed:
             self._let_go()
         committed = manager.should_commit(self._patience)
         self._settle_copy(committed)
@@ -284,7 +287,6 @@ class Replicas:
     def _failed(self) -> bool:
         """Whether a collective of this attempt failed, once all have come to an end."""
         self._group.settle(self._attempts.given_up)
-        self._attempts.rest()
         if (error := self._group.errored()) is not None:
             self._manager.report_error(error)
         return self._manager.errored() is not None
