@@ -36,7 +36,7 @@ _EXPANDABLE_GPT_OSS, _EXPANDABLE_LLAMA, _EXPANDABLE_GPT_OSS_256 = (
 )
 
 _NODES = Case("gpt-oss-120b", 8, 8192, 64, ("h200-400g",), warmup=2, iterations=5, allocator="expandable")
-_NODES_LLAMA = replace(_NODES, model="llama-3-70b", layers=4, tokens=4096)
+_NODES_LLAMA = replace(_NODES, model="llama-3-70b", layers=4, tokens=4096, iterations=15)
 _NODES_DEEPSEEK = replace(_NODES, model="deepseek-v3", layers=2, tokens=4096, ranks=256)
 
 _OURS = ("ours-all-to-all", "ours")
@@ -75,7 +75,7 @@ SUITE: dict[str, Planned] = {
     ),
     "gpt-oss-nodes-64-recompute": Planned(replace(_NODES, recompute=True), _LEVELS),
     "gpt-oss-nodes-64-8192": Planned(replace(_NODES, sequence=8192), _LEVELS),
-    "gpt-oss-nodes-64-carveout": Planned(replace(_NODES, carveout=2), (*_LEVELS, "ours-two-level-float8")),
+    "gpt-oss-nodes-64-carveout": Planned(replace(_NODES, carveout=4), (*_LEVELS, "ours-two-level-float8")),
     "gpt-oss-nodes-64-sgd": Planned(replace(_NODES, optimizer="sgd"), _LEVELS),
     "gpt-oss-paper-64": Planned(replace(_NODES, layers=4, wires=("paper",)), _LEVELS),
     "gpt-oss-nodes-256": Planned(replace(_NODES, ranks=256), _LEVELS),
