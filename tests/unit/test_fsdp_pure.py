@@ -354,6 +354,7 @@ MAY_IMPORT_THE_RUNTIME = {
     "test_fsdp_pure.py",
     "test_code_kernels.py",
     "test_kernel_compilation.py",
+    "test_sums_kernels.py",
 }
 
 
